@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
     from .worker import ModelWorker
 
-# Modules in the order of import cost: later modules import more.
+# The modules that define the names of `__all__`. Importing a later module takes longer.
 _HOMES = ("config", "types", "batching", "losses", "advantages", "model_folder", "trainer", "verl_api")
 
 __all__ = [

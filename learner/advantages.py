@@ -1,4 +1,4 @@
-"""Advantage estimators per trajectory, token or turn, and their computation over all ranks.
+"""Estimators of advantages: per trajectory, per token or per turn, for a batch that is divided among ranks.
 
 Sums use float64, so that small differences between large rewards are kept. In shapes, B is the number of trajectories.
 M is the number of policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
@@ -83,10 +83,11 @@ class TokenAdvantages:
 
 
 TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
-"""Maps token rewards to token advantages. It is a collective if it sums over ranks."""
+"""A function from one rank's token rewards to token advantages. All ranks call it together, because it may sum over
+ranks."""
 
 TurnEstimator: TypeAlias = Callable[[TurnRewards, AlgorithmConfig], TurnAdvantages]
-"""Maps the turns of a batch to their advantages."""
+"""A function from the turns of the whole batch to the turns' advantages."""
 
 AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator | TurnEstimator
 
@@ -94,24 +95,30 @@ ADVANTAGES: Registry[AdvantageEstimator] = Registry("algorithm.advantage")
 
 
 def token_level(estimator: TokenEstimator) -> TokenEstimator:
-    """Mark an estimator as token-level: the ranks call it with `TokenRewards`."""
+    """Mark an estimator as token-level, and return it. Use this function as a decorator.
+
+    Each rank calls a token-level estimator with the rewards of the rank's own tokens (`TokenRewards`).
+    """
     _TOKEN_LEVEL.add(estimator)
     return estimator
 
 
 def is_token_level(estimator: AdvantageEstimator) -> TypeIs[TokenEstimator]:
-    """Return whether `token_level` marked an estimator."""
+    """Return whether an estimator has the decorator `token_level`."""
     return estimator in _TOKEN_LEVEL
 
 
 def turn_level(estimator: TurnEstimator) -> TurnEstimator:
-    """Mark an estimator as turn-level: the ranks call it with `TurnRewards`."""
+    """Mark an estimator as turn-level, and return it. Use this function as a decorator.
+
+    Each rank calls a turn-level estimator with the turns of the whole batch (`TurnRewards`).
+    """
     _TURN_LEVEL.add(estimator)
     return estimator
 
 
 def is_turn_level(estimator: AdvantageEstimator) -> TypeIs[TurnEstimator]:
-    """Return whether `turn_level` marked an estimator."""
+    """Return whether an estimator has the decorator `turn_level`."""
     return estimator in _TURN_LEVEL
 
 
@@ -120,17 +127,17 @@ _TURN_LEVEL: set[TurnEstimator] = set()
 
 
 def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Tensor:
-    """Center each reward on its prompt group (GRPO, arXiv 2402.03300, section 4.1.2).
+    """Subtract from each reward the mean reward of its prompt group (GRPO, arXiv 2402.03300, section 4.1.2).
 
     Args:
         rewards: [B] float32.
         group_ids: [B] int64; equal ids form a group, in any order.
-        scale: ``std`` divides by the group's sample standard deviation (n - 1), at least `MIN_DEVIATION`. ``none`` does
-            not divide (Dr. GRPO, arXiv 2503.20783).
+        scale: With ``std``, the difference is divided by the group's sample standard deviation (n - 1), at least
+            `MIN_DEVIATION`. With ``none``, it is not divided (Dr. GRPO, arXiv 2503.20783).
 
     Returns:
-        [B] float32. A group of equal rewards gives exact zeros. Example: rewards 1, 0, 0, 1 in one group with ``std``
-        give 0.866, -0.866, -0.866, 0.866.
+        The advantages, [B] float32. They are exactly 0 in a group of equal rewards. Example: rewards 1, 0, 0, 1 in one
+        group with ``std`` give 0.866, -0.866, -0.866, 0.866.
 
     Raises:
         ValueError: a group has one member and ``scale`` is ``std``.
@@ -151,9 +158,10 @@ ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
 
 @ADVANTAGES.register("rloo")
 def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Subtract the mean reward of the other trajectories in the group (RLOO, arXiv 2402.14740).
+    """Subtract from each reward the mean reward of the other trajectories in its group (RLOO, arXiv 2402.14740).
 
-    Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
+    Returns the advantages, [B] float32. Raises `ValueError` if a group has one trajectory. Example: rewards 3, 0, 0
+    give 3, -1.5, -1.5.
     """
     group, counts = members(group_ids)
     _need_two(counts, "RLOO")
@@ -162,9 +170,9 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("leave_one_out_batch")
 def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Subtract the mean reward of all other trajectories in the batch.
+    """Subtract from each reward the mean reward of all other trajectories in the batch. Groups do not matter.
 
-    Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
+    Returns the advantages, [B] float32. Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
     """
     return rloo(rewards, torch.zeros_like(group_ids))
 
@@ -173,7 +181,8 @@ def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
 def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
     """Center rewards per group, and divide by the batch's standard deviation (REINFORCE++-baseline, arXiv 2501.03262).
 
-    Difference from verl: the standard deviation is over trajectories, not over tokens.
+    Returns the advantages, [B] float32. Difference from verl: the standard deviation is over trajectories, not over
+    tokens.
 
     Example: rewards 3, 1 in one group and 0, 0 in another give 1.225, -1.225, 0, 0.
     """
@@ -185,10 +194,11 @@ def reinforce_plus_plus_baseline(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("remax")
 def remax(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Subtract the reward of the greedy response to the same prompt (ReMax, arXiv 2310.10505, equation 6).
+    """Subtract the greedy response's reward from each reward of a group (ReMax, arXiv 2310.10505, equation 6).
 
-    The last trajectory of each group must be the greedy response. Its advantage is 0, and the learner does not train on
-    it. Example: rewards 1, 0 and greedy 1 give 0, -1, 0.
+    Returns the advantages, [B] float32. The last trajectory of each group must be the greedy response. The greedy
+    response gets the advantage 0, and the learner does not train on it. Example: rewards 1, 0 and greedy 1 give 0, -1,
+    0.
     """
     group, counts = members(group_ids)
     last = largest(torch.arange(len(group)), group, len(counts))
@@ -203,10 +213,10 @@ def _need_two(counts: Tensor, name: str) -> None:
 @ADVANTAGES.register("gae")
 @token_level
 def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """Estimate generalized advantages from a critic's values.
+    """Compute the advantages and returns of this rank's tokens from a critic's values (`generalized_advantages`).
 
-    ``whiten_advantages`` standardizes them over the tokens of all ranks. The value after the last token of a trajectory
-    counts as 0, even if the trajectory is truncated.
+    With ``whiten_advantages``, the advantages are standardized over the tokens of all ranks. The value after the last
+    token of a trajectory counts as 0, even if the trajectory is truncated.
     """
     advantages, returns = generalized_advantages(
         batch.rewards, batch.values, batch.lengths, gamma=config.gamma, gae_lambda=config.gae_lambda
@@ -219,9 +229,10 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 @ADVANTAGES.register("reinforce_plus_plus")
 @token_level
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
-    """Compute returns-to-go, standardized over the tokens of all ranks (REINFORCE++, arXiv 2501.03262, section 3).
+    """Use each token's discounted return as its advantage (REINFORCE++, arXiv 2501.03262, section 3).
 
-    Deviation: the KL penalty uses the behavior policy. The paper uses the policy before the update.
+    The advantages are standardized over the tokens of all ranks. Deviation: the KL penalty uses the behavior policy.
+    The paper uses the policy before the update.
 
     Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577.
     """
@@ -251,8 +262,8 @@ def generalized_advantages(
         rewards: [M] float, one per policy token.
         values: [M] float, the critic's value before each token.
         lengths: [B] int64, number of policy tokens of each trajectory; the sum is M.
-        gamma: In [0, 1].
-        gae_lambda: In [0, 1].
+        gamma: γ, the discount per token, in [0, 1].
+        gae_lambda: λ, in [0, 1].
         last_values: [B] float, the value after each trajectory's last token; default 0. Use the critic's value to
             bootstrap a truncated trajectory.
 
@@ -271,10 +282,10 @@ def generalized_advantages(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
-    """Return the discounted sum of rewards from each token to the end of its trajectory, [M] float64.
+    """Return [M] float64: for each token, the discounted sum of the rewards from it to its trajectory's end.
 
-    ``rewards`` are [M], and ``lengths`` [B] are numbers of policy tokens. Example: rewards 1, 0, 4 of one trajectory
-    with gamma 0.5 give 2, 2, 4.
+    ``rewards`` [M] has one reward per policy token. ``lengths`` [B] int64 is the number of policy tokens of each
+    trajectory. Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
     """
     return _sum_backwards(rewards.to(torch.float64, copy=True), lengths.cumsum(0)[lengths > 0] - 1, gamma)
 
@@ -306,15 +317,15 @@ def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
 
 
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
-    """Standardize this rank's values [M] float64 over the tokens of all ranks.
+    """Subtract the mean from this rank's values, and divide by the standard deviation, both over all ranks.
 
-    The divisor is the sample deviation (n - 1), at least `MIN_DEVIATION`. Returns [M] float64; zeros if all values are
-    equal.
+    ``values`` is [M] float64. ``total`` sums a tensor over the ranks. The divisor is the sample deviation (n - 1), at
+    least `MIN_DEVIATION`. Returns [M] float64; zeros if the values of all ranks are equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     differences = values - sums / max(1.0, count)
     squares = float(total(differences.square().sum()[None]))
-    # Rounding errors of equal values must not become advantages.
+    # If all values are equal, their differences are rounding errors, which must not become advantages.
     mean_square = float(total(values.square().sum()[None])) / max(1.0, count)
     if count < 2 or squares / count <= 1e-24 * mean_square:
         return torch.zeros_like(values)
@@ -337,10 +348,10 @@ class AdaptiveKLCoefficient:
         self._horizon = horizon
 
     def update(self, measured: float, num_samples: int) -> float:
-        """Update the coefficient with the divergence of a step, and return the coefficient.
+        """Adapt the coefficient to the divergence of one step, and return the new coefficient.
 
-        A non-finite divergence changes nothing. Example: 0.1 with target 6 and horizon 10000, after 256 samples at 12
-        nats, becomes 0.100512.
+        ``measured`` is the divergence in nats per token. A non-finite divergence changes nothing. Example: 0.1 with
+        target 6 and horizon 10000, after 256 samples at 12 nats, becomes 0.100512.
         """
         if math.isfinite(measured):
             error = min(max(measured / self._target - 1.0, -0.2), 0.2)
@@ -382,18 +393,19 @@ class BatchAdvantages:
         rewards: Mapping[SampleKey, float],
         sources: Mapping[int, str] | None = None,
     ) -> tuple[list[TokenSequence], dict[str, float]]:
-        """Compute the advantages of this rank's sequences.
+        """Compute the advantages of this rank's sequences, and add them to the sequences as a column.
 
         Args:
             sequences: This rank's sequences. They need ``behavior_logprobs`` and ``reference_logprobs`` if
                 ``kl_reward_coef`` is set, and ``values`` if there is a critic.
-            rewards: Rewards of this rank's trajectories. Each sequence is a branch of one trajectory.
+            rewards: Rewards of this rank's trajectories. Each sequence is one path (branch) through the turns of a
+                trajectory.
             sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
-            The sequences with ``advantages`` at the tokens in the loss, and with ``returns`` if the estimator is for
-            tokens or turns. Also the metrics of the KL penalty, equal on all ranks: ``reward_kl`` in nats per token and
-            ``kl_reward_coef``.
+            Copies of the sequences with the column ``advantages`` (0 outside the loss), and with ``returns`` if the
+            estimator is for tokens or turns. Also the metrics of the KL penalty, equal on all ranks: ``reward_kl`` in
+            nats per token and ``kl_reward_coef``.
 
         Raises:
             ValueError: the estimator is turn-level, and a sequence does not name its turns.
@@ -414,7 +426,7 @@ class BatchAdvantages:
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
-        # A trajectory's reward includes the rewards of its turns. Each of them is placed at its own turn.
+        # A trajectory's reward includes the rewards of its turns. Each turn's reward moves to the turn's last token.
         outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
@@ -462,7 +474,7 @@ class BatchAdvantages:
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Sort the trajectories, so that their order does not depend on the division among the ranks.
+        # Sort by group id and index, so that the order does not depend on the division among the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         for number in range(len(self._by_number)):

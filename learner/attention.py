@@ -49,7 +49,7 @@ FREE_PADDING_TOKENS = 128
 
 
 CAPPED_QUERIES = 512
-"""Number of queries per block of soft-capped scores; only one block is in memory."""
+"""Number of queries per block of attention with a soft cap. Only the scores of one block are in memory."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
 """Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the
@@ -104,9 +104,10 @@ class PackedLayout:
 
     @cached_property
     def padded(self) -> PaddedCalls:
-        """The SDPA calls, for layers without a variable-length kernel.
+        """The padded batches for torch's ``scaled_dot_product_attention`` (SDPA), one per call.
 
-        At most a quarter of each padded batch is padding, or `FREE_PADDING_TOKENS` if that is more.
+        Layers without a variable-length kernel use them. At most a quarter of each batch is padding, or
+        `FREE_PADDING_TOKENS` if that is more.
         """
         sizes = np.asarray(self.lengths)
         starts = np.cumsum(sizes) - sizes
@@ -128,12 +129,15 @@ class PackedLayout:
         return PaddedCalls(buckets=tuple(buckets), pad_index=pad_index, unpad_index=unpad_index)
 
     def cut(self, chunk: int) -> PackedLayout:
-        """Return the layout for attention within chunks of ``chunk`` tokens."""
+        """Return a layout in which each chunk of ``chunk`` tokens is a sequence, so that attention stays within chunks.
+
+        The last chunk of a sequence may be shorter.
+        """
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
         return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.host_token_index)
 
     def positions(self) -> Tensor:
-        """Return the position of each packed token in its sequence, [N] int64."""
+        """Return [N] int64: the position of each packed token in its own sequence, counted from 0."""
         places = np.concatenate([np.arange(length) for length in self.lengths])
         on_the_device = on_device(places, self.cu_seqlens.device)
         return on_the_device if self.first_index is None else on_the_device[self.first_index]
@@ -145,13 +149,14 @@ def packed_layout(
     kernel: AttentionKernel = AttentionKernel.sdpa,
     token_index: np.ndarray | None = None,
 ) -> PackedLayout:
-    """Plan the attention calls for packed sequences.
+    """Make the layout of sequences that are packed one after the other.
 
     Args:
-        lengths: Number of tokens of each sequence, in packed order. Longest first needs the fewest calls.
+        lengths: Number of tokens of each sequence, in packed order. Longest first needs the fewest SDPA calls.
         device: Device of the indices.
         kernel: The attention kernel; not ``auto``.
-        token_index: [sum of lengths] int64, packed position of each token, if sequences share tokens.
+        token_index: [sum of lengths] int64, packed position of each token of each sequence; None if sequences do not
+            share tokens.
     """
     ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
     layout = PackedLayout(cu_seqlens=on_device(ends, device), lengths=tuple(map(int, lengths)), kernel=kernel)
@@ -191,11 +196,11 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two contexts for a checkpointed layer: for its forward pass, and for its recomputation.
+    """Return two context managers for a checkpointed layer: for its forward pass, and for its recomputation.
 
-    Use it as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The first context keeps the inputs and output
-    of attention, so attention and its collectives run only once. Attention with sinks still runs again. torch's
-    selective checkpointing cannot do this, because it does not see kernels outside of torch's dispatcher.
+    Use this function as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The first context keeps the inputs
+    and output of attention, so attention and its collectives run only once. Attention with sinks still runs again.
+    torch's selective checkpointing cannot do this, because it does not see kernels outside of torch's dispatcher.
     """
     outputs: deque[Tensor] = deque()
 
@@ -236,7 +241,7 @@ def packed_attention(
     sliding_window: int | None = None,
     **extra: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each packed sequence.
+    """Compute causal attention of packed sequences. A token attends only to tokens of its own sequence.
 
     Args:
         module: The attention layer.
@@ -244,7 +249,7 @@ def packed_attention(
         key: [1, kv heads, N, D].
         value: [1, kv heads, N, Dv]; Dv may differ from D.
         attention_mask: Not used; the layout defines which tokens attend to each other.
-        packed: Layout of all tokens.
+        packed: Layout of the sequences of all ranks.
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
         sliding_window: A token attends to this many tokens, including itself; None means all tokens before it.
@@ -262,7 +267,8 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # Attention with sinks is not kept: its blocks are several times larger than the keys and values.
+    # With sinks, the layer's recomputation also runs attention: keeping its blocks would need several times the
+    # memory of the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -289,11 +295,11 @@ def _attended(
         packed = packed.cut(chunk)
     is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
     if packed.kernel is not AttentionKernel.sdpa and is_plain:
-        if packed.token_index is not None:  # copies shared tokens: [sum of lengths, H, D]
+        if packed.token_index is not None:  # one copy of a shared token per sequence: [sum of lengths, H, D]
             q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
         out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
-        if packed.first_index is not None:  # the copies of a shared token are equal
+        if packed.first_index is not None:  # keep one of the copies of a shared token, which are equal
             out = out.index_select(0, packed.first_index)
     else:
         out = _bucketed(q, k, v, packed, scaling=scaling, dropout=dropout, window=window, sinks=sinks, cap=cap)
@@ -398,10 +404,10 @@ def _windowed(
 
 
 def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-    """Return whether SDPA's fused causal kernels support fewer key heads than query heads.
+    """Return whether SDPA's fused causal kernels support fewer key heads than query heads on this device.
 
-    On CUDA, only FlashAttention does. It needs half precision and a head size of at most `MAX_FLASH_DIM`. SDPA's other
-    kernels would keep the attention weights of all pairs of tokens.
+    On CUDA, only FlashAttention supports this. It needs half precision and a head size of at most `MAX_FLASH_DIM`.
+    SDPA's other kernels would keep the attention weights of all pairs of tokens.
     """
     return device.type != "cuda" or (dtype is not torch.float32 and head_dim <= MAX_FLASH_DIM)
 

@@ -53,7 +53,7 @@ class AttentionShape:
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> AttentionShape:
-        """Read the shape from a model's configuration; missing fields get default values."""
+        """Return the attention features that a model's configuration describes; missing fields get default values."""
         text = config.get_text_config()
         heads = getattr(text, "num_attention_heads", None) or 2
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -70,7 +70,10 @@ class AttentionShape:
 def attention_kernel(
     asked: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape | None = None
 ) -> AttentionKernel:
-    """Resolve ``learner.attention``. ``auto`` gives the fastest correct kernel for the device, dtype and model.
+    """Return the attention kernel to use. ``asked`` is the option ``learner.attention``.
+
+    ``auto`` gives the fastest kernel that passes `check_kernel` with this device, dtype and model, or ``sdpa`` if none
+    passes. ``sdpa`` is returned unchanged, and another kernel if it passes.
 
     Raises:
         ValueError: the requested kernel cannot be imported, cannot run on the device, or gives wrong results.
@@ -93,7 +96,10 @@ def attention_kernel(
 def first_right(
     kernels: Sequence[AttentionKernel], device: torch.device, dtype: torch.dtype, shape: AttentionShape
 ) -> AttentionKernel:
-    """Return the first kernel that passes `check_kernel`, else ``sdpa``. Log why the other kernels failed."""
+    """Return the first of ``kernels`` that passes `check_kernel`, or ``sdpa``. Log why other kernels failed.
+
+    Kernels without a soft cap are skipped if the model needs one.
+    """
     reasons: list[str] = []
     for kernel in (kernel for kernel in kernels if shape.soft_cap is None or takes_soft_cap(kernel)):
         try:
@@ -123,7 +129,7 @@ def _fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
 
 
 def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> None:
-    """Import a kernel and compare it with attention in float32, forward and backward.
+    """Check that a kernel can be imported, and that its outputs and gradients equal those of float32 attention.
 
     Raises:
         ValueError: the kernel cannot be imported, raises an error, or gives wrong results.
@@ -210,7 +216,7 @@ def call_kernel(
     window: int | None,
     soft_cap: float | None,
 ) -> Tensor:
-    """Compute causal attention within packed sequences with one kernel.
+    """Compute causal attention within packed sequences with a variable-length kernel.
 
     Args:
         kernel: Neither ``auto`` nor ``sdpa``.
@@ -224,7 +230,7 @@ def call_kernel(
         soft_cap: Soft cap of the scores, or None. The kernel must support it (`takes_soft_cap`).
 
     Returns:
-        [N, H, Dv].
+        The attention output, [N, H, Dv].
     """
     function, value_dim = _function(kernel), v.size(2)
     if value_dim < q.size(2):

@@ -18,7 +18,7 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Groups are split until the cost of the largest part ÷ the mean cost is at most this."""
+"""Prompt groups are split among ranks until the highest cost of a rank ÷ the mean cost is at most this."""
 
 QUADRATIC_TOKENS = 32_768
 """Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
@@ -41,7 +41,8 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
         A list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
         Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A partition is a tuple: its negated spread for the heap, a tie-break, and its non-empty parts, largest first.
+    # A partition is a tuple: minus the difference between largest and smallest part (heapq pops the smallest entry), a
+    # tie-break, and the non-empty parts, largest first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
@@ -75,20 +76,21 @@ def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
 def rank_batches(
     plan: Plan, algorithm: AlgorithmConfig, *, num_shards: int, max_lag: int, whole_groups: bool = False
 ) -> list[RankBatch]:
-    """Divide a planned batch among mini-batches, and each mini-batch among data-parallel ranks.
+    """Divide the groups of a learner step among mini-batches, and each mini-batch among data-parallel ranks.
 
     Both divisions are balanced by cost. A prompt group is split only where a division into whole groups would be
-    unbalanced. The mini-batches do not depend on the number of ranks. A group without finite rewards is left out.
+    unbalanced. The mini-batches do not depend on the number of ranks. A group with a reward that is not finite is left
+    out.
 
     Args:
-        plan: The planned batch.
+        plan: The groups that the step trains on.
         algorithm: Options of the algorithm.
         num_shards: Number of data-parallel ranks.
         max_lag: Staleness bound in learner steps.
         whole_groups: Never split a prompt group.
 
     Returns:
-        One batch per data-parallel rank. A batch is empty if there are fewer samples than ranks.
+        One batch per data-parallel rank. Some batches are empty if there are fewer samples than ranks.
     """
     rewards = [plan_rewards(group, algorithm) for group in plan.groups]
     costs = [group_cost(group) for group in plan.groups]
@@ -129,12 +131,15 @@ class GroupCost(NamedTuple):
     samples: list[float]
 
     def of(self, samples: Sequence[int]) -> float:
-        """Return the cost of some samples of the group on one rank."""
+        """Return the cost of computing the prompt and the samples with these indices on one rank."""
         return self.prompt + sum(self.samples[sample] for sample in samples)
 
 
 def group_cost(group: GroupSummary) -> GroupCost:
-    """Estimate the cost of a group. The branches of a sample count as equally long."""
+    """Estimate what the prompt and each sample of a group cost the learner.
+
+    A sample with several branches (paths through its turns) counts as if they were equally long.
+    """
     num_prompt = group.num_prompt_tokens
     tokens = group.branch_tokens or [num_prompt + length for length in group.response_lengths]
     branches = group.num_branches or [1] * len(tokens)
@@ -154,7 +159,10 @@ _Item = tuple[int, tuple[int, ...]]
 def _balanced(
     items: Sequence[_Item], costs: Sequence[GroupCost], num_parts: int, *, whole_groups: bool
 ) -> list[list[_Item]]:
-    """Partition groups or parts of groups. Split only as many groups as needed, the most expensive first."""
+    """Partition groups or parts of groups so that the costs are balanced.
+
+    Only as many groups as needed are split into samples, the most expensive first.
+    """
     ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []
     lowest = float("inf")
@@ -172,9 +180,9 @@ def _balanced(
 
 
 def needs_whole_groups(advantage: str) -> bool:
-    """Return whether each rank must hold whole prompt groups.
+    """Return whether each rank must hold whole prompt groups for the estimator called ``advantage``.
 
-    This is True for a user's token estimator, which may compare the samples of a group.
+    This is True for a user's token-level estimator, which may compare the samples of a group.
     """
     if ":" not in advantage:
         return False
@@ -191,7 +199,7 @@ def _joined(pieces: Sequence[_Item]) -> list[_Item]:
 
 
 def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
-    """Return the rewards of a group, [G] float32, with DAPO's length penalty if it is enabled."""
+    """Return the rewards of a group's trajectories, [G] float32, with DAPO's length penalty if it is enabled."""
     rewards = np.asarray(group.rewards, dtype=np.float32)
     if not algorithm.overlong_max_tokens:
         return rewards
@@ -219,7 +227,10 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
-    """Split sequences by ``mini_batch`` into ``count`` lists. Raises `ValueError` for a number outside 0..count - 1."""
+    """Split sequences into ``count`` lists. List i has the sequences with ``mini_batch`` i.
+
+    Raises `ValueError` if a ``mini_batch`` is outside 0..count - 1.
+    """
     parts: list[list[TokenSequence]] = [[] for _ in range(count)]
     for sequence in sequences:
         if not 0 <= sequence.mini_batch < count:
@@ -248,15 +259,15 @@ class PackItem(NamedTuple):
 
 
 def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
-    """Fill micro-batches of at most ``budget`` packed tokens by first fit.
+    """Assign items to micro-batches of at most ``budget`` packed tokens by first fit.
 
-    An item goes to a micro-batch that holds its prompt, else to the first with enough room, else to a new one.
+    An item goes to a micro-batch that holds the item's prompt, else to the first with enough room, else to a new one.
     Items with equal prompts are placed one after another, the largest first. The prompt with the most total tokens
     comes first. In each micro-batch, attention reads at most `MAX_ATTENDED` times the budget. Each item must fit into
     the budget.
 
     Returns:
-        Lists of indices into ``items``, one per micro-batch.
+        One list per micro-batch, with the indices of its items in ``items``.
     """
     groups: dict[Hashable, list[int]] = {}
     for index, item in enumerate(items):
@@ -290,7 +301,11 @@ def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
 
 
 def balanced_fit(items: Sequence[PackItem], budget: int, count: int) -> list[list[int]]:
-    """Fill at most ``count`` micro-batches evenly. ``count`` must be at least the number that `first_fit` needs."""
+    """Assign items to at most ``count`` micro-batches of similar size, each of at most ``budget`` packed tokens.
+
+    Returns one list of indices into ``items`` per micro-batch. ``count`` must be at least the number that `first_fit`
+    needs.
+    """
     best = first_fit(items, budget)
     tokens = sum(item.num_own for item in items) + sum({item.prompt: item.num_prompt for item in items}.values())
     low, high = max([-(-tokens // count), *(item.num_prompt + item.num_own for item in items)]), budget

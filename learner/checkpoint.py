@@ -1,7 +1,8 @@
 """Checkpoints of a learner group: model, optimizer, schedule position, policy version and random state.
 
-Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with another dp × sp. A save
-writes to a temporary folder and renames it at the end, so a crash leaves the previous checkpoint intact.
+Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with other data-parallel and
+sequence-parallel sizes. A save writes to a temporary folder and renames it at the end, so a crash leaves the previous
+checkpoint intact.
 """
 
 from __future__ import annotations
@@ -86,14 +87,14 @@ class ShardedCheckpointer:
         keep: int = -1,
         **saved: Any,
     ) -> Path:
-        """Save the trainer's current state and return the final path of the checkpoint.
+        """Save the trainer's current state, and return the path of the complete checkpoint.
 
         Args:
             version: Policy version of the state.
             wait: Return when the checkpoint is complete. If False, return when the state is copied to the host. A
                 thread then writes the files, and the next call waits for the thread.
             keep: Number of complete checkpoints to keep, including the newest; -1 removes none.
-            saved: ``role``, ``run``, ``life`` and ``parts`` of `SavedProgress`.
+            saved: More fields of the checkpoint's `SavedProgress`: ``role``, ``run``, ``life`` and ``parts``.
 
         Raises:
             CheckpointError: this save, or the previous background save, failed.
@@ -120,21 +121,22 @@ class ShardedCheckpointer:
         return final
 
     def finish(self) -> None:
-        """Wait until the background save is complete. Raises `CheckpointError` if it failed."""
+        """Wait until the last `save` is complete on disk. Raises `CheckpointError` if it failed."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
         self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
-        """Finish the background save, and return the newest complete checkpoint, or None."""
+        """Wait for the background save. Then return the path of the newest complete checkpoint, or None without one."""
         self.finish()
         return newest_checkpoint(self._directory)
 
     def load(self, path: Path) -> int:
-        """Restore the trainer from a checkpoint of any dp × sp, and return the policy version of the checkpoint.
+        """Restore the trainer from the checkpoint at ``path``, and return the checkpoint's policy version.
 
-        With the same dp × sp, a run continues bit for bit. With another dp × sp, the random state is not restored.
+        Any data-parallel and sequence-parallel sizes (dp × sp) may have saved it. If they are equal to the trainer's, a
+        run continues bit for bit. Otherwise the random state is not restored.
 
         Raises:
             ValueError: there is no checkpoint at ``path``.
@@ -201,7 +203,7 @@ class ShardedCheckpointer:
         try:
             written.result()
             if dist.get_rank() == 0:
-                # The background thread writes this folder, so that no rank waits for it.
+                # This thread runs in the background, so no rank waits while it writes configuration and tokenizer.
                 described = partial_path(final) / HUGGING_FACE
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)
@@ -249,7 +251,7 @@ def _make_stager(device: torch.device) -> DefaultStager:
 
 
 def first_failure(fault: CheckpointException) -> str:
-    """Return the error of the first failed rank in one line. Example: ``rank 0: FileNotFoundError: …``."""
+    """Return one line with the lowest failed rank and its error. Example: ``rank 0: FileNotFoundError: …``."""
     rank, (cause, _) = min(fault.failures.items())
     return _in_one_line(rank, cause)
 
@@ -260,7 +262,7 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    state: Any = np.random.get_state()  # a tuple, although numpy's annotation also allows a dict
+    state: Any = np.random.get_state()  # always a tuple here, although numpy's annotation also allows a dict
     kind, keys, *rest = state
     plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}
@@ -286,7 +288,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
         dtype: Dtype of the written weights, such as ``bfloat16``; empty means the dtype of the learner's computation.
 
     Returns:
-        The exported checkpoint.
+        Path of the exported checkpoint.
 
     Raises:
         ValueError: there is no checkpoint, or a file is missing or damaged.
@@ -336,7 +338,10 @@ def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dic
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl export`` and return the exit status."""
+    """Run the command ``asyncrl export`` and return its exit status.
+
+    ``arguments`` are the command's arguments; None means those of the process.
+    """
     parser = argparse.ArgumentParser(prog="asyncrl export", description="Export a checkpoint's policy.")
     parser.add_argument("checkpoint", type=Path, help="such as .../checkpoints/v00000100, or the folder that holds it")
     parser.add_argument("out", type=Path, help="directory to write: config.json, model.safetensors, tokenizer")

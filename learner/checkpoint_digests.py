@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's files.
+"""Digests of a checkpoint's files, to detect changed bytes.
 
 torch.distributed.checkpoint (DCP) and ``torch.load`` detect a missing or shortened file, but not changed bytes.
 """
@@ -34,7 +34,7 @@ class DigestingWriter(FileSystemWriter):
         self._digests = path / f"digests_{rank}.json"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write the shards and their digests."""
+        """Write this rank's shards, and then the digests. Return DCP's future of the written shards."""
         written = super().write_data(plan, planner)
         names = sorted({*self._others, *(result.storage_data.relative_path for result in written.wait())})
         self._digests.write_text(json.dumps({name: _digest_of(self._digests.with_name(name)) for name in names}))
@@ -42,7 +42,9 @@ class DigestingWriter(FileSystemWriter):
 
 
 def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: int = 0, num_ranks: int = 1) -> bool:
-    """Compare a checkpoint's files with their digests. The files are divided among ``num_ranks`` ranks.
+    """Compare a checkpoint's files with the digests that were saved with them.
+
+    Each of ``num_ranks`` ranks compares a part of the files.
 
     Args:
         checkpoint: Folder of the checkpoint.

@@ -2,7 +2,7 @@
 
 ``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
 so a folder with the final name is complete. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
-checkpoint is whole when all its parts have their final names.
+checkpoint is whole if all its parts have final names.
 """
 
 from __future__ import annotations
@@ -56,30 +56,33 @@ class SavedProgress:
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
-    """Return the path of the complete checkpoint of a version."""
+    """Return the path of the complete checkpoint of a policy version. Example: ``c/v00000012`` in folder ``c``."""
     return directory / f"v{version:08d}"
 
 
 def partial_path(final: Path) -> Path:
-    """Return the path of a checkpoint during its save."""
+    """Return the path of the folder to which a save writes, before it is renamed to ``final``."""
     return final.with_name(f".{final.name}.partial")
 
 
 def unfinished_checkpoints(directory: Path) -> list[Path]:
-    """Return the incomplete checkpoints of processes that died during a save.
+    """Return the paths of incomplete checkpoints, left by processes that died during a save.
 
-    No process may be saving to the folder.
+    Call this only while no process saves to the folder.
     """
     return sorted(directory.glob(".v*.partial"))
 
 
 def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
-    """Write the progress record of a checkpoint."""
+    """Write the progress record of a checkpoint into the checkpoint's folder, as JSON."""
     (checkpoint / _PROGRESS).write_text(json.dumps(asdict(progress)))
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Read the progress record. Raises `ValueError` if it is missing, damaged, or from another version of asyncrl."""
+    """Return the progress record of a checkpoint.
+
+    Raises `ValueError` if the record is missing, damaged, or from another version of asyncrl.
+    """
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
             f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
@@ -95,7 +98,10 @@ def read_progress(checkpoint: Path) -> SavedProgress:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the newest complete checkpoint of a folder, or the path itself if it is a checkpoint, or None."""
+    """Return the path of the newest complete checkpoint in a folder, or None without one.
+
+    If ``path`` is itself a checkpoint, return ``path``.
+    """
     if (path / _PROGRESS).is_file():
         return path
     whole = whole_checkpoints(path)
@@ -103,25 +109,29 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return the whole checkpoints of a folder, oldest first."""
+    """Return the paths of a folder's checkpoints that have all parts, such as the critic's; oldest first."""
     return [path for path in named_checkpoints(directory) if not missing_parts(path)]
 
 
 def missing_parts(checkpoint: Path) -> list[str]:
-    """Return the parts of a checkpoint that do not have their final names. Raises the errors of `read_progress`."""
+    """Return the names of a checkpoint's parts, such as ``critic``, that have no folder with the final name.
+
+    Raises the errors of `read_progress`.
+    """
     parts = read_progress(checkpoint).parts
     return [part for part in parts if not part_of(checkpoint, part).is_dir()]
 
 
 def part_of(checkpoint: Path, part: str) -> Path:
-    """Return the folder of a part. Example: ``critic`` of ``c/v00000012`` is ``c/critic/v00000012``."""
+    """Return the folder of a checkpoint's part. Example: ``critic`` of ``c/v00000012`` is ``c/critic/v00000012``."""
     return checkpoint.parent / part / checkpoint.name
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a folder that have final names, oldest first.
+    """Return the paths of a folder's checkpoints that have final names, oldest first.
 
-    A checkpoint's other parts, such as the critic's, may be missing.
+    A checkpoint's other parts, such as the critic's, may be missing. A checkpoint that `put_in_place` had moved aside
+    gets its final name back if no other checkpoint has the name.
     """
     for replaced in directory.glob(".v*.replaced"):  # left by a process that died in `put_in_place`
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
@@ -136,7 +146,7 @@ def _version(checkpoint: Path) -> int:
 
 
 def put_in_place(final: Path) -> None:
-    """Rename a written checkpoint to its final name. Then remove an older checkpoint of the same version."""
+    """Rename a written checkpoint to its final name ``final``. It replaces an older checkpoint of that name."""
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -148,17 +158,17 @@ def put_in_place(final: Path) -> None:
 def lineage_of(checkpoint: Path) -> str:
     """Return the random name of the run that saved a checkpoint; empty if no run saved it.
 
-    A resumed run keeps the name. Raises the errors of `read_progress`.
+    A resumed run keeps its name. Raises the errors of `read_progress`.
     """
     return read_progress(checkpoint).run.get("lineage", "")
 
 
 def keep_newest(newest: Path, keep: int) -> None:
-    """Remove old checkpoints of the run that saved ``newest``.
+    """Remove old checkpoints of the run that saved the checkpoint ``newest``.
 
-    The ``keep`` newest whole checkpoints up to ``newest`` stay; -1 keeps all. Checkpoints of other runs stay.
-    Checkpoints after ``newest`` stay too. They exist if the run returned to an earlier version. The next call completes
-    an interrupted removal.
+    Of the checkpoints up to ``newest`` that have all parts, the ``keep`` newest stay; -1 keeps all. Checkpoints of
+    other runs stay. Checkpoints after ``newest`` stay too. They exist if the run returned to an earlier version. If a
+    removal is interrupted, the next call completes it.
     """
     directory, lineage = newest.parent, lineage_of(newest)
     named = named_checkpoints(directory)

@@ -39,7 +39,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """The times at which the ranks sum gradients: once per update, or after each micro-batch."""
+    """When the ranks sum gradients: once per optimizer update, or after each micro-batch."""
 
     auto = "auto"
     update = "update"
@@ -68,7 +68,7 @@ def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int)
 
 
 class Resharding(StrEnum):
-    """The times at which FSDP frees gathered parameters: after each layer or each update."""
+    """When FSDP frees gathered parameters: after each layer, or after each optimizer update."""
 
     layer = "layer"
     update = "update"
@@ -166,7 +166,7 @@ RETIRED_OPTIONS = {
     "algorithm.correction_low": _BOUNDS,
     "algorithm.correction_high": _BOUNDS,
 }
-"""Options of earlier releases and their replacements."""
+"""Options of earlier releases, each with the message that names its replacement."""
 
 _DEFAULT_BANDS = {"token_band": (0.5, 5.0), "sequence_band": (0.5, 2.0), "geometric_band": (0.999, 1.001)}
 
@@ -270,12 +270,12 @@ class AlgorithmConfig:
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is a user's function. Such a loss gets all token columns."""
+        """Whether the loss is a user's function. Such a loss gets all token columns of the groups."""
         return ":" in self.loss
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens are weighted or masked by proximal ÷ behavior."""
+        """Whether tokens are weighted or masked by the ratio of the policy before the step to the sampling policy."""
         return self.weight is not Weight.none or bool(self.masks)
 
     @property
@@ -285,7 +285,7 @@ class AlgorithmConfig:
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether the fleet also decodes one greedy response per prompt. It is scored but not trained on."""
+        """Whether the rollout workers also decode one greedy response per prompt. It is scored but not trained on."""
         return self.advantage == "remax"
 
     def __post_init__(self) -> None:
@@ -495,7 +495,7 @@ class RoleOptions:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The options that the role sets itself, by name."""
+        """The options that have a value here, by name. For the others (null), the ``learner`` options count."""
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is None}
         return {name: value for name, value in options.items() if value is not None}
 
@@ -680,15 +680,21 @@ class LearnerConfig:
         _require(kept == -1 or kept >= 1, f"learner.keep_snapshots must be -1 or >= 1, got {kept}")
 
     def own_options(self, role: str) -> dict[str, Any]:
-        """Return the options that a role (``actor``, ``critic``, ``ref``, ``rm``) sets itself. The actor sets none."""
+        """Return the options, by name, that have a value in the section of a role, such as ``learner.critic``.
+
+        ``role`` is ``actor``, ``critic``, ``ref`` or ``rm``. The actor has no section.
+        """
         return getattr(self, ROLE_SECTIONS[role]).own if role in ROLE_SECTIONS else {}
 
     def option_name(self, role: str, option: str) -> str:
-        """Return the name of the option that sets a role's value. Example: ``learner.critic.sp_size``."""
+        """Return the full name of the option that sets a role's value. Example: ``learner.critic.sp_size``.
+
+        Without a value in the role's section, this is the name of the ``learner`` option, such as ``learner.sp_size``.
+        """
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
-        """Return these options for one role, overridden by the role's own options.
+        """Return a copy of these options for one role. The values in the role's section replace those of ``learner``.
 
         ``num_ranks`` is the number of processes of the role's pool, by default ``learner.num_ranks``. Raises
         `ValueError` if ``num_ranks`` is not a multiple of the role's ``sp_size`` and ``fsdp_size``.

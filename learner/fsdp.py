@@ -1,6 +1,7 @@
 """The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
 
-Neighboring ranks are in the same sequence-parallel group (dp-major order). A rank allocates and fills only its shards.
+dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. A rank
+allocates and fills only its own shards.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A layer with fewer parameters joins FSDP's root unit. Separate collectives would take longer than their overlap
-saves."""
+"""A decoder layer with fewer parameters is sharded together with the root module. Collectives of its own would take
+longer than their overlap with computation saves."""
 
 
 def choose_device(device: Device) -> torch.device:
-    """Return this rank's device. Raises `ValueError` if CUDA is requested and torch does not find a GPU."""
+    """Return the device that this rank computes on. ``device`` is the option ``learner.device``.
+
+    Raises `ValueError` if the option is ``cuda`` and torch does not find a GPU.
+    """
     if device is Device.cuda and not torch.cuda.is_available():
         raise ValueError("learner.device=cuda needs a GPU that torch can see, got none; use learner.device=cpu")
     if device is Device.cpu or not torch.cuda.is_available():
@@ -56,9 +60,9 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Resolve ``learner.dtype`` and ``learner.frozen_dtype`` for a device.
+    """Return the dtypes for computation and storage that ``learner.dtype`` and ``learner.frozen_dtype`` ask for.
 
-    Raises `ValueError` if the GPU does not support bfloat16.
+    ``auto`` depends on the device. Raises `ValueError` if the GPU does not support bfloat16.
     """
     usual = torch.bfloat16 if device.type == "cuda" else torch.float32
     compute = usual if config.dtype is Dtype.auto else getattr(torch, config.dtype)
@@ -72,7 +76,10 @@ def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTyp
 
 
 def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.device) -> LearnerConfig:
-    """Replace null and ``auto`` of the memory options by the values for this device and model."""
+    """Return a copy of the options in which null and ``auto`` of the memory options have values.
+
+    ``activation_checkpointing`` and ``gradient_sync`` get the values for this device and model.
+    """
     on_cuda = device.type == "cuda"
     card_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else 0
     num_trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -106,7 +113,7 @@ class LearnerMesh:
 
     @cached_property
     def rank(self) -> int:
-        """Global rank."""
+        """Index of this process among all ranks."""
         return dist.get_rank()
 
     @cached_property
@@ -130,7 +137,7 @@ class LearnerMesh:
 
     @cached_property
     def dp_rank(self) -> int:
-        """Index of this rank's share of the batch."""
+        """Index of this rank's share of the batch; the same for all ranks of a sequence-parallel group."""
         return self.device_mesh["dp"].get_local_rank()
 
     @cached_property
@@ -149,13 +156,16 @@ class LearnerMesh:
         return self.device_mesh["sp"].get_group()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
-        """Sum values over the data-parallel ranks. All sp ranks of a group must have the same values."""
+        """Sum a tensor over the data-parallel ranks, in place, and return it.
+
+        All ranks of a sequence-parallel group must pass the same values.
+        """
         if self.num_ranks > 1:
             dist.all_reduce(values, group=self.dp_group)
         return values
 
     def any_in_sp_group(self, flags: Sequence[bool]) -> list[bool]:
-        """Combine the flags of this rank's sp group with a logical or, elementwise.
+        """Return, for each flag, whether it is True on any rank of this rank's sequence-parallel group.
 
         All ranks pass the same number of flags, at least one.
         """
@@ -172,9 +182,10 @@ class LearnerMesh:
         return shared.to(values.device)
 
     def on_host(self) -> LearnerMesh:
-        """Return the same ranks with separate gloo groups, for a second thread. A collective.
+        """Return a mesh of the same ranks on the CPU, with separate gloo groups, for a second thread.
 
-        Each thread needs its own groups, because the order of the threads' collectives may differ between ranks.
+        All ranks must call this together. Each thread needs its own groups, because the order of the threads'
+        collectives may differ between ranks.
         """
         if self.num_ranks == 1:
             return replace(self, device=torch.device("cpu"))
@@ -186,7 +197,7 @@ class LearnerMesh:
 
 
 def open_mesh(config: LearnerConfig) -> LearnerMesh:
-    """Join the group and build its mesh.
+    """Join the process group of the learner, and return the mesh of its ranks.
 
     Uses the default process group if it exists. Otherwise several ranks need the environment variables ``RANK``,
     ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``. Raises `ValueError` if the size of the
@@ -233,7 +244,7 @@ def _join_group(backend: str, timeout: timedelta) -> None:
 
 
 def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """Set the time-out of each axis's group. Subgroups do not inherit it from the default group."""
+    """Set the time-out of each axis's process group, which does not inherit it from the default group."""
     for axis in range(mesh.ndim):
         _set_pg_timeout(timeout, mesh.get_group(axis))
     return mesh
@@ -245,8 +256,8 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     The parameters must have the dtypes in which they are stored. Afterwards, the parameters do not have defined values.
     Gradients are reduced in float32.
 
-    On a single rank, a model that is stored in the computation's dtype stays unwrapped, without the overhead of FSDP's
-    hooks.
+    On a single rank, a model that is stored in the computation's dtype is not wrapped by FSDP, whose hooks take time.
+    With ``offload_policy``, every model is wrapped.
     """
     layers = decoder_layers(model)
     if compiles_layers(config, mesh.device):
@@ -293,12 +304,16 @@ def _allocate(model: nn.Module, home: torch.device) -> None:
 
 
 def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
-    """Return whether to compile the decoder layers (``learner.torch_compile``)."""
+    """Return whether to compile the decoder layers: ``learner.torch_compile``, or on CUDA only if that is null."""
     return device.type == "cuda" if config.torch_compile is None else config.torch_compile
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
-    """Apply ``gradient_sync`` and ``resharding`` to the next backward pass; ``is_last`` marks an update's last one."""
+    """Set how FSDP treats gradients and parameters in the next backward pass.
+
+    This depends on the options ``gradient_sync`` and ``resharding``. ``is_last`` says that the pass is the last one
+    before an optimizer update.
+    """
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_gradient_sync(is_last or config.gradient_sync is GradientSync.micro_batch)
@@ -324,7 +339,10 @@ def drop_gradients(model: nn.Module) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the decoder layers inside a module. They are the units of sharding and compiling."""
+    """Return the decoder layers inside a module, in order.
+
+    Each is compiled as one unit, and sharded as one unit if it has enough parameters.
+    """
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {name for module in inner for name in module._no_split_modules or ()}
     return [module for module in model.modules() if type(module).__name__ in names]
@@ -336,7 +354,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Return the position of this rank's shard in the tensor, as a slice per dimension."""
+    """Return which part of the whole tensor this rank holds, as one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -344,12 +362,12 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0 or has no group. This process writes the log lines for all ranks."""
+    """Return whether this process is rank 0 or has no process group. It then writes the log lines for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the persistent buffers by name. They are not trained, and each rank has them completely."""
+    """Return the buffers that a checkpoint stores, by name. They are not trained, and each rank has them completely."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

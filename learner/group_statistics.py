@@ -18,7 +18,11 @@ _RELATIVE_DEVIATION = 2.0**-23
 
 
 def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each number's group index, [N] int64, and the sizes of the groups. Ids are [N] or [N, columns]."""
+    """Return the group of each number, and the sizes of the groups.
+
+    The first result is [N] int64: the index of the number's group, from 0. The second is [number of groups] int64.
+    ``group_ids`` are [N], or [N, columns] with one id per row; equal ids form a group.
+    """
     _, group, counts = torch.unique(
         group_ids, dim=0 if group_ids.dim() > 1 else None, return_inverse=True, return_counts=True
     )
@@ -26,19 +30,26 @@ def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def group_sums(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return the sum of the [N] float64 values of each group, [number of groups]."""
+    """Return [number of groups] float64: the sum of the values of each group.
+
+    ``values`` are [N] float64. ``group`` is the group index of each value, [N] int64.
+    """
     return torch.zeros(num_groups, dtype=torch.float64).index_add_(0, group, values)
 
 
 def largest(values: Tensor, group: Tensor, num_groups: int) -> Tensor:
-    """Return the largest of the [N] values of each group, [number of groups]."""
+    """Return [number of groups] values: the largest value of each group.
+
+    ``values`` are [N]. ``group`` is the group index of each value, [N] int64.
+    """
     return values.new_zeros(num_groups).scatter_reduce_(0, group, values, "amax", include_self=False)
 
 
 def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None) -> Tensor:
-    """Return the values minus the mean of their group, [N] float64; exactly 0 if all values of the group are equal.
+    """Return [N] float64: each value minus the mean of its group; exactly 0 if all values of the group are equal.
 
-    ``weights`` are [N] float64, 1 by default. ``counts`` has the sum of the weights of each group.
+    ``group`` is the group index of each value. ``weights`` are the weights of the values in the mean, [N] float64, 1 by
+    default. ``counts`` is the sum of the weights of each group.
     """
     values = values.to(torch.float64)
     sums = group_sums(values if weights is None else values * weights, group, len(counts))
@@ -47,16 +58,19 @@ def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor |
 
 
 def smallest_deviation(largest_value: Tensor) -> Tensor:
-    """Return the lower bound of a group's deviation; ``largest_value`` is the group's largest absolute value."""
+    """Return the smallest standard deviation that a group may be divided by.
+
+    ``largest_value`` is the group's largest absolute value.
+    """
     return (largest_value * _RELATIVE_DEVIATION).clamp(min=MIN_DEVIATION)
 
 
 def group_deviations(
     values: Tensor, differences: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor | None = None
 ) -> Tensor:
-    """Return the sample deviation (n - 1) of each group, at least `smallest_deviation`.
+    """Return [number of groups] float64: the sample deviation (n - 1) of each group, at least `smallest_deviation`.
 
-    ``counts`` are n of each group. ``differences`` are the result of `centered` with the same ``weights``.
+    ``counts`` is n of each group. ``differences`` is the result of `centered` with the same ``weights``.
     """
     squares = differences.square() if weights is None else differences.square() * weights
     variance = group_sums(squares, group, len(counts)) / (counts - 1).clamp(min=1)

@@ -43,7 +43,7 @@ class TrainableHead(Protocol):
     """A head that supports training."""
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
-        """Run the model and return the inputs of a loss, with entropies if ``entropy`` is set."""
+        """Run the model on a micro-batch, and return the inputs of a loss, with entropies if ``entropy`` is set."""
         ...
 
 
@@ -70,7 +70,7 @@ class PackedHead(nn.Module):
         self.recurrent = RecurrentLayers(pretrained)
 
     def hidden_states(self, batch: MicroBatch) -> Tensor:
-        """Compute the last hidden states, [N, h]. Under Ulysses, N counts this rank's tokens."""
+        """Return the last hidden states of the packed tokens, [N, h]. Under Ulysses, N counts this rank's tokens."""
         sp_size = get_ulysses_sequence_parallel_world_size()
         input_ids, position_ids, padding = ulysses_pad_and_slice_inputs(
             batch.input_ids[None], batch.position_ids.unsqueeze(-2), sp_size
@@ -107,7 +107,10 @@ class LogProbHead(PackedHead):
         self.chunk_tokens = chunk_tokens
 
     def forward(self, batch: MicroBatch, *, entropy: bool = False) -> tuple[Tensor, ...]:
-        """Return the log-probs [M] float32, and with ``entropy`` also entropies [M] float32 in nats."""
+        """Return the log-prob of each token in the loss, [M] float32, as a tuple of one tensor.
+
+        With ``entropy``, the tuple also has the entropy at each of these tokens, [M] float32 in nats.
+        """
         head = cast("nn.Linear", self.pretrained.get_output_embeddings())
 
         def scores(hidden: Tensor, index: Tensor | slice) -> tuple[Tensor, ...]:
@@ -126,7 +129,10 @@ class LogProbHead(PackedHead):
         return at_places(self.hidden_states(batch), batch.predict_index, scores)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
-        """Return the inputs of a policy loss."""
+        """Run the model on a micro-batch, and return the inputs of a policy loss.
+
+        They include entropies if ``entropy`` is set.
+        """
         log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
 
@@ -139,11 +145,11 @@ class ValueHead(PackedHead):
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the values [M] float32."""
+        """Return the critic's value before each token in the loss, [M] float32, as a tuple of one tensor."""
         return _scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
-        """Return the inputs of the critic's loss."""
+        """Run the model on a micro-batch, and return the inputs of the critic's loss. ``entropy`` has no effect."""
         (values,) = self(batch)
         return ValueInputs(values=values, **_token_inputs(batch, values))
 
@@ -154,7 +160,7 @@ class RewardHead(PackedHead):
     per_sequence = True
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
-        """Return the scores [number of sequences] float32."""
+        """Return the score of each sequence, [number of sequences] float32, as a tuple of one tensor."""
         return _scores_at(self, batch, batch.last_index())
 
 
@@ -190,7 +196,7 @@ def at_places(
         compute: Maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors.
 
     Returns:
-        These tensors at all positions, [M], on each sp rank.
+        The results of ``compute`` for all M positions, [M] each, equal on all sp ranks.
     """
     everywhere = on_device(places, hidden.device)
     if get_ulysses_sequence_parallel_world_size() == 1:
@@ -200,7 +206,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss, so each rank needs only its own share of the gradient.
+    # All sp ranks compute the same loss, so each rank needs only the gradient of its own tokens, not a sum over ranks.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -297,7 +303,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # one product for several chunks, because each product reads and writes the gradient of the whole weight
+        # One product covers several chunks, because each product reads and writes the gradient of the whole weight.
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):
@@ -330,7 +336,10 @@ class _ChunkedLogProbs(torch.autograd.Function):
 
 
 def multiplies_halves(tensor: Tensor) -> bool:
-    """Return whether products of this half-precision tensor can have float32 results. The CPU does not support this."""
+    """Return whether products of this tensor are computed in half precision with float32 results.
+
+    This needs a tensor in half precision on a GPU. The CPU does not support it.
+    """
     return tensor.is_cuda and tensor.dtype is not torch.float32
 
 

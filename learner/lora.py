@@ -37,7 +37,7 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
-    """Inject adapters and freeze all other weights. `fill_adapters` must initialize them.
+    """Add low-rank adapters to a model, and freeze all other weights. `fill_adapters` later sets their values.
 
     The model must be on the meta device. The rank must be > 0. The adapters are stored in ``dtype``. Expert tensors do
     not get adapters; the log names them. Raises `ValueError` if a target is not the name of a linear layer.
@@ -47,8 +47,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
     chosen = _target_layers(model, list(config.target_modules))
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
-    # peft would use `model.config` to rename layers of a mixture of experts. A container without a configuration keeps
-    # the names.
+    # With a `config` attribute, peft would rename layers of a mixture of experts. This container does not have one.
     container = nn.ModuleDict({"model": model})
     inject_adapter_in_model(peft, container, adapter_name=_ADAPTER)
     cast("Any", model).peft_config = container.peft_config
@@ -60,9 +59,10 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
 
 def fill_adapters(model: nn.Module) -> None:
-    """Initialize allocated adapters: A randomly like a linear layer, and B with 0.
+    """Set the first values of allocated adapters: A randomly like a linear layer, and B with 0.
 
-    Each rank draws every A completely and keeps its own rows. Thus the values do not depend on the number of ranks.
+    Each rank draws every A completely and keeps only the rows of its shard. Thus the values do not depend on the number
+    of ranks.
     """
     for _, layer in _layers(model):
         for part, init in (("A", partial(nn.init.kaiming_uniform_, a=math.sqrt(5))), ("B", nn.init.zeros_)):
@@ -72,11 +72,11 @@ def fill_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Switch the adapters off inside the context. Raises `ValueError` if the model does not have adapters."""
+    """Compute without the adapters inside the context. Raises `ValueError` if the model does not have adapters."""
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy must have adapters to switch off, got none; set learner.lora.rank")
-    # peft's own switch changes `requires_grad`, and FSDP reads that only once.
+    # peft's own switch changes `requires_grad`, which FSDP reads only once. A scale of 0 has the same effect.
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
         layer.scaling[_ADAPTER] = 0.0
@@ -93,22 +93,22 @@ def has_adapters(model: nn.Module) -> bool:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter belongs to an adapter."""
+    """Return whether the parameter with this name belongs to an adapter."""
     return name.endswith((f".lora_A.{_ADAPTER}.weight", f".lora_B.{_ADAPTER}.weight"))
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has in a model without adapters."""
+    """Return the name that a parameter has in the same model without adapters."""
     return name.replace(".base_layer.", ".")
 
 
 def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the weights that are not adapters, under the names of a model without adapters."""
+    """Return the tensors of ``weights`` that are not adapters, under the names of a model without adapters."""
     return {plain_name(name): tensor for name, tensor in weights.items() if not is_adapter(name)}
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return only the adapters, under the names of peft's files. ``weights`` are whole tensors by parameter name."""
+    """Return the adapters' tensors, under the names of peft's files. ``weights`` has whole tensors by parameter."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)
@@ -117,7 +117,7 @@ def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str
 
 
 def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-    """Return the layers with an adapter.
+    """Return, for each layer with an adapter, the names of its weight and adapter tensors, and the adapter's scale.
 
     Args:
         model: A model with adapters.
@@ -143,19 +143,19 @@ def adapted_layers(model: nn.Module, tensor_of: Mapping[str, str]) -> tuple[Adap
 
 
 def write_adapter_config(folder: Path, model: nn.Module) -> None:
-    """Write peft's configuration of the adapters, for ``PeftModel.from_pretrained``."""
+    """Write peft's configuration of the adapters into a folder, so that ``PeftModel.from_pretrained`` can read it."""
     cast("Any", model).peft_config[_ADAPTER].save_pretrained(folder)
 
 
 def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Compute the merged weights W + scale · B A, under the names of a model without adapters.
+    """Return the weights with merged adapters, W + scale · B A, under the names of a model without adapters.
 
     Args:
         model: Defines the adapted layers and their scales.
         weights: Whole tensors by parameter name, for all or some layers; they are not changed.
 
     Returns:
-        Tensors by name, each in its own dtype. The product is computed in float32.
+        Tensors by name, in the dtypes of ``weights``. The product is computed in float32.
     """
     plain = dict(weights)
     for name, layer in _layers(model):

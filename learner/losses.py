@@ -1,8 +1,8 @@
 """Policy losses, off-policy corrections, KL estimators, and the objectives of the roles.
 
-The loss of a batch is the sum of its token losses, weighted by `token_weights`. It does not depend on the division into
-micro-batches and ranks. The importance weight of a token is w = proximal ÷ behavior, without gradient. In shapes, M is
-the number of tokens in the loss of a micro-batch.
+The loss of a batch is the sum of its token losses, weighted by `token_weights`. This sum does not depend on the
+division into micro-batches and ranks. The importance weight of a token is w = proximal ÷ behavior, without gradient. In
+shapes, M is the number of tokens in the loss of a micro-batch.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LossInputs(TokenInputs):
 
     @property
     def proximal_logprobs(self) -> Tensor:
-        """Log-probs before the step, [M], without gradient.
+        """Log-probs of the tokens under the policy before the learner step, [M], without gradient.
 
         Raises `ValueError` in a step of several updates if no option requests these log-probs.
         """
@@ -106,7 +106,7 @@ class LossTerms:
 
 
 PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
-"""Maps inputs and options to the loss of each token."""
+"""A function from the inputs of a micro-batch and the options to the loss of each token."""
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
@@ -114,7 +114,7 @@ _BY_TOKEN: set[PolicyLoss] = set()
 
 
 def by_token(loss: PolicyLoss) -> PolicyLoss:
-    """Mark a loss that computes a token's loss from that token alone.
+    """Mark a loss that computes a token's loss from that token alone, and return it. Use this as a decorator.
 
     For other losses, all branches of a trajectory must fit into one micro-batch.
     """
@@ -123,16 +123,19 @@ def by_token(loss: PolicyLoss) -> PolicyLoss:
 
 
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-    """Return the log-probs of the policy that ``algorithm.anchor`` names, [M]."""
+    """Return the tokens' log-probs under the policy that ``algorithm.anchor`` names, [M].
+
+    The policy is the one that sampled the token, or the one before the step.
+    """
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
 
 @LOSSES.register("ppo_clip")
 @by_token
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute PPO's clipped surrogate (arXiv 1707.06347, equation 7).
+    """Compute PPO's clipped surrogate loss of each token (arXiv 1707.06347, equation 7).
 
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with r = policy / anchor.
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with the advantage A and the ratio r = policy / anchor.
 
     - Deviation: the paper's anchor is the policy before the update. With the default ``anchor=behavior``, the clip also
       bounds the effect of lag.
@@ -161,11 +164,12 @@ def _clipped(ratio: Tensor, advantages: Tensor, config: AlgorithmConfig) -> Loss
 
 @LOSSES.register("gspo")
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute the clipped surrogate of sequence ratios (GSPO-token, arXiv 2507.18071, equations 7 and 13 to 14).
+    """Compute the clipped surrogate loss with one ratio per trajectory (GSPO-token, arXiv 2507.18071, equation 13).
 
-    The ratio of a trajectory is the geometric mean of its tokens' ratios. Each token gets this ratio, with the gradient
-    of its own log-prob. The paper uses ``aggregation=sequence_mean``, bounds near 3e-4 and 4e-4, and several updates
-    per step. These bounds need ``anchor=proximal``, because the log-probs of engine and learner already differ by more.
+    The ratio of a trajectory is the geometric mean of its tokens' ratios (equations 7 and 14). Each token gets the
+    trajectory's ratio, with the gradient of the token's own log-prob. The paper uses ``aggregation=sequence_mean``,
+    bounds near 3e-4 and 4e-4, and several updates per step. Such bounds need ``anchor=proximal``, because the log-probs
+    of engine and learner already differ by more.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
@@ -178,10 +182,10 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("cispo")
 @by_token
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute REINFORCE weighted by the clipped ratio (CISPO, arXiv 2506.13585, equation 4).
+    """Compute the REINFORCE loss of each token, weighted by the clipped ratio (CISPO, arXiv 2506.13585, equation 4).
 
-    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. All tokens keep their gradient. In the paper, ``clip_low``
-    is 1.
+    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. sg stops the gradient, A is the advantage, and r is policy /
+    anchor. All tokens keep their gradient. In the paper, ``clip_low`` is 1.
 
     Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
     """
@@ -196,7 +200,10 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 @LOSSES.register("reinforce")
 @by_token
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
-    """Compute -A log policy (Williams, 1992). Without a correction, this treats all batches as on-policy."""
+    """Compute the loss of each token, -A log policy (Williams, 1992). A is the token's advantage.
+
+    Without a correction, this treats all batches as on-policy.
+    """
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
 
 
@@ -213,7 +220,7 @@ def token_weights(
     num_trajectories: int,
     sequence_norm_tokens: int = 0,
 ) -> Tensor:
-    """Return the share of each token in the loss of the whole batch.
+    """Return the factor of each token's loss in the sum that gives the loss of the whole batch.
 
     Args:
         inputs: The tokens of a micro-batch.
@@ -237,10 +244,10 @@ def token_weights(
 
 
 def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Compute the factors of the token losses by ``algorithm.weight``, before masking.
+    """Return the factor that ``algorithm.weight`` gives the loss of each token, before masking.
 
     Args:
-        log_weights: [M] float32, proximal minus behavior log-prob.
+        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of it.
         inputs: The trajectory of each token.
         config: ``weight`` selects the factor. ``weight_cap`` > 0 is its largest value.
 
@@ -264,13 +271,13 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
 
 
 def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfig) -> Tensor:
-    """Find the tokens of a micro-batch that pass all rules of ``algorithm.masks``.
+    """Return which tokens of a micro-batch pass all rules of ``algorithm.masks``.
 
-    A token that fails a rule has policy loss 0. Its KL penalty and entropy bonus remain. The shares of the other tokens
-    do not change, as in IcePop. Deviation: verl divides by the number of kept tokens.
+    A token that fails a rule has policy loss 0. Its KL penalty and entropy bonus remain. The factors of the other
+    tokens (`token_weights`) do not change, which follows IcePop. Deviation: verl divides by the number of kept tokens.
 
     Args:
-        log_weights: [M] float32, proximal minus behavior log-prob.
+        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of it.
         inputs: The trajectory of each token.
         config: ``masks`` with their bounds.
 
@@ -311,25 +318,29 @@ def _trajectory_sums(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
-    """Return the means of [M] values over each trajectory, [number of trajectories]; 0 without tokens."""
+    """Return [number of trajectories] values: the mean of ``values`` over the tokens of each trajectory.
+
+    ``values`` are [M], one per token. The mean is 0 for a trajectory without tokens.
+    """
     return _trajectory_sums(values, inputs) / inputs.trajectory_lengths.clamp(min=1)
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
-    """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in (0, 1].
+    """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in [0, 1].
 
-    Example: weights 2, 0, 0, 0 give 0.25.
+    ``mean_weight`` is E w, and ``mean_square`` is E w². The result is 0 if all weights are 0. Example: weights 2, 0, 0,
+    0 give 0.25.
     """
     return mean_weight**2 / mean_square if mean_square > 0 else 0.0
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Compute exp of the argument clamped to ± `MAX_LOG_WEIGHT`. Clamped entries have no gradient."""
+    """Return exp of each entry, clamped to ± `MAX_LOG_WEIGHT` before. Clamped entries have no gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
 def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstimator) -> Tensor:
-    """Estimate the divergence at each token, differentiable in the policy's log-probs.
+    """Estimate the policy's KL divergence from the reference at each token, with a gradient for the policy.
 
     The estimators follow http://joschu.net/blog/kl-approx.html. If the policy sampled the tokens, the expected gradient
     of ``k2`` is the gradient of the divergence. This does not hold for the others.
@@ -357,7 +368,10 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """Compute exp(d) - 1 - d >= 0, with d clamped to ±20. A series avoids cancellation for small d."""
+    """Compute exp(d) - 1 - d >= 0 for each entry d of ``log_ratio``, with d clamped to ±20.
+
+    A series avoids cancellation for small d.
+    """
     bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
     return torch.where(bounded.abs() < _SERIES_UP_TO, series, bounded.expm1() - bounded)
@@ -388,14 +402,15 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Return the objective for the loss that ``config`` names, with correction, KL penalty and entropy bonus.
+    """Return the policy's training objective: the loss that ``config`` names, correction, KL penalty, entropy bonus.
 
     Raises `ValueError` for an unknown name.
     """
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # If only a step's first update can lack ``proximal_logprobs``, its own log-probs are the proximal ones.
+        # In a step's first update, the policy still is the policy before the step. Its own log-probs may thus replace
+        # ``proximal_logprobs``, if only first updates can lack them.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -431,12 +446,13 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Return the metrics of the distance between policy and behavior policy, [M] each.
+    """Return metrics, [M] each, of how far the policy is from the behavior policy, which sampled the tokens.
 
-    - ``ratio``: policy ÷ behavior, and its square.
+    - ``ratio``: policy ÷ behavior. ``ratio_squared`` is its square.
     - ``behavior_kl``: KL(behavior ‖ policy) in nats by the k3 estimator, >= 0.
-    - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights, at tokens of lag
-      0. It is missing without proximal log-probs.
+    - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights. It is 0 at
+      tokens that an older version sampled (lag > 0), and missing without proximal log-probs or the column ``is_fresh``.
+    - ``fresh_tokens``: 1 at tokens of lag 0, else 0; missing if ``engine_gap`` is.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -448,10 +464,10 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
-    """Convert the batch means of weights and squared weights to effective sample sizes.
+    """Return a step's mean metrics with effective sample sizes in place of the mean squared weights.
 
     ``effective_sample_size`` is for policy ÷ behavior, ``importance_sample_size`` for the weights of a correction. Both
-    are in (0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
+    are in [0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])
@@ -470,7 +486,7 @@ def _with_square(name: str, values: Tensor) -> dict[str, Tensor]:
 
 
 def value_objective(clip: float) -> Objective:
-    """Return the critic's objective: the mean of `value_loss` over the batch's tokens."""
+    """Return the critic's training objective: the mean of `value_loss` over the batch's tokens."""
 
     def loss(inputs: ValueInputs) -> LossTerms:
         values, returns = inputs.values, inputs.columns["returns"]
@@ -518,7 +534,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 def _value_summary(metrics: dict[str, float]) -> dict[str, float]:
     variance = metrics["return_mean_squared"] - metrics["return_mean"] ** 2
     left = metrics["error_squared"] - metrics["error"] ** 2
-    # A variance below the rounding error counts as 0.
+    # If the returns vary less than the rounding error, their variance counts as 0.
     explained = 1.0 - left / variance if variance > 1e-12 * metrics["return_mean_squared"] else 0.0
     hidden = ("loss", "error", "error_squared", "return_mean_squared")
     kept = {name: value for name, value in metrics.items() if name not in hidden}

@@ -1,4 +1,4 @@
-"""A rank's shards of a Hugging Face model, as `asyncrl.weights` publishes and saves them."""
+"""A rank's shards of a Hugging Face model, in the form that `asyncrl.weights` publishes and saves."""
 
 from __future__ import annotations
 
@@ -82,9 +82,10 @@ class PretrainedShards:
 
     @classmethod
     def of(cls, model: ShardedModel) -> PretrainedShards:
-        """Return the shards of a learner's model, after resharding gathered parameters. A collective.
+        """Make the `PretrainedShards` of a learner's model. All ranks call this together.
 
-        This creates a separate process group, because publishing runs in parallel with training.
+        FSDP first frees the parameters that it had gathered. The object gets a separate process group, because
+        publishing runs in parallel with training.
         """
         for module in model.head.modules():
             if isinstance(module, FSDPModule):
@@ -95,7 +96,10 @@ class PretrainedShards:
         return cls(model.pretrained, model.compute_dtype, rank=mesh.rank, num_ranks=mesh.num_ranks, group=group)
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return sharded parameters and stored buffers by name: all, only adapters, or all except adapters."""
+        """Return this rank's shards of the parameters and stored buffers, by name.
+
+        ``part`` selects all of them, only the adapters, or all except the adapters.
+        """
         return {
             name: tensor
             for name, tensor in (*self._model.named_parameters(), *stored_buffers(self._model).items())
@@ -103,35 +107,42 @@ class PretrainedShards:
         }
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert unsharded weights, named as in `held`, to tensors of a checkpoint, or of peft's file for adapters."""
+        """Convert unsharded weights, named as in `held`, to the tensors of a checkpoint, by name.
+
+        For ``Part.adapters``, the result has the tensors of peft's file. For ``Part.whole``, adapters are merged.
+        """
         if part is Part.adapters:
             return adapter_weights(self._model, weights)
         plain = merged_weights(self._model, weights) if part is Part.whole else frozen_weights(weights)
         return revert_weight_conversion(self._model, plain)
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Return the adapted layers. ``tensor_of`` maps parameters to tensors of the checkpoint.
+        """Return, for each layer with an adapter, the names of its weight and adapter tensors, and the adapter's scale.
 
-        Raises `WeightsError` if the checkpoint does not store an adapted parameter as one tensor.
+        ``tensor_of`` maps a parameter's name to the name of the equal tensor in the checkpoint. Raises `WeightsError`
+        if the checkpoint does not store an adapted parameter as one tensor.
         """
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the configuration of the model or of its adapters as JSON into ``folder``."""
+        """Write the configuration as JSON into ``folder``: peft's for ``Part.adapters``, else the model's."""
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:
-            config = copy.deepcopy(self._model.config)  # a copy, because a thread writes it during training
+            config = copy.deepcopy(self._model.config)  # a copy, because another thread writes the file during training
             config.dtype = self.dtype
             config.save_pretrained(folder)
             if self._model.generation_config is not None:
                 self._model.generation_config.save_pretrained(folder)
 
     def gather(self, value: T, kind: Any) -> list[T]:
-        """Return the values of all ranks in order. A collective; ``kind`` is the type of ``value``."""
+        """Return the values that all ranks pass, in rank order. All ranks call this together.
+
+        ``kind`` is the type of ``value``.
+        """
         return gather_values(value, kind, self.group)
 
     def close(self) -> None:
-        """Destroy the group."""
+        """Destroy the process group, if there is one."""
         if self.group is not None:
             dist.destroy_process_group(self.group)

@@ -1,7 +1,7 @@
 """Offloads the learner's tensors to the host and loads them back.
 
-A colocated learner frees its device memory while engines generate on the same devices. Tensors move in place, storage
-by storage, so references to them stay valid.
+A learner that shares devices with engines frees its device memory while the engines generate. Tensors move in place,
+storage by storage, so references to the tensors stay valid.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class MovableTensors:
         self.offloaded = False
 
     def device_bytes(self) -> int:
-        """Return the bytes of the tensors on the device."""
+        """Return the bytes that the tensors take on the device; 0 while they are offloaded."""
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
@@ -97,10 +97,10 @@ class MovableTensors:
             runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
             if runtime is not None and len(self._slab):
                 runtime.cudaHostUnregister(self._slab.data_ptr())
-            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
             self._slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
-                # Not pin_memory=True, because torch's pinned allocator would round the size up to a power of two.
+                # This locks the memory. With pin_memory=True, torch would round the size up to a power of two.
                 torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
@@ -162,22 +162,32 @@ class OffloadPolicy:
         return self._model.device_bytes() + self._optimizer.device_bytes()
 
     def updating(self) -> AbstractContextManager[None]:
-        """Load model and optimizer for the context. Afterwards offload them according to their options."""
+        """Return a context in which model and optimizer state are on the device, for an optimizer update.
+
+        On exit, the model moves to the host if ``param_offload`` is set, and the optimizer state if
+        ``optimizer_offload`` is.
+        """
         return self._on_device(optimizer=True, then_leave=(self._param_offload, self._optimizer_offload))
 
     def reading(self) -> AbstractContextManager[None]:
-        """Load the model for the context. Afterwards offload it if ``param_offload`` is set."""
+        """Return a context in which the model is on the device.
+
+        On exit, the model moves to the host if ``param_offload`` is set.
+        """
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Load the model, and with ``optimizer`` the optimizer state, for the context.
+        """Return a context in which the model, and with ``optimizer`` also the optimizer state, is on the device.
 
-        Afterwards offload again what was offloaded before.
+        On exit, everything that was on the host before moves there again.
         """
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
     def enter_rollout(self) -> None:
-        """Switch to rollout. The weights must already be published."""
+        """Free device memory for engines that generate on the same device. The weights must already be published.
+
+        With ``offload_at_transition_only``, model and optimizer state move to the host.
+        """
         before = self.device_bytes()
         if self._at_transition:
             self._leave(model=True, optimizer=True)
@@ -186,7 +196,7 @@ class OffloadPolicy:
         self._note("rollout", before)
 
     def enter_training(self) -> None:
-        """Switch to training. Load the tensors that `enter_rollout` offloaded."""
+        """Load the tensors that `enter_rollout` has moved to the host. Wait up to 30 s for device memory."""
         before = self.device_bytes()
         if self._at_transition:
             _when_freed(self._model.load)
@@ -210,7 +220,7 @@ class OffloadPolicy:
     def _leave(self, model: bool, optimizer: bool) -> None:
         for module in self._module.modules():
             if isinstance(module, FSDPModule):
-                module.reshard()  # a forward pass without a backward pass leaves the root unsharded
+                module.reshard()  # FSDP leaves the root module unsharded after a forward pass without a backward pass
         if model:
             self._model.offload()
         if optimizer:
@@ -218,7 +228,7 @@ class OffloadPolicy:
 
 
 def _when_freed(load: Callable[[], None]) -> None:
-    """Load tensors. If the device has no room, wait until the memory of a killed engine is free."""
+    """Call ``load``. If the device has no room, retry until the memory of a killed engine is free."""
     began_s = time.monotonic()
     while True:
         try:

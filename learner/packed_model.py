@@ -1,6 +1,6 @@
 """A sharded model that runs on packed sequences: the base of policy, reference, critic and reward model.
 
-All methods are collectives: all ranks call them together, each with its own sequences, possibly none.
+All ranks call the methods together, each rank with its own sequences, possibly none.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class PackedBatch:
     num_trajectories: int
 
     def counts(self) -> dict[str, float]:
-        """Return the numbers of tokens, trajectories and micro-batches as metrics."""
+        """Return the numbers of tokens, trajectories and micro-batches as metrics by name."""
         return {
             "num_tokens": float(self.num_tokens),
             "num_trajectories": float(self.num_trajectories),
@@ -56,11 +56,14 @@ class PackedBatch:
         }
 
     def with_columns(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
-        """Return the batch with the columns of the packed sequences."""
+        """Return a copy of the batch whose micro-batches have the columns of ``sequences``.
+
+        ``sequences`` are those that were packed, in the same order.
+        """
         return replace(self, micro_batches=[each.with_columns(sequences) for each in self.micro_batches])
 
     def pinned(self) -> PackedBatch:
-        """Return the batch in page-locked memory."""
+        """Return a copy of the batch in page-locked memory."""
         return replace(self, micro_batches=[each.pinned() for each in self.micro_batches])
 
 
@@ -152,15 +155,18 @@ class PackedModel:
         return self.types.compute
 
     def scores(self, sequences: Sequence[TokenSequence], packed: PackedBatch | None = None) -> list[np.ndarray]:
-        """Return the output of the role's head for this rank's sequences: log-probs, values or rewards.
+        """Return what the role's head computes for each of this rank's sequences: log-probs, values or a reward.
 
-        Each is [T] float32, 0 for tokens outside the loss. A reward is at the last token. ``packed`` may be the result
-        of `pack_to_score` for the sequences.
+        There is one array per sequence, [T] float32, 0 for tokens outside the loss. A reward is at the last token.
+        ``packed`` may be the result of `pack_to_score` for the sequences.
         """
         return self._run(sequences, packed)[0]
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return the log-probs as in `scores`, and the entropies in nats in the same layout."""
+        """Return log-probs and entropies in nats, each as one array per sequence.
+
+        The arrays are [T] float32, 0 for tokens outside the loss.
+        """
         log_probs, entropies = self._run(sequences, None, entropy=True)
         return log_probs, entropies
 
@@ -177,7 +183,10 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Use the untrained model inside the context. Raises `ValueError` for a trained model without adapters."""
+        """Compute with the untrained weights inside the context. A trained model switches its adapters off for this.
+
+        Raises `ValueError` for a trained model without adapters.
+        """
         if self.role.objective is None:
             yield
             return
@@ -210,7 +219,10 @@ class PackedModel:
             self.head.train(training)
 
     def pack_to_score(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh | None = None) -> PackedBatch:
-        """Pack sequences for `scores`."""
+        """Pack this rank's sequences into micro-batches for `scores`. All ranks call this together.
+
+        The ranks agree on the number of micro-batches over ``mesh``, by default the model's mesh.
+        """
         return self.pack(sequences, whole=self.head.per_sequence, mesh=mesh)
 
     def pack(
@@ -221,10 +233,13 @@ class PackedModel:
         keep_branches: bool = False,
         mesh: LearnerMesh | None = None,
     ) -> PackedBatch:
-        """Pack sequences into the same number of micro-batches on each rank, without their columns.
+        """Pack this rank's sequences into micro-batches without columns. All ranks get the same number.
 
-        The ranks agree on this number over ``mesh``, by default the model's mesh. ``whole`` and ``keep_branches`` are
-        as for `Packer`.
+        Args:
+            sequences: This rank's sequences.
+            whole: Pack all tokens. If False, pack only the tokens before a sequence's last token in the loss.
+            keep_branches: Raise `ValueError` if the branches of a trajectory do not fit into one micro-batch.
+            mesh: The ranks agree on the number over this mesh; None is the model's mesh.
         """
         mesh = mesh or self.mesh
         self._check_lengths(sequences, mesh)

@@ -18,7 +18,7 @@ from .batching import MAX_ATTENDED, PackItem, balanced_fit, first_fit
 from .types import SampleKey, TokenSequence
 
 REFUSED = 2**31 - 1
-"""Number of micro-batches that a rank requests if its sequences do not fit."""
+"""A rank requests this number of micro-batches if its sequences do not fit, so that all ranks raise an error."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,19 +64,19 @@ class MicroBatch:
         return last if self.token_index is None else self.token_index[last]
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Return the micro-batch on a device, or ``self`` if it is already there."""
+        """Return a copy of the micro-batch on a device, or ``self`` if it is already there."""
         if self.input_ids.device == device:
             return self
         return self._with_tensors(lambda value: on_device(value, device))
 
     def pinned(self) -> MicroBatch:
-        """Return the micro-batch in page-locked memory."""
+        """Return a copy of the micro-batch in page-locked memory."""
         return self._with_tensors(Tensor.pin_memory)
 
     def with_columns(self, sequences: Sequence[TokenSequence]) -> MicroBatch:
-        """Return the micro-batch with all columns of the packed sequences, at their tokens in the loss.
+        """Return a copy of the micro-batch with all columns of the packed sequences, at their tokens in the loss.
 
-        ``sequences`` are those that were passed to `Packer.pack`, with any columns.
+        ``sequences`` are those that were passed to `Packer.pack`, in the same order, with any columns.
         """
         chosen = [sequences[index] for index in self.source]
         in_loss = np.flatnonzero(np.concatenate([sequence.loss_mask for sequence in chosen])) if chosen else []
@@ -95,7 +95,10 @@ class MicroBatch:
 
 
 def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
-    """Copy values from the host, via page-locked memory, so that the host does not wait for a GPU."""
+    """Copy a tensor or array from the host to ``device``, so that the host does not wait for a GPU.
+
+    The copy goes via page-locked memory. For the CPU, the values are not copied.
+    """
     tensor = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
     if device.type == "cpu":
         return tensor
@@ -103,7 +106,7 @@ def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
-    """Count the tokens in the loss of each trajectory, over all its branches."""
+    """Return the number of tokens in the loss of each trajectory, over all its branches."""
     totals = dict.fromkeys((sequence.trajectory for sequence in sequences), 0)
     for sequence in sequences:
         totals[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
@@ -140,7 +143,9 @@ class Packer:
         columns: bool = True,
         agree: Callable[[int], int] = lambda needed: needed,
     ) -> list[MicroBatch]:
-        """Pack sequences, balanced by tokens. Branches of a trajectory share a micro-batch if they fit.
+        """Pack sequences into micro-batches with similar numbers of tokens.
+
+        The branches of a trajectory (paths through its turns) share a micro-batch if they fit.
 
         Args:
             sequences: In any order; may be empty.
@@ -156,7 +161,7 @@ class Packer:
             ValueError: on all ranks, if a sequence exceeds the budget, or if the branches of a trajectory do not fit
                 together under ``keep_branches``.
         """
-        # Searching bytes for the last True is faster than numpy for rows of this length.
+        # ``rfind`` finds the last True of the mask. For sequences of usual lengths, it is faster than numpy.
         lengths = [len(s.input_ids) if self.whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
         prompts = _prompts(sequences) if self.share_prompts else {}
         try:
@@ -222,7 +227,7 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Return the number of tokens before the one that predicts the first token in the loss."""
+    """Return how many leading tokens other sequences can share: the loss needs no logits of these tokens."""
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 

@@ -40,9 +40,10 @@ _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() i
 
 
 def load_plain(state: dict[str, Any], path: Path, *, process_group: Any = None, no_dist: bool = False) -> None:
-    """Fill ``state`` from the checkpoint at ``path``, as ``state_dict_loader.load`` does.
+    """Load the checkpoint at ``path`` into the tensors of ``state``, in place, without running code from it.
 
-    Raises `CheckpointException` if a file is missing, damaged, or contains code.
+    The arguments are those of DCP's ``state_dict_loader.load``. Raises `CheckpointException` if a file is missing,
+    damaged, or contains code.
     """
     state_dict_loader.load(
         state,

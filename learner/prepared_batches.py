@@ -1,9 +1,10 @@
-"""Prepares the batch of the next learner step while a rank computes the current step: fetches and packs its groups.
+"""Prepares the batch of the next learner step while a rank computes the current step.
 
-Each process has one `BatchPreparer` with one thread, for all its roles. The controller announces a batch when it queues
-the step. The thread prepares it when the batch of the previous step has been taken, so a process holds the batches of
-at most two steps. A step waits until the thread has prepared its batch. The deadlines of the buffer's client and of the
-process groups bound the waits of the thread.
+A thread fetches the batch's groups from the buffer, and packs their sequences. Each process has one `BatchPreparer`
+with one thread, for all its roles. The controller announces a batch when it queues the step. The thread prepares the
+batch after a step has taken the batch before it, so a process holds the batches of at most two steps. A step waits
+until the thread has prepared its batch. The deadlines of the buffer's client and of the process groups bound the waits
+of the thread.
 
 The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
 the same batches in the same order.
@@ -74,9 +75,10 @@ class StepGroups:
     lost: set[int] = field(default_factory=set)
 
     def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
-        """Fetch the missing groups of a batch. A collective of the sp group.
+        """Fetch the groups of a batch that are not in ``found`` yet. All ranks of the sp group call this together.
 
-        One rank of the sp group fetches the groups that any of its ranks lacks, and sends them to the other ranks.
+        One rank of the sequence-parallel (sp) group fetches the groups that any of its ranks lacks, and sends them to
+        the other ranks. The other ranks pass None as ``buffer``.
         """
         is_missing = [group_id not in self.found for group_id in batch.group_ids]
         if mesh.sp_size > 1 and is_missing:
@@ -114,7 +116,7 @@ def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGr
 
 
 Prepare = Callable[[StepGroups], PreparedBatch]
-"""Prepares a role's batch from the fetched groups of its step."""
+"""A function that fetches the missing groups of a role's batch, and packs the batch."""
 _Key = tuple[int, str, tuple[tuple[int, tuple[int, ...], int], ...]]
 
 
@@ -133,7 +135,11 @@ class BatchPreparer:
         self._groups: dict[int, StepGroups] = {}
 
     def announce(self, role: str, batch: RankBatch, prepare: Prepare) -> None:
-        """Prepare a role's batch in the thread, once a batch of the previous step has been taken."""
+        """Queue a role's batch. The thread prepares it after a step has taken a batch of the previous version.
+
+        The first batch is prepared at once. ``prepare`` fetches the groups that the process does not have yet, and
+        packs the batch.
+        """
         with self._lock:
             self._announced.append((_key(role, batch), prepare))
             if self._newest is None:
@@ -141,9 +147,10 @@ class BatchPreparer:
             self._submit_due(self._newest + 1)
 
     def take(self, role: str, batch: RankBatch, prepare: Prepare) -> PreparedBatch:
-        """Return the prepared batch of a role, and drop batches of earlier steps.
+        """Return the prepared batch of a role, and drop the batches of earlier steps.
 
-        Prepares the batch now if it was not announced. Raises what ``prepare`` raised.
+        Waits for the thread. A batch that was not announced is prepared with ``prepare`` now. Raises what ``prepare``
+        raised.
         """
         key, version = _key(role, batch), batch.version
         with self._lock:
@@ -157,7 +164,7 @@ class BatchPreparer:
         return future.result()
 
     def forget(self) -> None:
-        """Drop all batches, including announced ones. The thread finishes its current batch.
+        """Drop all batches, prepared and announced. The thread finishes the batch that it prepares now.
 
         All ranks must call this at the same point in the order of their calls.
         """
@@ -165,7 +172,7 @@ class BatchPreparer:
             self._begin()
 
     def close(self) -> None:
-        """End the thread after its current batch."""
+        """Wait for the batch that the thread prepares now, and end the thread. Other batches are not prepared."""
         self._thread.shutdown(cancel_futures=True)
 
     def _submit_due(self, newest: int) -> None:

@@ -46,7 +46,7 @@ _ADDS_TOKENS = frozenset({"cpmant"})
 not add them."""
 
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
-"""Module attributes of transformers with dropout rates or noise levels."""
+"""Names of module attributes in transformers that hold dropout rates or noise levels."""
 
 
 def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -80,7 +80,7 @@ def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def parameter_sizes(model_path: str) -> dict[str, int]:
-    """Return the number of values in each parameter of the causal language model in a folder.
+    """Return the number of values in each parameter of a folder's causal language model, by parameter name.
 
     This does not read the weights. Raises the errors of `load_causal_lm`.
     """
@@ -106,12 +106,12 @@ class LogitShape:
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to the products, at [..., V] logits."""
+        """Return the derivative of the logits with respect to the products z, at [..., V] logits."""
         return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
 
 
 def logit_shape(config: PreTrainedConfig) -> LogitShape:
-    """Read the shape of the logits from a model's configuration."""
+    """Return the scale and soft cap of the logits in a model's configuration."""
     text = config.get_text_config()
     scale = getattr(text, "logit_scale", None) or 1.0
     if divisor := getattr(text, "logits_scaling", None):
@@ -120,15 +120,16 @@ def logit_shape(config: PreTrainedConfig) -> LogitShape:
 
 
 def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a token classifier with one label, as `load_causal_lm` does. The path may hold a causal language model.
+    """Build a token classifier with one label, on the meta device and in training mode, without values.
 
-    Raises `ValueError` if there is no model, or if the model has another number of labels.
+    The path may hold a causal language model. Raises `ValueError` if there is no model, or if the model has another
+    number of labels.
     """
     return _load_classifier(GenericForTokenClassification, model_path, dtype)
 
 
 def load_reward_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a sequence classifier with one label, as `load_causal_lm` does.
+    """Build a sequence classifier with one label, on the meta device and in training mode, without values.
 
     Raises `ValueError` if there is no model, if the head's weights are missing, or if it has another number of labels.
     """
@@ -159,10 +160,10 @@ def _load_classifier(head: type, model_path: str, dtype: torch.dtype) -> PreTrai
 
 
 def fill_pretrained(model: PreTrainedModel, model_path: str) -> None:
-    """Fill an allocated model with this rank's shards of the weights at a path.
+    """Read this rank's shards of the weights in a folder into an allocated model.
 
-    The head of a new critic is zero, so its first advantages equal the returns. Raises `ValueError` if another weight
-    is missing.
+    The score head of a new critic is zero, so the critic's first advantages equal the returns. Raises `ValueError` if
+    another weight is missing.
     """
     missing = fill_weights(model, model_path)
     new_head = {name for name in missing if name.startswith(f"{SCORE_HEAD}.")}

@@ -66,11 +66,11 @@ class RecurrentLayers:
 
     @property
     def types(self) -> list[str]:
-        """Names of the layers' classes."""
+        """Names of the layers' classes, sorted, without duplicates."""
         return sorted({type(layer).__name__ for layer in self.layers})
 
     def use(self, layout: PackedLayout | None) -> None:
-        """Set the layout of the next forward pass. None runs the original layers."""
+        """Set where the sequences of the next forward pass begin and end. With None, the layers run unpatched."""
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

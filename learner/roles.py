@@ -1,4 +1,4 @@
-"""The learner's roles: the model, the column and the objective of each.
+"""The learner's roles: actor, critic, reference and reward model, each with its model, column and objective.
 
 To add a role, add an entry to `ROLES`. This module does not import torch.
 """
@@ -55,7 +55,7 @@ class Role:
     adapters: bool = False
 
     def build(self, model_path: str, config: LearnerConfig, types: ParameterTypes, temperature: float) -> PackedHead:
-        """Make the role's head with its model, adapters and vision tower. The parameters have no values yet.
+        """Make the role's head with the model, adapters and vision tower. The parameters have no values yet.
 
         Raises `ValueError` if an option does not suit the model.
         """
@@ -136,7 +136,7 @@ ROLES = {role.name: role for role in (ACTOR, CRITIC, REFERENCE, REWARD_MODEL)}
 
 
 def scored_by(column: str, config: LearnerConfig) -> Role:
-    """Return the role that computes a column.
+    """Return the role that computes a column, such as ``values``.
 
     With LoRA the actor computes the reference's column, with its adapters off.
     """
@@ -162,8 +162,8 @@ class RemoteScores:
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
         """Return one future of scores for each data-parallel rank of another role.
 
-        ``batches`` has the samples of the same plan, divided among the ranks of the other role. A future waits only for
-        the ranks that scored the samples of its batch. For an empty batch, it waits for one rank.
+        ``batches`` are the batches of the other role's ranks, from the same plan. A future waits only for the ranks
+        that scored the samples of its batch. For an empty batch, it waits for one rank.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

@@ -7,14 +7,14 @@ from typing import Any
 
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
 """Rope types that change the frequencies of all tokens when the largest position exceeds the original length.
-transformers takes the largest position of the call (``dynamic_rope_update``), and SGLang that of the batch. The
+transformers takes the largest position of the call (``dynamic_rope_update``), and SGLang the largest of the batch. The
 log-probs of a longer sequence therefore depend on the other sequences."""
 
 
 def rope_limit(settings: Mapping[str, Any]) -> int | None:
-    """Return the largest length, in tokens, at which log-probs do not depend on the batch; None means no limit.
+    """Return the largest length, in tokens, at which log-probs do not depend on other sequences of the batch.
 
-    ``settings`` is the ``config.json`` of a text model. Example: Phi-3-mini-128k gives 4096.
+    None means no limit. ``settings`` is the ``config.json`` of a text model. Example: Phi-3-mini-128k gives 4096.
     """
     parameters = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     by_layer_type = [value for value in parameters.values() if isinstance(value, Mapping)]

@@ -1,7 +1,7 @@
 """Self-test of a loaded model: compares packed random sequences with Hugging Face's forward of single sequences.
 
-It runs before training on the run's mesh, dtype and attention path. All ranks decide by the largest difference over the
-ranks, so that they enter the same collectives.
+The test runs before training, with the mesh, dtype and attention of the run. All ranks decide by the largest difference
+over the ranks, so that they enter the same collectives.
 """
 
 from __future__ import annotations
@@ -48,14 +48,15 @@ LENGTHS = (23, 11, 11, 7, 3, 2)
 """Lengths of the sequences. Equal lengths share a padded batch."""
 
 THRESHOLDS = ("sliding_window", "attention_chunk_size")
-"""Options that limit attention to a number of tokens. The test lowers them below its longest sequences."""
+"""Options that limit attention to a number of tokens. The test sets them to `LOWERED`, below its longest sequences."""
 
 LOWERED = 5
 
 SHARED_TOKENS = 6
 
 FIRST_TOKENS = 4
-"""The test also compares the mean over this many first tokens, because convolutions leak only into them."""
+"""The test also compares the mean over this many first tokens of each sequence. A convolution that ignores sequence
+boundaries changes only these."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
 """Largest accepted relative difference of hidden states between kernels, by the dtype of the run."""
@@ -131,9 +132,11 @@ class SelfTest:
         return SequenceImages.of(self._group, tokens, rows, positions)
 
     def run(self) -> SelfTestResult:
-        """Find out how the learner must run the model. The model does not change.
+        """Find out whether sequences may share micro-batches and prompts, and return the result.
 
-        Raises `ValueError` if no way is correct. The message names the layer that differs, and a remedy.
+        The parameters do not change. Recurrent layers keep the setting that is correct,
+        `RecurrentLayers.takes_boundaries`. Raises `ValueError` if no way is correct. The message names the layer that
+        differs, and a remedy.
         """
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
@@ -145,7 +148,7 @@ class SelfTest:
                 torch.random.fork_rng(devices),
                 _lowered_thresholds(pretrained),
                 _fixed_routing(pretrained),
-                torch.compiler.set_stance("force_eager"),  # torch would compile for the shapes of this test
+                torch.compiler.set_stance("force_eager"),  # else, torch would compile for the shapes of this test
             ):
                 packs, difference = self._decide()
                 shares = packs and self._shares()
@@ -154,7 +157,7 @@ class SelfTest:
             self._head.train(training)
             for unit in self._head.modules():
                 if isinstance(unit, FSDPModule):
-                    unit.reshard()  # a forward leaves the root unsharded, but the optimizer needs shards
+                    unit.reshard()  # a forward pass leaves the root unsharded, but the optimizer needs shards
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
@@ -240,7 +243,7 @@ class SelfTest:
 
         return run
 
-    # Each of these methods returns hidden states [N, h] float32, sequence after sequence.
+    # Each method below runs the model in another way. It returns hidden states [N, h] float32, sequence by sequence.
 
     def _plain(self) -> Tensor:
         return torch.cat(
@@ -335,7 +338,7 @@ class SelfTest:
             place = _raised_in(error)
             raise ValueError(self._message(f"{what} raises in {place}: {type(error).__name__}: {error}")) from error
 
-    # Comparing.
+    # The methods below compare hidden states.
 
     def _difference(self, found: Tensor, expected: Tensor) -> float:
         """Return the mean relative difference at all tokens, or at the sequences' first tokens if that is larger."""
@@ -398,7 +401,7 @@ class SelfTest:
         num_tokens = sum(self._lengths)
         return {name: (kind, torch.cat(tensors)[:num_tokens]) for name, (kind, tensors) in outputs.items()}
 
-    # Messages.
+    # The methods below make error messages.
 
     def _refusal(self, culprit: str, difference: float, expected: Tensor) -> str:
         remedy = "the learner does not support this layer"

@@ -1,6 +1,6 @@
 """Trains a role's model: AdamW, optimizer updates on token sequences, and learner steps.
 
-RL workers and supervised fine-tuning use the same `Trainer`. All its methods are collectives.
+RL workers and supervised fine-tuning use the same `Trainer`. All ranks call its methods together.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # this import takes a second; the first optimizer step would wait for it
+import torch._dynamo  # takes a second; without this line, the first optimizer step would import it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ from .types import TokenSequence
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
-    """Return the learning rate of one optimizer update; ``update`` is the number of updates before it.
+    """Return the learning rate of one optimizer update. ``update`` is the number of earlier updates.
 
     A linear warm-up reaches the peak at update ``warmup_steps``. A linear or cosine schedule then lowers the rate to
     ``min_lr_ratio`` of the peak at ``total_updates``. The rate stays there. A constant schedule keeps the peak.
@@ -75,8 +75,8 @@ class ModelOptimizer:
     def step(self) -> dict[str, float]:
         """Clip the gradients, update the parameters and clear the gradients.
 
-        A non-finite gradient does not change the parameters, because it would destroy them. Neither does a gradient of
-        zero, because only momentum and weight decay would act.
+        If a gradient is not finite, the parameters do not change, because the update would destroy them. If all
+        gradients are zero, they do not change either, because only momentum and weight decay would act.
 
         Returns:
             ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite
@@ -85,7 +85,10 @@ class ModelOptimizer:
         return self.update(global_grad_norm(self._parameters, self._shards))
 
     def update(self, norm: float) -> dict[str, float]:
-        """Do the work of `step` with a gradient norm that the caller has computed."""
+        """Clip the gradients, update the parameters and clear the gradients, with a norm that the caller has computed.
+
+        ``norm`` is the norm of all gradients over the ranks. Returns the metrics of `step`.
+        """
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         is_finite = math.isfinite(norm)
         if is_finite and norm > 0.0:
@@ -103,9 +106,10 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Return the norm of all gradients over ``shards``, the ranks that share one copy.
+    """Return the norm of the gradients of whole parameters, over the ranks of the mesh ``shards``.
 
-    Either all gradients are plain tensors, or all are sharded in the same way.
+    These ranks share one copy of the parameters; None means that the parameters are not sharded. Either all gradients
+    are plain tensors, or all are sharded in the same way.
     """
     gradients = _local_gradients(parameters)
     if not gradients:
@@ -118,7 +122,7 @@ def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | No
 
 
 def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
-    """Return the ranks that share one copy of the parameters, or None if the parameters are not sharded."""
+    """Return the mesh of ranks that share one copy of the parameters, or None if the parameters are not sharded."""
     for parameter in parameters:
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
@@ -167,7 +171,7 @@ class Trainer(PackedModel):
 
     @property
     def trains_as_it_scores(self) -> bool:
-        """Whether a training forward gives the same log-probs as `scores`.
+        """Whether a training forward pass gives the same log-probs as `scores`.
 
         It is False without a self-test, or if the adapters have dropout.
         """
@@ -177,7 +181,10 @@ class Trainer(PackedModel):
     def pack_to_train(
         self, sequences: Sequence[TokenSequence], objective: Objective, mesh: LearnerMesh | None = None
     ) -> PackedBatch:
-        """Pack sequences for `update` and `evaluate`."""
+        """Pack this rank's sequences into micro-batches for `update` and `evaluate`. All ranks call this together.
+
+        The ranks agree on the number of micro-batches over ``mesh``, by default the trainer's mesh.
+        """
         return self.pack(sequences, keep_branches=objective.needs_trajectories, mesh=mesh)
 
     def update(
@@ -189,8 +196,8 @@ class Trainer(PackedModel):
 
         Returns:
             The same dict on each rank: ``loss`` and the loss's own metrics (means over the batch's tokens, before
-            ``Objective.summarize``), ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``,
-            ``grad_norm``, ``lr``, ``skipped_updates``, ``empty_updates``.
+                ``Objective.summarize``), ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``,
+                ``grad_norm``, ``lr``, ``skipped_updates``, ``empty_updates``.
         """
         self._set_training(True)
         batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
@@ -199,9 +206,10 @@ class Trainer(PackedModel):
             return self._reduce(rows) | batch.counts() | self.optimizer.step()
 
     def accumulate(self, batch: PackedBatch, objective: Objective) -> list[dict[str, Tensor]]:
-        """Add the gradients of all micro-batches. The host does not wait for the device.
+        """Run forward and backward on all micro-batches, which adds up the gradients.
 
-        Returns the sums of the loss and of the metrics for each micro-batch, on the device.
+        The host does not wait for the device. Returns one dict per micro-batch, with tensors on the device: the
+        micro-batch's share of the batch's loss and of each mean metric.
         """
         rows = []
         try:
@@ -210,7 +218,7 @@ class Trainer(PackedModel):
                     prepare_backward(self.head, self.config, is_last=number == len(batch.micro_batches))
                     with record.span(SpanKind.forward):
                         share, row = self._share_of_loss(micro_batch, objective, batch)
-                    with record.span(SpanKind.backward):  # FSDP averages gradients over ranks; we need the sum
+                    with record.span(SpanKind.backward):  # FSDP averages gradients over ranks; the update needs a sum
                         (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:
@@ -222,9 +230,9 @@ class Trainer(PackedModel):
     def evaluate(
         self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
     ) -> dict[str, float]:
-        """Compute loss and metrics of sequences without training.
+        """Compute loss and metrics of the sequences of all ranks without training.
 
-        Returns the result of `update` without the optimizer's metrics.
+        Returns the metrics of `update`, except those of the optimizer.
         """
         self._set_training(False)
         batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
@@ -263,7 +271,7 @@ class PackedStep:
     updates: Sequence[PackedBatch]
 
     def pinned(self) -> PackedStep:
-        """Return the step in page-locked memory."""
+        """Return a copy of the step in page-locked memory."""
         scored = None if self.scored is None else self.scored.pinned()
         return PackedStep(scored=scored, updates=[each.pinned() for each in self.updates])
 
@@ -285,7 +293,7 @@ class LearnerStep:
     def pack(
         self, sequences: Sequence[TokenSequence], mesh: LearnerMesh | None = None, *, is_measured: bool = False
     ) -> PackedStep:
-        """Pack this rank's sequences for `run`, or for `measure` if the step ``is_measured``.
+        """Pack this rank's sequences for `run`, or for `measure` if ``is_measured``. All ranks call this together.
 
         The sequences do not need columns. The ranks agree on the number of micro-batches over ``mesh``, by default the
         trainer's mesh.
@@ -300,10 +308,10 @@ class LearnerStep:
         )
 
     def run(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
-        """Make one learner step on this rank's sequences. Returns the result of `update`.
+        """Make one learner step on this rank's sequences: one optimizer update per mini-batch.
 
-        The sequences must have the columns that the objective reads, except ``proximal_logprobs``. ``packed`` may be
-        the result of `pack`.
+        First compute ``proximal_logprobs`` if the objective needs them. The sequences must have the other columns that
+        the objective reads. ``packed`` may be the result of `pack`. Returns the metrics of `update`.
         """
         packed = packed or self.pack(sequences)
         if packed.scored is None:
@@ -321,7 +329,7 @@ class LearnerStep:
     def update(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """Make one optimizer update per mini-batch, on this rank's sequences with all columns.
 
-        Only the first mini-batch may lack ``proximal_logprobs``.
+        Only the sequences of the first mini-batch may lack ``proximal_logprobs``.
 
         Returns:
             The metrics of `Trainer.update` after ``Objective.summarize``, the same on each rank. Counts are summed over
@@ -336,7 +344,7 @@ class LearnerStep:
         return self._objective.summarize(_merged(updates))
 
     def measure(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
-        """Compute the metrics of the batch without an update, and without the optimizer's metrics."""
+        """Return the metrics that the batch has without an update, except those of the optimizer."""
         batch = None if packed is None else packed.updates[0]
         return self._objective.summarize(self._trainer.evaluate(sequences, self._objective, packed=batch))
 

@@ -1,7 +1,7 @@
 """A log of the consumed trajectories: one parquet file per learner step and rank, one row per branch.
 
-With ``record_trajectories``, a run logs all trajectories. With `TokenLogOptions`, it also logs a few sequences with the
-learner's log-probs next to the engine's.
+With ``record_trajectories``, a run logs all trajectories that it trains on. With `TokenLogOptions`, the run also logs a
+few sequences with the learner's log-probs next to the engine's.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ SCHEMA = pa.schema(
 
 
 LEARNER_LOGPROBS = "learner_logprobs"
-"""Column of a sequence: the learner's log-probs before its update."""
+"""Name of a column: the learner's log-probs of the sequence's tokens before the update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class TrajectoryLog:
         *,
         rank: int,
     ) -> Path:
-        """Write the samples of one step and data-parallel rank atomically, and return the file.
+        """Write the samples of one step and data-parallel rank to a file, atomically, and return its path.
 
         Args:
             batch: The rank's batch. Its rewards are written, because a reward model may have replaced those of the
@@ -97,9 +97,10 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """Return which tokens a rank has trained on in a step, one entry per prompt group, for the step's receipt.
+    """Return which tokens a rank has trained on in a step, as one dict per prompt group, for the step's receipt.
 
-    An entry has the ``group`` id, its ``attempt``, and these fields:
+    The dict has the ``group`` id, the ``attempt`` (number of the attempt to generate the group, from 0), and these
+    fields:
 
     - ``versions``: number of trained tokens by policy version.
     - ``digest``: the sum of `token_digest` over the trained turns.

@@ -1,8 +1,8 @@
 """Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
 
-A turn may have several next turns if the history was branched. The estimators then use their mean, because each is a
-sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns of a
-prompt, a tool or an environment do not have an advantage.
+A turn may have several next turns if the history was branched. The estimators then average over the next turns, because
+each is a sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns
+of a prompt, a tool or an environment do not have an advantage.
 
 The reward of a sampled turn includes the rewards of the unsampled turns up to the next sampled turn. The KL penalty of
 the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome. In shapes, K is the
@@ -24,7 +24,8 @@ from .group_statistics import centered, group_deviations, group_sums, members
 from .types import SampleKey, TokenSequence
 
 TurnRows = tuple[Tensor, Tensor]
-"""Turns as rows: [K, 4] int64 (group, sample, turn, previous turn), and [K, 3] float64 (reward, value, tokens)."""
+"""Turns as rows of two tensors. [K, 4] int64: group id, index of the trajectory in the group, turn, previous turn.
+[K, 3] float64: reward, critic's value, number of tokens in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +51,7 @@ class TurnRewards:
 
     @cached_property
     def index(self) -> Tensor:
-        """[K] int64, number of turns before each turn on its path."""
+        """[K] int64: for each turn, the number of sampled turns before it on its path."""
         index, above = torch.zeros_like(self.previous), self.previous
         while (is_below := above >= 0).any():
             index = index + is_below
@@ -59,7 +60,7 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """For each turn index, from 0 on: the positions of the turns with this index."""
+        """One int64 tensor per turn index, from index 0 on: the positions of the turns with this index."""
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 
@@ -79,10 +80,9 @@ class TurnAdvantages:
 def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
     """Estimate generalized advantages over turns (Turn-PPO, arXiv 2512.17008; ArCHer's utterances, arXiv 2402.19446).
 
-    A_k = δ_k + γ λ A_(k+1) with δ_k = r_k + γ V_(k+1) - V_k, as in GAE (arXiv 1506.02438, equation 16). V_k is the
-    critic's value before the first token of turn k. γ is ``gamma`` and λ is ``gae_lambda``. After the last turn of a
-    path, V and A are 0. ``whiten_advantages`` standardizes the advantages over the batch, with the same weight for each
-    trajectory.
+    A_k = δ_k + γ λ A_(k+1) with δ_k = r_k + γ V_(k+1) - V_k (GAE, arXiv 1506.02438, equation 16). V_k is the critic's
+    value before the first token of turn k. γ is ``gamma`` and λ is ``gae_lambda``. After the last turn of a path, V and
+    A are 0. ``whiten_advantages`` standardizes the advantages over the batch, with the same weight for each trajectory.
 
     Deviations: Turn-PPO clips the ratio of a whole turn. ArCHer trains a separate critic off-policy.
 
@@ -109,11 +109,11 @@ def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
 def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: bool) -> TurnAdvantages:
     """Compare the return of a turn with the returns of all turns of the same index in its prompt group.
 
-    The return of turn k is Σ γ^(j - k) r_j over the turns j >= k of its path. Its advantage is (return - mean) ÷ sample
-    standard deviation, or (return - mean) without ``has_deviation``. Both statistics are over the group's trajectories
-    with a turn of this index. If a trajectory has n turns of this index, each has the weight 1 ÷ n. If no other
-    trajectory has a turn of this index, the turn gets the advantage of the previous turn on its path. A first turn gets
-    0.
+    The index of a turn is the number of sampled turns before it on its path. The return of turn k is Σ γ^(j - k) r_j
+    over the turns j >= k of the path. The advantage is (return - mean) ÷ sample standard deviation, or (return - mean)
+    without ``has_deviation``. Mean and deviation are over the group's trajectories with a turn of this index. If a
+    trajectory has n turns of this index, each has the weight 1 ÷ n. If no other trajectory has a turn of this index,
+    the turn gets the advantage of the previous turn on its path. A first turn gets 0.
 
     Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
     Deviation: both add the advantage of the whole trajectory with a weight. Here, the return contains the outcome.
@@ -131,7 +131,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
     weights = 1.0 / sizes[place].double()
     group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
-    counts = group_sums(weights, group, len(sizes)).round()  # trajectories with a turn of this index
+    counts = group_sums(weights, group, len(sizes)).round()  # trajectories per group and turn index
     advantages = centered(returns, group, counts, weights=weights)
     if has_deviation:
         advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]
@@ -144,7 +144,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 
 
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
-    """Standardize over the n trajectories with turns in the loss (standard deviation with n - 1).
+    """Standardize advantages over the n trajectories with turns in the loss (standard deviation with n - 1).
 
     The turns of a trajectory share the weight 1 equally. A turn outside the loss does not count, and its result is 0.
     """
@@ -161,10 +161,10 @@ def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
 
 
 def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]) -> TurnRows:
-    """Convert the turns of a rank's sequences to rows, in the order of the sequences.
+    """Return the turns of a rank's sequences as two tensors with one row per turn, in the order of the sequences.
 
-    The sequences need the column ``penalties`` (KL penalty per token) and, with a critic, ``values``. ``rewards`` has
-    the reward of each trajectory, including the rewards of its turns.
+    The columns are those of `TurnRows`. The sequences need the column ``penalties`` (KL penalty per token) and, with a
+    critic, ``values``. ``rewards`` has the reward of each trajectory, including the rewards of its turns.
 
     Raises:
         ValueError: a sequence has tokens in the loss and does not name its turns.
@@ -193,10 +193,13 @@ def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, fl
 
 
 def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
-    """Join the rows of all ranks. Return the batch, and the index of each turn in the joined rows, [K]."""
+    """Join the rows of all ranks into one batch, sorted by trajectory and turn.
+
+    Returns the batch and [K] int64: for each turn of the batch, its row in the concatenated ``shares``.
+    """
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the same order for any division into ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # independent of the division into ranks
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]
@@ -212,9 +215,9 @@ def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
 
 
 def with_turns(sequences: Sequence[TokenSequence], name: str, values: Tensor) -> list[TokenSequence]:
-    """Add a column to the sequences: the value of the token's turn at each token in the loss, 0 elsewhere.
+    """Return copies of the sequences with one more column: at each token in the loss, the value of the token's turn.
 
-    ``values`` [K] has one value per turn of the sequences, in the order of `turn_rows`.
+    The column is 0 elsewhere. ``values`` [K] has one value per turn of the sequences, in the order of `turn_rows`.
     """
     rest, spread = iter(values.tolist()), []
     for sequence in sequences:

@@ -1,4 +1,4 @@
-"""The learner's input: the batch of each rank in a step, and the token sequences to train on."""
+"""The learner's input: which samples a rank trains on in a step, and the token sequences of these samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from asyncrl.core.images import IMAGE_ROWS, POSITIONS, GroupImages
 from asyncrl.core.trajectory import Branch, TrajectoryGroup
 
 SampleKey = tuple[int, int]
-"""A trajectory's group id and its index in the group."""
+"""The key of a trajectory: its prompt group's id, and its index in the group."""
 
 _UNNAMED = itertools.count()
 _num_images = itertools.count()
@@ -59,17 +59,17 @@ class RankBatch:
 
     @property
     def sample_keys(self) -> list[SampleKey]:
-        """The keys of all samples, in the order of ``shares``."""
+        """The keys of all samples, (group id, index in the group), in the order of ``shares``."""
         return [(share.group_id, sample) for share in self.shares for sample in share.samples]
 
     @property
     def sources(self) -> dict[int, str]:
-        """The data source of each group."""
+        """The name of the data source of each group, by group id."""
         return {share.group_id: share.data_source for share in self.shares}
 
     @property
     def rewards(self) -> dict[SampleKey, float]:
-        """The reward of each sample, in the order of `sample_keys`."""
+        """The reward of each sample by key, in the order of `sample_keys`."""
         rewards = [float(reward) for share in self.shares for reward in share.rewards]
         return dict(zip(self.sample_keys, rewards, strict=True))
 
@@ -118,7 +118,11 @@ class SequenceImages:
         rows: Sequence[np.ndarray],
         positions: Sequence[np.ndarray],
     ) -> list[SequenceImages]:
-        """Return the images of several sequences of a group."""
+        """Return the images of several sequences of one group, one object per sequence.
+
+        ``token_ids``, ``rows`` and ``positions`` have one array per sequence, with the sequence's token ids [T] and the
+        `SequenceImages` fields of the same names.
+        """
         keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
         made = []
         for ids, own_rows, own_positions in zip(token_ids, rows, positions, strict=True):
@@ -157,15 +161,15 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32. Two sequences may share the tokens of the common prefix of these arrays."""
+        """[T] int32. Two sequences may share leading tokens where their arrays begin with the same numbers."""
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
-        """Return the sequence with one more [T] float32 column."""
+        """Return a copy of the sequence with one more [T] float32 column, or with this column replaced."""
         return replace(self, columns={**self.columns, name: values})
 
     def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
-        """Return the sequence with one more column: ``values`` at the tokens in the loss and 0 elsewhere."""
+        """Return a copy with one more column: ``values`` at the tokens in the loss and 0 elsewhere."""
         column = np.zeros(len(self.input_ids), dtype=np.float32)
         column[self.loss_mask] = values
         return self.with_column(name, column)
@@ -192,15 +196,17 @@ def group_sequences(
 ) -> list[TokenSequence]:
     """Return the sequences of a prompt group's trajectories, one per branch. The branches keep their order.
 
-    Each sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment are not in the loss.
+    A branch is a path through the turns of a trajectory. Each sampled turn is in the loss of exactly one branch.
+    Prompts and tokens from an environment are not in the loss.
 
     Args:
         group: The prompt group.
         samples: Indices of the trajectories; None means all.
-        mini_batch: Index of the optimizer update that trains on them.
+        mini_batch: Index of the optimizer update that trains on the sequences.
         mask_truncated: Leave a trajectory out of the loss if its last branch reached the length limit.
         all_columns: Add all token columns of the group, not only ``behavior_logprobs``.
-        version: The learner's policy version. It adds the column ``is_fresh``: 1 at tokens of lag 0, else 0.
+        version: The learner's policy version. It adds the column ``is_fresh``: 1 at tokens that this version sampled,
+            else 0. None adds no column.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:
@@ -241,7 +247,10 @@ def _turn_spans(group: TrajectoryGroup, branch: Branch) -> Iterator[TurnSpan]:
 
 
 def branches_of(group: TrajectoryGroup, samples: Sequence[int]) -> list[Branch]:
-    """Return the branches of some trajectories, one trajectory after the other."""
+    """Return the branches (paths through the turns) of some trajectories, one trajectory after the other.
+
+    ``samples`` are the trajectories' indices in the group.
+    """
     by_trajectory: dict[int, list[Branch]] = {}
     for branch in group.branches:
         by_trajectory.setdefault(branch.trajectory, []).append(branch)

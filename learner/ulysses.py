@@ -1,8 +1,9 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
 
-Outside attention, each rank holds N/sp of the packed tokens and all heads. Inside attention, each rank holds all N
-tokens and H/sp heads. By default, functions use the group of the innermost `UlyssesShardingManager`. Without a group,
-or with one rank, they return their input.
+sp is the number of ranks that share sequences. Outside attention, each rank holds N/sp of the packed tokens and all
+heads. Inside attention, each rank holds all N tokens and H/sp heads. By default, functions use the group of the
+innermost `UlyssesShardingManager`. Without a group, or with one rank, functions that exchange
+tokens return their input.
 """
 
 from __future__ import annotations
@@ -24,30 +25,30 @@ _group: ProcessGroup | None = None
 
 
 def set_ulysses_sequence_parallel_group(group: ProcessGroup | None) -> None:
-    """Set the default group of this module's functions. None switches sequence parallelism off."""
+    """Set the process group that this module's functions use by default. None switches sequence parallelism off."""
     global _group
     _group = group
 
 
 def get_ulysses_sequence_parallel_group() -> ProcessGroup | None:
-    """Return the default group, or None."""
+    """Return the process group that this module's functions use by default, or None."""
     return _group
 
 
 def get_ulysses_sequence_parallel_world_size(group: ProcessGroup | None = None) -> int:
-    """Return the number of ranks that share a sequence; 1 without a group."""
+    """Return the number of ranks in ``group``, or in the default group; 1 without a group."""
     group = group or _group
     return dist.get_world_size(group) if group is not None else 1
 
 
 def get_ulysses_sequence_parallel_rank(group: ProcessGroup | None = None) -> int:
-    """Return the index of this rank in its sequence-parallel group; 0 without a group."""
+    """Return the index of this rank in ``group``, or in the default group; 0 without a group."""
     group = group or _group
     return dist.get_rank(group) if group is not None else 0
 
 
 def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
-    """Raise `ValueError` if ``num_heads`` is not a multiple of ``ulysses_sequence_size``."""
+    """Check that ``ulysses_sequence_size`` divides ``num_heads``. Raises `ValueError` if it does not."""
     if ulysses_sequence_size < 1 or num_heads % ulysses_sequence_size:
         raise ValueError(
             f"learner.sp_size must divide the model's attention heads, got sp_size={ulysses_sequence_size} "
@@ -58,7 +59,7 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Convert from this rank's tokens with all heads to all tokens with this rank's heads.
+    """Exchange this rank's tokens with all heads for all tokens with this rank's heads (all-to-all).
 
     Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]. H must be a multiple of sp.
     Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 keeps all.
@@ -73,10 +74,10 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Convert from all tokens with this rank's heads to this rank's tokens with all heads.
+    """Exchange all tokens with this rank's heads for this rank's tokens with all heads (all-to-all).
 
-    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are padded at the
-    end to a multiple of sp.
+    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are first padded at
+    the end to a multiple of sp.
     """
     group = _shared(group)
     if group is None:
@@ -92,7 +93,7 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Gather the tokens of all sp ranks, in rank order.
+    """Return the tokens of all sp ranks, in rank order.
 
     Args:
         x: This rank's tokens along ``gather_dim``. All ranks must have the same number.
@@ -112,7 +113,7 @@ def gather_outputs_and_unpad(
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Gather the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
+    """Return the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
 
     ``x`` holds this rank's tokens along ``dim``. All ranks must have the same number. The gradient of a token is the
     sum of the gradients from all ranks.
@@ -124,7 +125,7 @@ def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> T
 def ulysses_pad(
     input_ids_rmpad: Tensor, position_ids_rmpad: Tensor | None = None, sp_size: int = 1, pad_value: int = 0
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens [1, N] at the end with ``pad_value``, to a multiple of sp.
+    """Pad packed tokens [1, N] at the end with ``pad_value``, so that ``sp_size`` divides their number.
 
     Position ids are [1, N], or [axes, 1, N] for rotary embeddings with several axes. Other shapes raise `ValueError`.
 
@@ -153,9 +154,10 @@ def ulysses_pad_and_slice_inputs(
     sp_size: int = 1,
     skip_position_ids_rmpad: bool = False,
 ) -> tuple[Tensor, Tensor | None, int]:
-    """Pad packed tokens with `ulysses_pad`, and return this rank's tokens, [1, ceil(N / sp)].
+    """Pad packed tokens with `ulysses_pad`, and keep only this rank's tokens.
 
-    With ``skip_position_ids_rmpad`` the position ids are padded but not sliced.
+    Returns this rank's input ids and position ids, [1, ceil(N / sp)], and the number of added tokens. With
+    ``skip_position_ids_rmpad``, the position ids are padded but not sliced.
     """
     input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
     if sp_size > 1:
@@ -168,7 +170,7 @@ def ulysses_pad_and_slice_inputs(
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
     """Return this rank's contiguous slice of ``x`` along ``dim``. ``padding`` first adds zeros to a multiple of sp.
 
-    Raises `ValueError` without ``padding`` if the size is not a multiple of sp.
+    Raises `ValueError` if the size is not a multiple of sp and ``padding`` is False.
     """
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
@@ -182,7 +184,7 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
     """Repeat key or value heads so that they can be split over the sp ranks together with their query heads.
 
     ``num_heads`` is the number of query heads, a multiple of the key-value heads and of ``sp_size``. The result has the
-    smallest number of heads that is a multiple of sp and divides ``num_heads``.
+    smallest number of heads that is a multiple of both ``sp_size`` and the number of key-value heads.
     """
     num_kv_heads = x.size(head_dim)
     wanted = math.lcm(num_kv_heads, sp_size)
@@ -220,14 +222,14 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Gather the rows of all sp ranks in place, in rank order."""
+        """Gather the rows of all sp ranks into ``data``, in place and in rank order, and return ``data``."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Return this rank's rows, the inverse of `preprocess_data`. sp must divide the number of rows."""
+        """Return this rank's part of the rows that `preprocess_data` gathered. sp must divide the number of rows."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]

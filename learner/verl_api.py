@@ -40,7 +40,7 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Compute ``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the current policy."""
+        """Return ``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the current policy."""
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self._offload.reading(), self._model.at_temperature(temperature):
             log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
@@ -51,15 +51,18 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Compute ``ref_log_prob`` [B, R] float32 with the adapters off. Raises `ValueError` without adapters."""
+        """Return ``ref_log_prob`` [B, R] float32: the log-probs of the responses' tokens with the adapters off.
+
+        Raises `ValueError` without adapters.
+        """
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
     @register(dispatch_mode=BY_ROWS)
     def update_actor(self, data: DataProto) -> DataProto:
-        """Make the optimizer updates of one step. The metrics ``actor/<name>`` are the same on all ranks.
+        """Make the optimizer updates of one step. Return the metrics ``actor/<name>`` in ``meta_info["metrics"]``.
 
-        ``data`` has ``old_log_probs`` and ``advantages``, and as needed:
+        The metrics are the same on all ranks. ``data`` has ``old_log_probs`` and ``advantages``, and as needed:
 
         - ``response_mask``, if the policy did not write all attended response tokens;
         - ``rollout_log_probs`` of the engine for a proximal anchor, a weight or masks; the default is
@@ -93,17 +96,17 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_values(self, data: DataProto) -> DataProto:
-        """Compute ``values`` [B, R] float32 before the responses' tokens."""
+        """Return ``values`` [B, R] float32: the critic's value before each token of the responses."""
         with self._offload.reading():
             values = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"values": response_rows(data, values)})
 
     @register(dispatch_mode=BY_ROWS)
     def update_critic(self, data: DataProto) -> DataProto:
-        """Make the optimizer updates of one step.
+        """Make the optimizer updates of one step. Return the metrics ``critic/<name>`` in ``meta_info["metrics"]``.
 
-        ``data`` has ``values``, ``returns``, and ``response_mask`` as for `ActorWorker.update_actor`. In the result,
-        ``meta_info["metrics"]`` has ``critic/vf_loss``, ``critic/vf_clipfrac``, ``critic/vpred_mean`` and more.
+        ``data`` has ``values`` and ``returns``, and also ``response_mask`` if the policy did not write all attended
+        response tokens. The metrics include ``critic/vf_loss``, ``critic/vf_clipfrac`` and ``critic/vpred_mean``.
         """
         columns = {"values": "values", "returns": "returns"}
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
@@ -121,7 +124,7 @@ class ReferenceWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Compute ``ref_log_prob`` [B, R] float32 of the responses under the reference."""
+        """Return ``ref_log_prob`` [B, R] float32: the log-probs of the responses' tokens under the reference."""
         with self._offload.reading():
             return _reference_rows(self._model, data, self._temperature)
 
@@ -134,7 +137,7 @@ class RewardModelWorker(ModelWorker):
 
     @register(dispatch_mode=BY_ROWS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """Compute ``rm_scores`` [B, R] float32: the score of each row, at its last attended token."""
+        """Return ``rm_scores`` [B, R] float32: the score of each row at its last attended token, and 0 elsewhere."""
         with self._offload.reading():
             scores = self._model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
@@ -164,19 +167,20 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 
 
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
-    """Return the sequences to score, with all attended tokens, including tokens from an environment.
+    """Return one sequence per row of ``data``, with all attended tokens, including tokens from an environment.
 
-    Raises `ValueError` if a column is missing, or if ``position_ids`` do not count the attended tokens from 0.
+    All attended response tokens are in the loss, so that they get scores. Raises `ValueError` if a column is missing,
+    or if ``position_ids`` do not count the attended tokens from 0.
     """
     return _sequences(data, _attended_responses(data), {})
 
 
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
-    """Return the sequences to train on. Attended response tokens are in the loss, except where ``response_mask`` is 0.
+    """Return one sequence per row of ``data``, to train on.
 
-    ``columns`` maps the name of a sequence's column to the name of a [B, R] tensor in ``data``. Each of the
-    ``num_mini_batches`` optimizer updates trains on the same number of neighboring rows. Raises the errors of
-    `scored_sequences`.
+    Attended response tokens are in the loss, except where ``response_mask`` is 0. ``columns`` maps the name of a
+    sequence's column to the name of a [B, R] tensor in ``data``. Each of the ``num_mini_batches`` optimizer updates
+    trains on the same number of neighboring rows. Raises the errors of `scored_sequences`.
     """
     attended = _attended_responses(data)
     mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
@@ -188,11 +192,11 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
 def generated_rows(
     data: DataProto, samples: Sequence[tuple[np.ndarray, np.ndarray]], *, num_response: int
 ) -> DataProto:
-    """Return the columns of sampled responses, as verl's ``generate_sequences`` returns them.
+    """Append sampled responses to a batch of prompts. The result has the columns of verl's ``generate_sequences``.
 
     Args:
         data: The prompts, ``input_ids`` and ``attention_mask`` [B, P], padded on the left.
-        samples: Token ids and behavior log-probs of at most ``num_response`` tokens each.
+        samples: For each prompt, the token ids and behavior log-probs of a response of at most ``num_response`` tokens.
         num_response: R, the padded length of the responses.
 
     Returns:
@@ -220,7 +224,10 @@ def generated_rows(
 
 
 def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
-    """Return the [T] values of each sequence at the attended tokens of its response, 0 elsewhere: [B, R] float32."""
+    """Return [B, R] float32: each sequence's values at the attended tokens of its response, and 0 elsewhere.
+
+    ``values`` has one [T] array per row of ``data``, with a value for each attended token.
+    """
     import torch
 
     attended = _attended_responses(data)

@@ -38,18 +38,18 @@ class VisionTower:
         return self._model.language_model
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Convert pixels, [P, …] uint8, to the tower's input, [P, …] float32."""
+        """Convert the pixels of images, [P, …] uint8 with one patch per row, to the tower's input, [P, …] float32."""
         return self._format.features(pixels)
 
     def freeze(self) -> None:
-        """Do not train the tower, including the layers that merge patches."""
+        """Exclude the vision tower and its layers that merge patches from training."""
         self._model.visual.requires_grad_(False)
 
     def inputs(self, batch: MicroBatch, input_ids: Tensor) -> dict[str, Any]:
-        """Return the language model's inputs for this rank's tokens ``input_ids``, [1, n] int64.
+        """Return the keyword arguments of the language model for this rank's tokens ``input_ids``, [1, n] int64.
 
-        A micro-batch without images runs the tower on a blank image, because all ranks must take part in gathering the
-        tower's sharded parameters.
+        At image placeholders, the embeddings are the tower's features. A micro-batch without images runs the tower on a
+        blank image, because all ranks must take part in gathering the tower's sharded parameters.
         """
         embedded = self._model.get_input_embeddings()(input_ids)
         rows, pixels, grids = batch.image_rows, batch.pixels, batch.grids
@@ -72,7 +72,7 @@ class VisionTower:
 
 
 def vision_tower(pretrained: PreTrainedModel, model_path: str) -> VisionTower | None:
-    """Return the vision tower of the model in a folder; None for a text model."""
+    """Return the vision tower of a model that was built from the folder ``model_path``; None for a text model."""
     if not has_vision(pretrained):
         return None
     return VisionTower(cast("nn.Module", pretrained.base_model), PixelFormat.of(load_processor(model_path)))

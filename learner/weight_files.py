@@ -54,7 +54,7 @@ class StoredWeight(Protocol):
         ...
 
     def rows(self, first: int, last: int) -> Tensor:
-        """Read the rows ``first`` to ``last`` - 1. A scalar has one row."""
+        """Return the rows ``first`` to ``last`` - 1, read from the file. A scalar has one row."""
         ...
 
 
@@ -89,7 +89,7 @@ class _InPickle:
 
 
 def stored_weights(model_path: str) -> dict[str, StoredWeight]:
-    """Return the tensors of a folder in Hugging Face layout by name.
+    """Return the tensors in the weight files of a folder in Hugging Face layout, by name.
 
     The dict is empty if the folder does not have weights.
     """
@@ -184,7 +184,7 @@ def _is_within_rows(operation: Any) -> bool:
 
 
 def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
-    """Fill a model with this rank's rows of the weights at a path, and compute the buffers that are not stored.
+    """Read this rank's rows of the weights in a folder into a model, and compute the buffers that are not stored.
 
     The model is sharded or plain, and its parameters are allocated. Adapters do not change.
 

@@ -1,7 +1,8 @@
 """One rank of a learner role: scores its samples, trains on them, publishes and saves weights.
 
-A run calls these methods with a list of `RankBatch`, one per data-parallel rank, and does not wait. A worker sends its
-scores directly to the workers of other roles, or keeps them in the process if the roles share it.
+A run calls the methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for the results. A
+worker sends its scores directly to the workers of other roles, or keeps them in the process if the roles share the
+process.
 
 The controller imports this module for the method names only, so functions import torch themselves.
 
@@ -53,11 +54,11 @@ logger = logging.getLogger(__name__)
 
 _MESH = "dp"
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
-"""Dispatch for verl's methods: all sp ranks of a group get the same rows."""
+"""Dispatch for verl's methods: rows are divided among data-parallel ranks. The sp ranks of a group get equal rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass entry i of each list to all sp ranks of data-parallel rank i. The ranks are in dp-major order."""
+    """Pass entry i of each list to all sp ranks of data-parallel rank i. These are neighbors in the list of ranks."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -71,7 +72,8 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
-"""Dispatch for a run's methods: lists have one entry per data-parallel rank. All ranks get the keyword arguments."""
+"""Dispatch for the methods that a run calls: a list has one entry per data-parallel rank. All ranks get the same
+keyword arguments."""
 
 
 def _recorded(method: Callable[..., T]) -> Callable[..., T]:
@@ -105,17 +107,20 @@ class BatchCache:
         self._scores: dict[str, tuple[int, Scores]] = {}
 
     def clear(self) -> None:
-        """Drop all data of a lost batch, and the batches after it."""
+        """Drop the prepared batches and scores of a lost batch and of the batches after it.
+
+        Afterwards, the roles of this process compute batches again.
+        """
         self.lost, self.most_lost = set(), 0
         self.preparer.forget()
         self._scores = {}
 
     def keep_scores(self, version: int, column: str, scores: Scores) -> None:
-        """Store a column of a step. It replaces the same column of an earlier step."""
+        """Store a column of scores for the step of ``version``. It replaces the column of an earlier step."""
         self._scores[column] = (version, scores)
 
     def scores(self, version: int, column: str) -> Scores | None:
-        """Return a column of a step, or None if no role of this process has computed it."""
+        """Return a column for the step of ``version``, or None if no role of this process has computed it."""
         known, scores = self._scores.get(column, (-1, {}))
         return scores if known == version else None
 
@@ -189,7 +194,10 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def init_model(self) -> None:
-        """Join the group, load the model and connect to the buffer. Raises `ValueError` for incompatible options."""
+        """Join the process group, load the model and connect to the replay buffer.
+
+        Raises `ValueError` for incompatible options.
+        """
         from asyncrl.weights.publish import WeightPublisher
 
         from .advantages import BatchAdvantages
@@ -220,20 +228,22 @@ class ModelWorker(Worker):
     @beside
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def announce(self, batch: RankBatch) -> None:
-        """Prepare the batch of a queued step while this rank computes another step. Returns immediately.
+        """Let the process's thread prepare the batch of a queued step, while this rank computes.
 
-        The controller must announce the batches of a step in the order in which the roles of a process use them.
+        Returns immediately. The controller must announce the batches of a step in the order in which the roles of a
+        process use them.
         """
         self.cache.preparer.announce(self.role.name, batch, partial(self._prepared, batch))
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
-        """Compute the role's column for planned samples. An actor scores with its adapters off.
+        """Compute the role's column, such as values, for the samples of a batch. An actor scores with its adapters off.
 
-        With ``send``, the first sp rank returns one row per trajectory: ``sample_key`` [B, 2] int64 and the role's
-        column, [tokens in the loss] float32 each. Without ``send``, the scores stay in this process for its other
-        roles. Raises `ValueError` if the role is an actor without adapters, and `BatchLost` as `step` does.
+        With ``send``, the first sp rank returns one row per trajectory: ``sample_key`` [B, 2] int64 (group id, index in
+        the group) and the role's column, [tokens in the loss] float32 each. The other sp ranks return None. Without
+        ``send``, the scores stay in this process for its other roles. Raises `ValueError` if the role is an actor
+        without adapters, and `BatchLost` if a rank needs a group that the buffer does not have.
         """
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
@@ -242,9 +252,10 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
-        """Return the reward of each planned trajectory: the score of its last branch, plus the rewards of its turns.
+        """Return the reward of each trajectory of a batch by (group id, index in the group).
 
-        Raises `BatchLost` as `step` does.
+        A reward is the reward model's score of the trajectory's last branch (path through its turns), plus the rewards
+        of the trajectory's turns. Raises `BatchLost` if a rank needs a group that the buffer does not have.
         """
         own = self._taken(batch)
         with self._offload.reading():
@@ -269,7 +280,7 @@ class ModelWorker(Worker):
             - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds to wait for the batch, to prepare it and to compute,
               each of the slowest rank;
             - ``started_at`` of the first rank and ``ended_at`` of the last rank, in seconds since the epoch;
-            - ``lag_max``, in learner steps.
+            - ``lag_max``: the step's version minus the oldest version that sampled a token of the batch.
 
         Raises:
             StalenessError: a group is older than the staleness bound allows.
@@ -297,7 +308,7 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        # The negative sign turns the maximum over the ranks into the earliest start.
+        # The negative sign turns the maximum over the ranks into the earliest start (`mesh.largest`).
         times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self._model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
@@ -330,7 +341,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def publish_weights(self, version: int) -> None:
-        """Copy the weights and publish them in the background. Rank 0 offers them to the engines.
+        """Copy the weights, and publish them as ``version`` in the background. Rank 0 then offers them to the engines.
 
         Raises:
             ValueError: the role does not publish weights.
@@ -351,23 +362,29 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_publish(self) -> None:
-        """Wait until rank 0 has offered the version. Raises `WeightsError` if publishing failed."""
+        """Wait until the version of the last `publish_weights` can be loaded by engines.
+
+        Raises `WeightsError` if publishing failed.
+        """
         if self._publisher is not None:
             self._publisher.wait()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def forget_batch(self) -> list[int]:
-        """Drop a lost batch, and return the ids of its groups that this process did not find."""
+        """Drop a lost batch and the batches after it. The next calls compute again.
+
+        Returns the ids of the groups that this process did not find in the buffer, ascending.
+        """
         lost = sorted(self.cache.lost)
         self.cache.clear()
         return lost
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> None:
-        """Publish the weights if the role publishes weights, and offload according to the options.
+        """Publish the weights if the role does that, and free device memory for engines on the same device.
 
-        Returns when rank 0 has offered the version. All ranks offload before the offer, because engines may load an
-        offered version immediately.
+        The options of `OffloadPolicy` say what moves to the host. Returns when rank 0 has offered the version to the
+        engines. All ranks offload before the offer, because engines may load an offered version immediately.
         """
         if self._publisher is None:
             self._offload.enter_rollout()
@@ -377,23 +394,24 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:
-        """Load the tensors that `rollout_mode` offloaded."""
+        """Load the tensors that `rollout_mode` has moved to the host."""
         self._offload.enter_training()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
-        """Write model and tokenizer to ``directory`` in Hugging Face layout."""
+        """Write model and tokenizer to ``directory`` in Hugging Face layout, with merged adapters."""
         from .model_folder import save_policy
 
-        # the model may be offloaded, because colocated engines use the device
+        # load the model first: it may be on the host, because engines use the same device
         with self._offload.persisting(optimizer=False):
             save_policy(self._model, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, directory: str, version: int = 0, wait: bool = True, **options: Any) -> str:
-        """Save a checkpoint and return its folder. ``options`` are those of `ShardedCheckpointer.save`.
+        """Save a checkpoint of this role's training state, and return the checkpoint's folder.
 
-        Raises `ValueError` for a frozen role, and `BatchLost` as `publish_weights` does.
+        ``options`` are those of `ShardedCheckpointer.save`. Raises `ValueError` for a frozen role, and `BatchLost` if
+        the step before this call raised `BatchLost`.
         """
         self._check_turn(version)
         checkpoints = self._checkpoints_in(directory)
@@ -403,21 +421,24 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def load_checkpoint(self, directory: str) -> int | None:
-        """Load a checkpoint, or the newest complete checkpoint of a folder. Returns its version, or None."""
+        """Load a checkpoint, or the newest complete checkpoint of a folder, and return its policy version.
+
+        Returns None if ``directory`` has no complete checkpoint.
+        """
         checkpoints = self._checkpoints_in(directory)
         newest = checkpoints.latest()
         if newest is None:
             return None
         with self._offload.persisting():
             version = self._version = checkpoints.load(newest)
-        # Do not restore a fixed coefficient, because its option may have changed since.
+        # A fixed coefficient is not restored, because ``algorithm.kl_reward_coef`` may have changed since the save.
         if self._algorithm.kl_target:
             self._advantages.kl_coefficient.value = read_progress(newest).role["kl_reward_coef"]
         return version
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
-        """Finish the background checkpoint, leave the process group and close the connection to the buffer."""
+        """Finish the background work, and disconnect from the buffer. The last role leaves the process group."""
         for checkpoints in self._checkpoints.values():
             checkpoints.finish()
         self.cache.preparer.close()
@@ -474,7 +495,10 @@ class ModelWorker(Worker):
         return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log, with the learner's log-probs. A collective if the step is logged."""
+        """Return the sequences for the token log, with the learner's log-probs; none in a step that is not logged.
+
+        All ranks call this together.
+        """
         options = self._token_log_options
         if options is None or version % options.every_steps:
             return []
