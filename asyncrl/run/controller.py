@@ -175,7 +175,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feeding.cancel()
 
     def stop(self) -> None:
-        """Plan no further batch. `train` then returns when the queued steps are committed and reported."""
+        """End the training early: plan no further batch.
+
+        `train` then returns when the queued steps are committed and reported.
+        """
         self._stopping.set()
         for task in self._beside:
             task.cancel()
@@ -187,7 +190,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of this process."""
+        """Number of learner steps that this process has finished. A repeated step counts again."""
         return self._reporter.num_steps
 
     @property
@@ -196,7 +199,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._queued_version == self._versions.stop
 
     async def save_stopped(self) -> str:
-        """Stop all work of the fleet, save a checkpoint, and return its folder. Call this after `stop`.
+        """Stop all work of the fleet, save a checkpoint, and return the checkpoint's folder. Call this after `stop`.
 
         Before the checkpoint, the fleet saves the tokens of running groups in the buffer.
         """
@@ -204,7 +207,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step. Return its folder when the checkpoint is complete."""
+        """Save a checkpoint with the next learner step. Return the checkpoint's folder when it is complete."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
@@ -220,14 +223,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
-        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None."""
+        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None if there is none."""
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Reset the buffer and this controller to a checkpoint. The learner continues as ``incarnation``.
+        """Set the buffer and this controller back to a checkpoint.
 
-        If the checkpoint has steps that the ledger lacks, the buffer first commits these steps. Returns the ids of the
-        groups that are finished at the checkpoint, as sorted ranges [start, end).
+        ``incarnation`` is the number of restarts of the learner so far. If the checkpoint has steps that the buffer has
+        not committed, the buffer first commits these steps. Returns the ids of the groups that are finished at the
+        checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
         await self._buffer.rewind(state.version, incarnation=incarnation)
@@ -236,9 +240,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await self._buffer.finished()
 
     async def replan(self) -> tuple[int, Sequence[int]]:
-        """Requeue the lost groups after a `BatchLost`; the next `train` plans their step again.
+        """After a `BatchLost`, let the fleet generate the lost groups again. The next `train` plans their step again.
 
-        Returns the step and its lost groups. Raises `LearnerDiedError` if the ranks cannot continue.
+        Returns the number of the step, and the ids of its lost groups. Raises `LearnerDiedError` if the ranks cannot
+        continue.
         """
         group_ids = await self._learner.withdraw()
         await self._buffer.lose(group_ids)
@@ -257,16 +262,26 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await self._buffer.commit(version)
 
     async def account(self) -> TrainingResult:
-        """Stop all work of the fleet and close the account. Raises `AccountError` if the account does not balance."""
+        """Stop all work of the fleet, and return the results of the training, with its token account.
+
+        The account says how many generated tokens were trained, dropped or left. Raises `AccountError` if the numbers
+        do not add up.
+        """
         counts = await self._fleet.drain()
         return self._reporter.result(await self._buffer.stats(), counts)
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """Return the loops that make the steps. They end after the last step. After `stop`, they end earlier."""
+        """Return the coroutine functions that make the learner steps.
+
+        They end after the last step. After `stop`, they end earlier.
+        """
 
     def following_loops(self) -> Sequence[Loop]:
-        """Return the other loops. They end when the engines serve the last version; `stop` cancels them."""
+        """Return the coroutine functions that run beside the steps. `stop` cancels them.
+
+        They end when the engines serve the last version.
+        """
         return ()
 
     async def _follow_fleet(self) -> None:
@@ -305,11 +320,11 @@ class Controller(_Training[LearnerPort, FleetPort]):
         super()._go_on_from(version)
 
     def step_loops(self) -> Sequence[Loop]:
-        """See `_Training.step_loops`."""
+        """Return two coroutine functions: one plans and queues the learner steps, the other one completes them."""
         return self._plan, self._complete
 
     def following_loops(self) -> Sequence[Loop]:
-        """See `_Training.following_loops`."""
+        """Return two coroutine functions: one follows which versions the engines serve, one evaluates versions."""
         return self._follow, self._examine
 
     async def _plan(self) -> None:
@@ -387,18 +402,25 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     """A step that is not reported yet: its plan, the seconds that the loop waited for the plan, and its metrics."""
 
     def step_loops(self) -> Sequence[Loop]:
-        """See `_Training.step_loops`."""
+        """Return the one coroutine function in which engines and learner take turns."""
         return (self._take_turns,)
 
     async def save_stopped(self) -> str:
-        """Do the same as the base class, after the engines have released the devices."""
+        """Stop all work of the fleet, let the engines free their devices, and save a checkpoint.
+
+        Returns the checkpoint's folder. Call this after `stop`.
+        """
         await self._fleet.drain()
         await self._fleet.release_device()
         await self._learner.trainer_mode()
         return await super().save_stopped()
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Do the same as the base class. Then the engines release their devices for the new ranks."""
+        """Set the buffer and this controller back to a checkpoint. Then let the engines free their devices.
+
+        The new ranks need these devices. ``incarnation`` is the number of restarts of the learner so far. Returns the
+        ids of the groups that are finished at the checkpoint, as sorted ranges [start, end).
+        """
         await self._commit_before(state.version)
         # A step in the checkpoint is not repeated. If the loop ended before it reported this step, report it now.
         if self._trained is not None and self._trained[0].version < state.version:

@@ -116,7 +116,7 @@ class FleetGroup:
         self._has_started = True
 
     async def run(self) -> None:
-        """Roll out on all engines until `drain`.
+        """Generate rollouts on all engines until `drain` is called.
 
         Raises:
             EngineLost: no engine was up for ``rollout_fleet.no_engine_timeout_s``, or fewer than
@@ -271,7 +271,9 @@ class FleetGroup:
         self._note_change()
 
     async def leave(self, rank: int) -> str:
-        """Let a member release its groups and end. Returns when the member has ended.
+        """Remove a member (a rollout worker) from the running fleet. It releases its running groups and ends.
+
+        Returns a message for the user when the member has ended.
 
         Raises:
             MembershipRefused: the member does not exist, too few would remain, or the run is not training now.
@@ -301,7 +303,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another")
 
     def describe(self) -> str:
-        """Return the members, one per line, for the user."""
+        """Return a text for the user: one line per member with its state, then how many engines may join."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -314,25 +316,33 @@ class FleetGroup:
     # The controller's port
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """See `ColocatedFleetPort.release_device`."""
+        """Wait until running groups have finished. Then free the GPU memory of all engines.
+
+        No engine starts before `take_device`. If ``incarnation`` (the number of restarts of the learner) is given, the
+        engines then refuse weights of earlier incarnations.
+        """
         self._may_use_devices.clear()
         self._note_change()
         await asyncio.gather(*(member.release_device(incarnation) for member in self._members.values()))
 
     def take_device(self) -> None:
-        """See `ColocatedFleetPort.take_device`."""
+        """Let engines start again. Call this after the learner has moved its tensors off the devices."""
         self._may_use_devices.set()
         self._note_change()
 
     async def counters(self) -> FleetCounts:
-        """See `FleetPort.counters`."""
+        """Return the counters of the fleet since its start. They include engines that have left."""
         departed, members = list(self._departed), list(self._members.values())
         counters = await asyncio.gather(*(member.counters() for member in members))
         by_engine = {str(member.rank): own.tokens_generated for member, own in zip(members, counters, strict=True)}
         return replace(_total([*departed, *counters]), tokens_by_engine=by_engine)
 
     async def drain(self) -> FleetCounts:
-        """See `FleetPort.drain`. Also cancel the joins in progress, and wait for the leaving members."""
+        """Abort running groups, and return the final counters of the fleet.
+
+        Also release the groups' leases (the workers' rights to generate them), cancel the joins in progress, and wait
+        for the leaving members.
+        """
         self._is_closing = True
         self._note_change()
         await self._withdraw()
@@ -347,13 +357,17 @@ class FleetGroup:
         await asyncio.gather(*coming, return_exceptions=True)
 
     def engines(self) -> list[str]:
-        """See `FleetPort.engines`. The names are the ranks."""
+        """Return the names of the engines that take part in training. A name is the engine's rank as text."""
         return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """See `AnsweringFleet.answer`."""
+        """Sample and score answers to held-out prompts, on one engine that serves policy version ``version``.
+
+        Returns one object per prompt. Prompts whose answers have tokens of other versions are left out. Raises
+        `AsyncRLError` if the engine is lost or serves another version.
+        """
         member = self._members.get(int(engine))
         if member is None:
             raise EngineLost(f"rollout worker {engine} has left")
@@ -408,7 +422,7 @@ def _node_id(config: RunConfig, address: str) -> str:
 
 @asynccontextmanager
 async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -> AsyncIterator[None]:
-    """Answer join and leave requests while the block runs. No effect for a fleet of fixed size."""
+    """Answer join and leave requests while the block runs. For a fleet of fixed size, do nothing."""
     if not config.rollout_fleet.is_elastic:
         yield
         return

@@ -108,7 +108,10 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks. Raises ``fault`` if the learner did not cause it, and the errors of `_check`."""
+        """Kill the remaining ranks after a death, and return 0: the next ranks may start at once.
+
+        Raises ``fault`` if the learner did not cause it, and the errors of `_check`.
+        """
         if (death := death_in(fault)) is None:
             raise fault
         if isinstance(death, BatchLost):
@@ -138,7 +141,10 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """Return the `LearnerDiedError` or `BatchLost` in an error. None: the error contains any other failure."""
+    """Return the `LearnerDiedError` or `BatchLost` that an error is, or that an exception group contains.
+
+    Returns None if the error is or contains any other failure.
+    """
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None

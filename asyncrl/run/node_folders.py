@@ -56,11 +56,11 @@ class NodeFiles:
             return False
 
     def prints(self, folder: str) -> dict[str, str]:
-        """Return the `file_prints` of a folder."""
+        """Return a fingerprint of each file in a folder, by file name, as `file_prints` computes it."""
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of each file in the subfolders ``parts``, by path.
+        """Return the number of bytes of each file in the subfolders ``parts``, by path relative to ``folder``.
 
         Skip files with a leading dot, because they are unfinished.
         """
@@ -72,7 +72,7 @@ class NodeFiles:
         }
 
     def make(self, folder: str, mode: int) -> str:
-        """Make a folder. Returns the reason if this fails, otherwise an empty string."""
+        """Make a folder with the permissions ``mode``. Returns why this failed, or an empty text if it succeeded."""
         try:
             if mode == FOLDER_MODE:
                 make_private_folder(Path(folder))
@@ -83,7 +83,7 @@ class NodeFiles:
         return ""
 
     def hold(self, folder: str) -> str:
-        """Lock a folder until this process ends. Returns the reason if this fails, otherwise an empty string."""
+        """Lock a folder until this process ends. Returns why this failed, or an empty text if it succeeded."""
         try:
             join_shared_folder(Path(folder))
         except (NotPrivate, OSError) as error:
@@ -95,14 +95,14 @@ class NodeFiles:
         return shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """Write bytes of a file from ``offset``. Links are not followed."""
+        """Write ``data`` into a file, from byte ``offset``. Links are not followed. A new file gets ``mode``."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.seek(offset)
             file.write(data)
 
     def read(self, path: str, offset: int, num_bytes: int) -> bytes:
-        """Read bytes of a file from ``offset``."""
+        """Return up to ``num_bytes`` bytes of a file, from byte ``offset``."""
         with Path(path).open("rb") as file:
             file.seek(offset)
             return file.read(num_bytes)
@@ -163,7 +163,7 @@ class NodeFolders:
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Find the nodes that see the run's folder. Lock the run's folder in the shared memory of each node."""
+        """Find out which nodes share the run's folder. Lock the run's folder in the shared memory of each node."""
         await self._enter(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
@@ -280,7 +280,10 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Copy to this node the bytes that other nodes wrote since the last call. Skip a node that does not answer."""
+        """Copy to this node the logs and samples that other nodes wrote since the last call.
+
+        Skip a node that does not answer.
+        """
         async with self._collecting:
             for address in list(self.apart):
                 try:
@@ -296,7 +299,7 @@ class NodeFolders:
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Copy the remaining bytes to this node, for at most `CLOSE_S` per node. Remove copies of models.
+        """Copy the remaining bytes to this node, for at most `CLOSE_S` seconds per node. Remove copies of models.
 
         Remove the run's folder on nodes with a separate folder. Remove the run's folder in shared memory on all nodes.
         """

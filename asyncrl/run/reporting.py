@@ -105,7 +105,7 @@ class Reporter:
         self.engine_version = version
 
     def planned(self, plan: Plan) -> None:
-        """Write the receipt of a step's batch before the ranks train on the batch.
+        """Write the receipt (a record for ``asyncrl audit``) of a step's batch, before the ranks train on the batch.
 
         A checkpoint with this step may be complete before the commit, so the commit would be too late.
         """
@@ -158,9 +158,10 @@ class Reporter:
         )
 
     def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
-        """Close the token account with the final figures of ledger and fleet.
+        """Return the results of the training, with the token account: what became of the generated tokens.
 
-        Raises `AccountError` if the account does not balance.
+        ``stats`` and ``counts`` are the final counts of buffer and fleet. Raises `AccountError` if the account does not
+        balance.
         """
         earlier = self._earlier
         lags = Counter(stats.lag_histogram)
@@ -252,8 +253,8 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
     """Return the slowest engine's number of new tokens, divided by the median over the engines.
 
-    Engines that are not in ``before`` are left out. With fewer than two engines the result is 1. Example: 100, 100 and
-    25 new tokens give 0.25.
+    ``before`` and ``now`` map engines to their numbers of tokens so far. Engines that are not in ``before`` are left
+    out. With fewer than two engines the result is 1. Example: 100, 100 and 25 new tokens give 0.25.
     """
     new = [tokens - before[engine] for engine, tokens in now.items() if engine in before]
     middle = statistics.median(new) if len(new) > 1 else 0
@@ -261,9 +262,10 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
-    """Return the token account of a run over all its lives. Raises `AccountError` if the account does not balance.
+    """Return the token account of a run: how many tokens it generated, trained, dropped and still has.
 
-    ``num_earlier`` is the number of tokens of earlier lives. ``counts`` has the tokens of this life.
+    The account includes all lives of the run (its processes). ``num_earlier`` is the number of tokens of earlier lives.
+    ``counts`` has the tokens of this life. Raises `AccountError` if a generated token is in no other number.
     """
     tokens = TokenAccount(
         generated=num_earlier + counts.tokens_generated,
@@ -366,7 +368,7 @@ class Watching:
             self._view.say(f"{kind}: {alarm}")
 
     def step(self, record: StepRecord) -> None:
-        """Show a finished learner step."""
+        """Show a finished learner step on the terminal and in the trackers."""
         self._view.step(record)
         self._trackers.record(record)
         self._num_steps += 1

@@ -274,7 +274,7 @@ async def unless(
 ) -> T:
     """Return the result of ``work``. If one of ``watchers`` fails first, call ``on_death`` and raise its error.
 
-    ``work`` and the other watchers are cancelled at the end.
+    ``watchers`` are coroutines that wait for faults. ``work`` and the other watchers are cancelled at the end.
     """
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}
