@@ -53,7 +53,10 @@ def command_line() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl COMMAND ...`` and return the exit status."""
+    """Run ``asyncrl COMMAND ...`` and return the exit status.
+
+    ``arguments`` are the words after ``asyncrl``; None takes them from this process's command line.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
@@ -87,6 +90,6 @@ def exit_status(number: int) -> int:
 
 
 def stop_early(number: int, _: FrameType | None) -> NoReturn:
-    """Handle a signal that arrives before the command has started any process."""
+    """End this process because of the signal ``number``, before the command has started any other process."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))

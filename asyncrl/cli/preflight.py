@@ -67,10 +67,10 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Run all checks except those of the folders, and return the training and the held-out prompts.
+    """Run all checks of a run except those of its folders. Returns the training and the held-out prompts.
 
     Call `check_folders` earlier, before the run creates its own folder. No device of ``config`` may be ``auto``, unless
-    the run joins a cluster.
+    the run joins a cluster. ``say`` shows a line to the user.
     """
     if not config.ray.address:  # a joined cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -180,7 +180,10 @@ def check_heads(config: RunConfig) -> None:
 
 
 def check_vision(config: RunConfig) -> None:
-    """Raise `ValueError` for options that the learner does not support with a model that takes images."""
+    """Check that the options fit the model: whether it takes images, and what the learner supports then.
+
+    Raises `ValueError` if an option does not fit.
+    """
     if not is_vision_model(config.model.path):
         if config.learner.freeze_vision:
             raise ValueError(
@@ -204,6 +207,8 @@ def check_vision(config: RunConfig) -> None:
 def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     """Read the training prompts and the held-out prompts as token ids of the model.
 
+    Without evaluation, there are no held-out prompts.
+
     Raises:
         ValueError: a file, row or column does not match the options, or a prompt is too long. The message names it.
     """
@@ -216,7 +221,7 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the model has an embedding for every token of its tokenizer."""
+    """Check that the model has an embedding for every token of the tokenizer. Raises `ValueError` if not."""
     size = model_settings(config.model.path).get("vocab_size")
     token, last = max(tokenizer.get_vocab().items(), key=itemgetter(1))
     if size is not None and last >= size:
@@ -227,7 +232,7 @@ def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_own_functions(config: RunConfig) -> None:
-    """Look up the reward, the advantage and the loss, and import the user's functions.
+    """Check that the reward, the advantage and the loss exist. This imports the user's functions.
 
     Raises:
         ValueError: there is no such name, file, module or function.
@@ -245,7 +250,9 @@ def check_own_functions(config: RunConfig) -> None:
 
 
 async def try_reward(config: RunConfig, prompt: Prompt) -> None:
-    """Score one response to a prompt: the ground truth if it is a string, else an empty text.
+    """Check the reward function: score one response to a prompt.
+
+    The response is the ground truth if it is a string, else an empty text.
 
     Raises:
         ValueError: the reward function failed, or its process could not start.

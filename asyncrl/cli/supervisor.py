@@ -69,11 +69,12 @@ class Ending:
 
 
 def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
-    """Run ``work`` in a child process and end all its orphans.
+    """Run ``work`` in a child process, and end all processes that it leaves behind. Returns how the run ended.
 
     Args:
         work: The run, as a function that returns the exit status. The child calls it.
-        stop_timeout_s: Longest time to stop after a signal. `_KILL_AFTER_S` later, the supervisor kills the run.
+        stop_timeout_s: Longest time to stop after a signal, in seconds. `_KILL_AFTER_S` later, the supervisor kills the
+            run.
     """
     global _report_fd
     adopt_orphans()
@@ -119,7 +120,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
 
 def report_fault(last_words: str) -> None:
-    """Report a fault to the supervisor, which shows the fault if Ray ends the run."""
+    """Send the text of a fault to the supervisor (the parent process), which shows it if Ray ends the run."""
     _report(last_words.encode()[-_MAX_FAULT_BYTES:])
 
 

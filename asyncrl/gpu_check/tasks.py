@@ -60,7 +60,10 @@ class Sizes:
     num_new_tokens: int
 
     def budget(self, num_ranks: int) -> int:
-        """Return the token budget of a micro-batch per rank. A batch has at least two micro-batches."""
+        """Return the largest number of tokens in a micro-batch of a rank.
+
+        It is half of the rank's tokens of a batch, but at least one sequence.
+        """
         return max(self.num_sequences * self.length // num_ranks // 2, self.length)
 
 
@@ -129,7 +132,9 @@ class Setup:
 
 
 def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> Iterator[dict[str, Any]]:
-    """Run ``module:function`` of this package on some ranks. Yields the measurements of rank 0 as they arrive.
+    """Run the task ``name``, a ``module:function`` of this package, in ``num_ranks`` processes.
+
+    Yields the measurements of rank 0 as they arrive, each a mapping. ``options`` are further arguments of the function.
 
     Raises:
         TaskFailed: a rank failed, or the task missed its deadline. All processes of the task have ended.
@@ -211,7 +216,7 @@ def _read(process: subprocess.Popen[str], log: Path, lines: Queue[str | None]) -
 
 
 def main() -> None:
-    """Run one rank of a task."""
+    """Run one rank of a task. Rank 0 prints the measurements."""
     end_with_parent()
     task = json.loads(sys.argv[1])
     setup = Setup(**{**task["setup"], "sizes": Sizes(**task["setup"]["sizes"])})
