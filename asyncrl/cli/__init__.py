@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")
-    if name != "train":  # a training keeps them until its supervisor sets other handlers
+    if name != "train":  # a training keeps `stop_early` until its supervisor sets other handlers
         for number, handler in before.items():
             signal.signal(number, handler)
     return command() or 0

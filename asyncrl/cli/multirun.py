@@ -149,7 +149,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped_by:
-        sys.exit(128 + stopped_by[0])  # ends the sweep too
+        sys.exit(128 + stopped_by[0])  # this also ends the sweep
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}

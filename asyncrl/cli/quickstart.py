@@ -1,4 +1,4 @@
-"""Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
+"""Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3 model, and the data of a task.
 
 The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. `rollout_fleet.episodes.calculator` has the
 task of ``experiment=tools``. This module does not load torch.

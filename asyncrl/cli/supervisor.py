@@ -5,8 +5,8 @@ process. The parent adopts every orphan of the run (Linux child subreaper) and e
 gets SIGHUP, stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
-SIGTERM, so only the parent reacts. It stops the child with other signals (`STOPS`). So all processes live until the run
-has written the policy. Ctrl-C reaches only the parent, because the child has a separate session.
+SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So all processes live until
+the run has written the policy. Ctrl-C reaches only the parent, because the child has a separate session.
 
 The child reports each fault, and its own end, through a pipe.
 """
@@ -33,7 +33,7 @@ from asyncrl.core.host import leave_stop_to_owner, release_resource_tracker
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
-"""For each signal that the supervisor passes on: the signal that it sends to the child instead."""
+"""For each signal that the supervisor passes on: the signal that the child gets instead."""
 _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
@@ -139,7 +139,7 @@ def _report(said: bytes) -> None:
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # instead of end-of-file, while an orphan holds the pipe open
+    with contextlib.suppress(BlockingIOError):  # `read` raises this while an orphan holds the pipe open
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)

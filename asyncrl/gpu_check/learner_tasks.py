@@ -1,4 +1,4 @@
-"""The learner's tasks: kernels, log-probs, learner steps, offloading and checkpoints."""
+"""The learner's tasks of ``asyncrl check-gpu``: kernels, log-probs, learner steps, offloading and checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that run the quickstart: in separate pools, colocated, and with a killed engine."""
+"""Checks of ``asyncrl check-gpu`` that run the quickstart: in separate pools, colocated, with a killed engine."""
 
 from __future__ import annotations
 

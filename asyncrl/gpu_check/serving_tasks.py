@@ -1,4 +1,4 @@
-"""The tasks with an engine: log-probs of engine and learner, weight updates, and release of the device."""
+"""The tasks of ``asyncrl check-gpu`` with an engine: log-probs, weight updates, and release of the device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs each task of the check in new processes, because a task needs an empty device.
+"""Runs each task of ``asyncrl check-gpu`` in new processes, because a task needs an empty device.
 
 A task is a function of `learner_tasks` or `serving_tasks`. Rank 0 prints each measurement as a line that begins with
 `MARK`.
@@ -23,7 +23,7 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # a copy; an import would load the learner
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # as in `learner.config`, whose import would load the learner
 
 
 class TaskFailed(Exception):

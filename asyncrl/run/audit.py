@@ -1,4 +1,6 @@
-"""The audit of a run. It compares the receipts that the run's processes wrote, over all lives of the run.
+"""The audit of a run. It compares the receipts (records about trained tokens) that the run's processes wrote.
+
+The audit covers all lives of the run. A life is one ``asyncrl train`` process.
 
 For every trained token the audit needs these receipts (`asyncrl.core.receipts.Act`):
 

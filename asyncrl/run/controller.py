@@ -2,7 +2,7 @@
 
 The five loops of `Controller`, what each waits for, and who wakes it::
 
-    feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
+    feed      waits for room in the buffer's queue    ── woken by the buffer, when a worker takes a group
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
     complete  waits for the oldest queued update      ── woken by the learner ranks
@@ -17,7 +17,7 @@ step v + 1 on the ranks, and threads of the ranks fetch and pack its batch.
 
 No step waits until the engines have loaded weights. The buffer offers a version after the commit of its step, and each
 worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
-slows generation down.
+(the buffer's rule for when a worker may begin a group) slows generation down.
 
 `_Training.stop` cancels feed, follow and examine, and ends plan. Then complete commits and reports the queued steps.
 
@@ -26,14 +26,14 @@ A deadlock needs a cycle of waits. These are the waits:
 - feed, plan and follow wait for the buffer. complete waits for the learner.
 - examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
 - Admission waits for commits (complete) and for engines to load newer weights.
-- Engines wait for commits. Pinned engines also wait for the end of their evaluation.
+- Engines wait for commits. Engines that are pinned to a version also wait for the end of its evaluation.
 
 So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
 learner's version is admitted without a further commit (docs/staleness.md).
 
 plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
-rank, the loops begin again at the newest checkpoint. If a store dies before the ranks have fetched a batch from it, the
-loops begin again at the step of this batch, with a new plan.
+rank, the loops begin again at the newest checkpoint. If a store, which holds finished groups, dies before the ranks
+have fetched a batch from it, the loops begin again at the step of this batch, with a new plan.
 
 `ColocatedController` is for a learner and engines that share devices. It has feed and one more loop. Each action of
 this loop waits for the previous action::

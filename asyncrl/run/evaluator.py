@@ -1,6 +1,7 @@
 """Held-out evaluation: engines that serve one policy version answer prompts.
 
-The fleet and the buffer wake `HeldOutEvaluator`. Importing this module does not load Ray or torch.
+`HeldOutEvaluator` waits for events of the fleet and the buffer, without polling. Importing this module does not load
+Ray or torch.
 """
 
 from __future__ import annotations

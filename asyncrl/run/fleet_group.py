@@ -1,6 +1,6 @@
-"""The rollout fleet, as the controller's `ColocatedFleetPort`. Members of an elastic fleet may join and leave.
+"""The rollout fleet, with the controller's interface `ColocatedFleetPort`. Its members are rollout workers.
 
-An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
+Members of an elastic fleet may join and leave. An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
 """
 
 from __future__ import annotations

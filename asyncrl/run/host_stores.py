@@ -1,4 +1,4 @@
-"""Runs one store server on each host with rollout workers.
+"""Runs one store server, which holds finished groups, on each host with rollout workers.
 
 A trajectory stays on the host of its worker until the learner's ranks fetch it, so it crosses the network only once. If
 a store is lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.

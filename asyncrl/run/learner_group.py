@@ -1,4 +1,4 @@
-"""The learner's roles as Ray worker groups, behind the controller's `LearnerPort`.
+"""The learner's roles as Ray worker groups, with the controller's interface `LearnerPort`.
 
 Every call waits for the ranks with a deadline. Ray wakes the call when the ranks answer or die.
 """
@@ -285,7 +285,7 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s`` seconds, and release their reserved resources."""
         try:
-            with suppress(Exception):  # the ranks are killed next
+            with suppress(Exception):  # an error has no effect, because the ranks are killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:

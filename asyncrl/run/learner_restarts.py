@@ -1,9 +1,10 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
-Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
-The versions after the checkpoint are lost. The ledger revokes running attempts and withdraws offered weights. It drops
-stored groups and saved prefixes with a token of a lost version (``rewound``). Engines lease again after they have
-loaded the weights of the new ranks. So no token of a lost version is ever trained on.
+Engines and buffer keep running. The ledger (the buffer's record of all groups) returns to the checkpoint's version with
+a new *incarnation* of the learner: the number of restarts. The versions after the checkpoint are lost. The ledger stops
+the generation of running groups, and withdraws offered weights. It drops stored groups and saved prefixes (the first
+tokens of unfinished groups) with a token of a lost version, for the reason ``rewound``. Engines get groups again after
+they have loaded the weights of the new ranks. So no token of a lost version is ever trained on.
 
 If a store dies, a batch with groups in that store is lost. No rank has trained on this batch, so the ranks continue,
 and the controller plans the step again. If one step loses more than `MAX_REPLANS` batches, the ranks are restarted.

@@ -182,8 +182,9 @@ class NodeFolders:
                 little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # A host stream needs two images: the loaded version and the next one. Otherwise each engine of the node needs
-        # one. The number of engines on a node is not known here, so this is a lower bound.
+        # An image is a copy of the weights in the host's memory. A host stream needs two images: the loaded version and
+        # the next one. Otherwise each engine of the node needs one. The number of engines on a node is not known here,
+        # so this is a lower bound.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config

@@ -1,7 +1,7 @@
-"""The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
+"""The reports of a run: a `StepRecord` per learner step, the token account at the end, and the display of both.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. After a step, a thread computes
-how busy the pools were. It then pauses for 100 times as long, to use little CPU time.
+how busy the pools were. The thread then pauses for 100 times as long, to use little CPU time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
 A checkpoint of policy version v contains the steps before v. It has two parts. The ranks write the weights and the
-`RunState`. The buffer writes the ledger, the stored groups, the prompts and the saved prefixes. So the token account,
-the finished prompts and the lags continue over all lives of a run.
+`RunState`. The buffer writes the ledger (its record of all groups), the stored groups, the prompts and the saved
+prefixes of unfinished groups. So the token account, the finished prompts and the lags continue over all lives of a run.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # or each full collection would visit all imported objects, for a second
+        gc.freeze()  # otherwise each full garbage collection visits all imported objects, for a second
         await unless(self._controller.train(), [self._learner.death()])
         if not self._controller.is_stopped:
             await self._save_policy()

@@ -1,4 +1,4 @@
-"""Assembles published tensors from received pieces, and verifies each piece by its digest."""
+"""Assembles published tensors from received pieces (parts of tensors), and verifies each piece by its digest."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Exact sparse differences between two versions of a data file.
 
-For each changed piece, a delta file holds the new values and the gaps between their indices. It holds the whole piece
-if that is smaller. Values are compared as integers, so that NaN and -0.0 are exact.
+For each changed piece (a part of a tensor), a delta file holds the new values and the gaps between their indices. If
+the whole piece is smaller, the file holds the whole piece. Values are compared as integers, so that NaN and -0.0 are
+exact.
 """
 
 from __future__ import annotations

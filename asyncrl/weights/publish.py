@@ -77,7 +77,7 @@ class WeightPublisher:
         self._adapter: Adapter | None = None
         if self._options.adapters and shards.has_adapters:
             self._publish_adapters_alone()
-        # Names may differ: rank 0 takes them from the checkpoint's files, the other ranks from the model class.
+        # The ranks may name tensors differently: rank 0 uses the checkpoint's names, other ranks those of the class.
         heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
         if len(set(shards.gather(heads, str))) > 1:
             raise WeightsError(

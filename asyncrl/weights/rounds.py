@@ -291,7 +291,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # or these members would wait until the deadline
+                        for member, _, _ in broken.pending:  # otherwise these members wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -467,7 +467,7 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # an error of TCP has an errno
+                if isinstance(error, TimeoutError) and error.errno is None:  # a timeout of TCP itself has an errno
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

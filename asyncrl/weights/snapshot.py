@@ -1,4 +1,4 @@
-"""One learner rank's part of a published version: the copy of the rank's shards, its digests and its file.
+"""One learner rank's part of a published version: the copy of the rank's shards, the copy's digests and file.
 
 The file is created in advance, so that the rank only copies when it publishes.
 """
@@ -125,7 +125,7 @@ class WritableFile:
         one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # then waking threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested

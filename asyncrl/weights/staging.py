@@ -1,4 +1,4 @@
-"""Stages offered weights for one engine while the engine generates, so that it pauses only for the load.
+"""Brings offered weights to the host of an engine while the engine generates. It pauses only to load them.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove its own link.
 - A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. A full version is copied

@@ -199,7 +199,7 @@ class WeightSender:
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
-            # After `close` or the deadline, a blocked group is abandoned.
+            # After `close` or the deadline, a transfer that still blocks is abandoned in its thread.
             wait({sending, self._closed}, this.timeout_s + HOST_WINDOW_S, FIRST_COMPLETED)
             if self._closed.done():
                 return False
@@ -314,7 +314,7 @@ class WeightGroup:
             from torch.distributed import ProcessGroupNCCL  # here, because torch may be built without NCCL
 
             options: Any = ProcessGroupNCCL.Options()
-            options._timeout = _FOREVER  # torch's watchdog would end the process; `abort` ends the waits instead
+            options._timeout = _FOREVER  # at a timeout, torch would end the process; `abort` ends waits instead
             self._group: Any = ProcessGroupNCCL(own, place, this.num_members, options)
         else:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -464,7 +464,7 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
             wrong = threads.wrong(bucket.pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
             if wrong:
                 raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
-    # The ranks sent the full version instead of the delta.
+    # If the offer is of a delta, the ranks have sent the full version instead.
     return replace(local, kind="full", base_version=None) if offer.kind == "delta" else local
 
 
