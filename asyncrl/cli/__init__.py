@@ -37,10 +37,10 @@ _COMMANDS = {
 
 
 def command_line() -> NoReturn:
-    """End this process with the exit status of `main`.
+    """Run the ``asyncrl`` command of this process, and end the process with the exit status of `main`.
 
     After a training, this function skips Python's normal exit, because that exit may wait forever for threads of
-    libraries. The supervisor has already ended all processes and written all files.
+    libraries. The supervisor (the training's parent process) has already ended all processes and written all files.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()

@@ -124,7 +124,10 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """Find a sandbox for code that the policy writes. Only rewards and tools that run code need a sandbox."""
+    """Check whether this machine has a sandbox for code that the policy writes.
+
+    Only rewards and tools that run code need a sandbox. Without one, the result is a skipped check.
+    """
     try:
         kind = asyncio.run(Sandbox().start())
     except SandboxError as error:

@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_policy(path: Path) -> EvaluatedPolicy:
-    """Find the policy at a path: a model, a checkpoint, or a run.
+    """Find out which policy a path holds: a model, a checkpoint, or the policy of a run.
 
     Raises:
         ValueError: there is no policy at the path, or another release wrote the run's options.

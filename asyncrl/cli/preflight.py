@@ -105,7 +105,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 
 
 def check_gpu_memory(config: RunConfig, card: int) -> None:
-    """Check that a run fits on its GPUs. If the sizes of the model cannot be read, there is no check.
+    """Check that a run fits into the memory of its GPUs. If the model's sizes cannot be read, nothing is checked.
 
     ``card`` is the memory of one GPU in bytes; 0 without a GPU.
 
@@ -121,7 +121,10 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Check that the run can write to all its folders or create them. This function creates no folder."""
+    """Check that the run can write to all its folders or create them. Raises `ValueError` if not.
+
+    This function creates no folder.
+    """
     own_disk = config.buffer.durability is Durability.disk
     folders = {
         "output_dir": config.output_dir,
@@ -146,7 +149,10 @@ def check_folders(config: RunConfig) -> None:
 
 
 def check_folder(option: str, folder: str) -> None:
-    """Check that this process can write to a folder or create it. An empty name is not checked."""
+    """Check that this process can write to ``folder`` or create it. Raises `ValueError` if not.
+
+    ``option`` is the name of the option, for the message. An empty ``folder`` is not checked.
+    """
     if folder and (reason := _why_not_writable(Path(folder).expanduser().resolve())):
         raise ValueError(
             f"{option}={folder} must be a folder that this run can write to or create, got: {reason}; choose another "
@@ -165,7 +171,10 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_heads(config: RunConfig) -> None:
-    """Check that ``tp_size`` and ``sp_size`` divide the number of attention heads of the models."""
+    """Check that ``tp_size`` and ``sp_size`` divide the number of attention heads of the models.
+
+    Raises `ValueError` if not.
+    """
     rows = [("rollout_fleet.sglang.tp_size", config.rollout_fleet.sglang.tp_size, config.model.path)]
     for role in learner_roles(config):
         name, size = config.learner.option_name(role, "sp_size"), role_options(config, role).sp_size
@@ -297,9 +306,10 @@ class DryRun:
 
 
 def dry_run(config: RunConfig) -> DryRun:
-    """Check a run and compute its resources and deadlines, for ``dry_run=true``.
+    """Check a run and compute its resources and deadlines, for the option ``dry_run=true``.
 
-    A dry run creates no folder of the run and starts no worker.
+    Returns the problems, the needed memory, and the text for the user. No folder of the run is created, and no worker
+    is started.
     """
     problems: list[str] = []
     notes: list[str] = []

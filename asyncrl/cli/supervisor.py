@@ -125,7 +125,10 @@ def report_fault(last_words: str) -> None:
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """Kill all children of the run and end the run at once, without its cleanup."""
+    """Kill all children of the run's process, and end the process at once with exit status ``status``.
+
+    The run does not clean up.
+    """
     _end_orphans(0.0)
     _report(_OWN_END)
     os._exit(status)
@@ -245,13 +248,16 @@ class Stopping:
         self._stopped = False
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle the signals that `supervise` passes on, and the supervisor's death."""
+        """Handle the signals that `supervise` passes on: the first one cancels the run, a second one ends it at once.
+
+        The death of the supervisor also cancels the run.
+        """
         for number, stop in STOPS.items():
             loop.add_signal_handler(stop, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
-        """Ignore signals from now on, because the run has ended."""
+        """Ignore all these signals from now on. Call this after the run has ended."""
         loop = asyncio.get_running_loop()
         for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)

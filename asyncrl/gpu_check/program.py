@@ -101,7 +101,7 @@ class Check:
 
 
 def stack(setup: Setup) -> Iterator[Result]:
-    """Report versions, GPUs and limits of this machine."""
+    """Check the installed packages, the GPUs, the shared memory and the limit of open files. Yields their values."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     found = f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items())
     yield Result.of("packages", "torch" in versions, found, "bash scripts/setup.sh", **versions)
@@ -147,7 +147,7 @@ def _layers_on(cards: Sequence[str]) -> int:
 
 
 def kernels(setup: Setup) -> Iterator[Result]:
-    """Compare the attention kernels with float32 attention."""
+    """Compare the attention kernels with float32 attention, and measure their speeds. Yields a result per kernel."""
     for one in run_task(setup, "learner_tasks:kernels"):
         if "selected" in one:
             is_fast = setup.device == "cpu" or one["selected"] != "sdpa"
@@ -160,7 +160,7 @@ def kernels(setup: Setup) -> Iterator[Result]:
 
 
 def log_probs(setup: Setup) -> Iterator[Result]:
-    """Compare chunked log-probs with float64."""
+    """Compare log-probs that the learner computes in chunks with log-probs in float64."""
     for one in run_task(setup, "learner_tasks:log_probs"):
         is_right = one["error"] < 1e-3 and one["gradient_error"] < (0.02 if setup.device == "cuda" else 1e-4)
         number = (

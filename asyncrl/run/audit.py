@@ -101,18 +101,18 @@ class LifeReceipts:
                 self.committed[step] = self._planned.pop(step, {"groups": []})
 
     def commit_before(self, step: int) -> None:
-        """Count the planned steps before ``step`` as committed, although their own receipts of a commit are missing."""
+        """Count the planned steps before ``step`` as committed, even without a receipt (a record) of their commit."""
         for made in [made for made in self._planned if made < step]:
             self.committed[made] = self._planned.pop(made)
 
     @cached_property
     def max_lag(self) -> int:
-        """The option ``buffer.max_lag`` in the configuration of the life."""
+        """Value of the option ``buffer.max_lag`` in this life (one ``asyncrl train`` process)."""
         return self._buffer_options["max_lag"]
 
     @cached_property
     def max_uses(self) -> int:
-        """The option ``buffer.max_uses`` in the configuration of the life; 1 if it is missing."""
+        """Value of the option ``buffer.max_uses`` in this life; 1 if the configuration lacks the option."""
         return self._buffer_options.get("max_uses", 1)
 
     @cached_property

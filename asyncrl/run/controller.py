@@ -149,7 +149,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights. `stop` ends the training earlier.
+        """Train to the last step, and publish the final weights. `stop` ends the training earlier.
 
         After a `LearnerDiedError`, call `rewind` and then this method again. After a `BatchLost`, call `replan` first.
         Each `AsyncRLError` is raised in an `ExceptionGroup`.
@@ -262,7 +262,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await self._buffer.commit(version)
 
     async def account(self) -> TrainingResult:
-        """Stop all work of the fleet, and return the results of the training, with its token account.
+        """Stop all work of the fleet, and return the results of the training, with the token account.
 
         The account says how many generated tokens were trained, dropped or left. Raises `AccountError` if the numbers
         do not add up.

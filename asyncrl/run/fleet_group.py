@@ -101,10 +101,11 @@ class FleetGroup:
         self._given_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the first engines and load the first weights. An elastic fleet also begins to start more engines.
+        """Start the first engines, and load the first published weights.
 
-        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. A failed engine is not restarted, because
-        the most likely cause is the configuration.
+        An elastic fleet also begins to start more engines. Raises `DeadlineError` if this takes too long, or
+        `WorkerDiedError` with the worker's log. A failed engine is not restarted, because the most likely cause is the
+        configuration.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -271,9 +272,10 @@ class FleetGroup:
         self._note_change()
 
     async def leave(self, rank: int) -> str:
-        """Remove a member (a rollout worker) from the running fleet. It releases its running groups and ends.
+        """Remove a member (a rollout worker) from the running fleet.
 
-        Returns a message for the user when the member has ended.
+        The member gives its running groups back to the buffer, and ends. Returns a message for the user when it has
+        ended.
 
         Raises:
             MembershipRefused: the member does not exist, too few would remain, or the run is not training now.
@@ -374,7 +376,10 @@ class FleetGroup:
         return await member.answer(prompts, version=version, num_samples=num_samples)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask engines and workers to stop, kill them after ``timeout_s``, and remove the engines' links to weights."""
+        """Ask engines and workers to stop, and kill them after ``timeout_s`` seconds.
+
+        Then remove the hard links to weights that the engines made.
+        """
         self._is_closing = True
         self._be_patient(None)
         for task in self._leaving.values():
@@ -391,7 +396,10 @@ class FleetGroup:
 
 
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
-    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``. Return errors in the answer, without raising."""
+    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``, and return the answer for the command.
+
+    An error becomes the text of the answer, and is not raised.
+    """
     try:
         if request.action is Action.describe:
             return FleetAnswer(words=fleet.describe())
@@ -479,7 +487,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """Return the options of the fleet, with the server options that follow from the rest of the configuration.
+    """Return the options of the fleet, completed with server options that follow from other options of the run.
 
     Colocated servers get ``memory_saver``, to release their devices. If prompts have environments, servers get
     ``tokenizer``, to detect stop texts.

@@ -114,13 +114,16 @@ class FleetMember:
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
     async def start(self) -> None:
-        """Start the worker and its engine. Raises `DeadlineError`, or `WorkerDiedError` with the worker's log."""
+        """Start the worker and its engine.
+
+        Raises `DeadlineError` if this takes too long, or `WorkerDiedError` with the worker's log.
+        """
         option = "rollout_fleet.start_timeout_s"
         self._worker = await within(self._call("start"), self._start_s, "the rollout engines", option)
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the worker has loaded the first offered weights. After that, a dead worker is replaced."""
+        """Wait until the worker has loaded the first published weights. After that, a dead worker is replaced."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
@@ -249,7 +252,7 @@ class FleetMember:
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Take no more work, release running groups, and end the worker. Returns when the worker has ended.
+        """Let the worker take no more work, give its running groups back, and end. Returns when the worker has ended.
 
         `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
@@ -276,7 +279,7 @@ class FleetMember:
         await self._notify()
 
     async def stop(self) -> None:
-        """End the worker if there is one."""
+        """Stop restarting the worker, and end it if it runs."""
         await self._close()
         if self._has_process:
             await self._call("stop")
@@ -411,7 +414,7 @@ class FleetMember:
         return member.seconds_left(time.monotonic()) or 0.0
 
     async def begin(self) -> None:
-        """Start a new worker and let it load the newest weights."""
+        """Start a new worker after the death of the old one, and let it load the newest weights."""
         self.member.due(self.member.deadline)
         await self._come_up()
         self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")

@@ -79,7 +79,7 @@ class NodeStore:
         return await waiting
 
     async def stop(self) -> None:
-        """Stop the store server."""
+        """Stop the store server of this node."""
         if self._watching is not None:
             self._watching.cancel()
         if self._server is not None:
@@ -150,7 +150,7 @@ class HostStores:
             await keep_up(_HostStore(self, host), has_begun=False)
 
     async def stop(self) -> None:
-        """End the stores and their actors."""
+        """Stop all store servers, and kill the actors that run them."""
         actors, self.actors = list(self.actors.values()), {}
         try:
             async with asyncio.timeout(STOP_S):

@@ -100,7 +100,7 @@ class LearnerGroup:
         await _or_death(loading, pending)
 
     async def death(self) -> NoReturn:
-        """Wait until the process of a rank ends, even if no call runs. Raises `LearnerDiedError`.
+        """Wait until the process of a rank ends, even if no call runs. Then raise `LearnerDiedError`.
 
         Pending calls report the death in more detail, so this call first gives them time to fail.
         """
@@ -241,7 +241,7 @@ class LearnerGroup:
 
     @property
     def pool(self) -> RayResourcePool:
-        """The resource pool of the actor's processes."""
+        """The Ray resource pool of the actor's processes."""
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
@@ -264,7 +264,7 @@ class LearnerGroup:
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
-        """Load a checkpoint and return its version.
+        """Load a checkpoint on all ranks, and return the policy version of the checkpoint.
 
         Raises `ValueError` if the run has a critic and the checkpoint does not.
         """
@@ -279,7 +279,7 @@ class LearnerGroup:
         return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
 
     async def save_policy(self, directory: Path) -> None:
-        """Write the policy and its tokenizer in Hugging Face layout."""
+        """Write the policy and the tokenizer into ``directory``, in Hugging Face layout."""
         await self._first(self._roles["actor"].save_policy(str(directory)), "the saved policy")
 
     async def stop(self, timeout_s: float) -> None:
@@ -455,7 +455,7 @@ class RoleGroups:
         return iter(self._groups.values())
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a process of any role dies, and return the error that names it."""
+        """Wait until a process of any role dies, and return an error that names the process."""
         watching = {asyncio.ensure_future(host.death()) for host in self._hosts}
         try:
             ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)

@@ -72,7 +72,7 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Await ``work`` until it returns or the learner dies. After a lost batch, repeat ``work``."""
+        """Run the work of `through` until it returns or the learner dies. After a lost batch, repeat the work."""
         lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
@@ -126,7 +126,7 @@ class LearnerRestarts:
         return 0.0
 
     async def begin(self) -> None:
-        """Start new ranks from the newest checkpoint."""
+        """Start new ranks from the newest checkpoint, and set buffer and controller back to this checkpoint."""
         found = self._newest()  # a newer checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)

@@ -91,7 +91,7 @@ class NodeFiles:
         return ""
 
     def free_bytes(self, folder: str) -> int:
-        """Return the free bytes of a folder's file system; 0 if the folder does not exist."""
+        """Return the number of free bytes on the file system of a folder; 0 if the folder does not exist."""
         return shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
@@ -114,7 +114,10 @@ class NodeFiles:
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """Return the fingerprint of each file in a folder, by name: the size, and a digest of the first and last bytes."""
+    """Return a fingerprint of each file in a folder, by file name.
+
+    A fingerprint has the file's size, and a digest of its first and last bytes.
+    """
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -203,7 +206,7 @@ class NodeFolders:
         return replace(config, model=replace(config.model, path=self._model), learner=learner)
 
     async def admit(self, node_id: str) -> str:
-        """Send the files of a rollout worker to a node that lacks them. Returns the path of the model there.
+        """Send the files that a rollout worker needs to a node that lacks them. Returns the path of the model there.
 
         Raises:
             ValueError: the node does not see a folder that must be shared, cannot make the run's folder, or has too
@@ -248,7 +251,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the keys to the nodes ``addresses`` (None: all), except nodes that already have these keys."""
+        """Send the buffer's keys to the nodes ``addresses`` (None: all), except nodes that already have these keys."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))
@@ -273,7 +276,10 @@ class NodeFolders:
         return target
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Make a folder, and check that the nodes ``by`` (None: all) see it. Raises `ValueError` otherwise."""
+        """Make ``folder``, and check that the nodes ``by`` (None: all) see it.
+
+        Raises `ValueError`, with the name ``option``, if a node does not see the folder.
+        """
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "

@@ -121,7 +121,7 @@ class Reporter:
     ) -> None:
         """Record a finished step. ``metrics`` must have ``started_at`` and ``ended_at`` in Unix seconds.
 
-        ``stats`` are the ledger's counts after the commit.
+        ``stats`` are the buffer's counts after the commit, and ``counts`` are the fleet's counters.
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
@@ -382,7 +382,7 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Send the steps and evaluations of the earlier lives of a resumed run to the trackers."""
+        """Send the steps and evaluations of the run's earlier processes to the trackers."""
         self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -413,7 +413,7 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the report's advice and frontier.
 
-    The frontier shows the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. A failure only
+    The frontier is the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. A failure only
     logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]

@@ -81,13 +81,16 @@ class RunState:
         return cls(**values)
 
     def changed_options(self, config: RunConfig) -> list[str]:
-        """Return options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
+        """Return texts about options of ``config`` that differ from the checkpoint's options.
+
+        Example: ``learner.optimizer.lr was 0.001, is 0.0001``.
+        """
         now = learning_options(config)
         return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """Return the values of the options that influence learning, as text, by dotted name."""
+    """Return the options that influence learning: values as text, by dotted name."""
     critic = config.learner.critic
     sections = {
         "model": config.model,
@@ -156,7 +159,10 @@ class Checkpointer:
         self._copied: list[tuple[Path, list[asyncio.Future[Path]]]] = []
 
     def committed(self) -> None:
-        """Note that the ledger committed a batch. Raises `ReplayBufferError` if the buffer could not write its part."""
+        """Note that the buffer has committed a step. Answers requests whose checkpoint is complete.
+
+        Raises `ReplayBufferError` if the buffer could not write its part of a checkpoint.
+        """
         for write in [write for write in self._writes if write.done()]:
             self._writes.discard(write)
             write.result()

@@ -30,9 +30,10 @@ _VERSION = re.compile(r"v\d{8,}")
 
 
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
-    """Make the folder of a run, with ``logs/`` and ``config.yaml``, the resolved configuration.
+    """Make the folder of a run, and return its path.
 
-    The folder is ``run_dir``, or ``<output_dir>/<experiment>/<time>/``.
+    The folder has ``logs/`` and ``config.yaml`` with the text ``config_yaml``. It is the option ``run_dir``, or
+    ``<output_dir>/<experiment>/<time>/``.
     """
     if config.run_dir:
         run_dir = Path(config.run_dir).expanduser().resolve()
@@ -170,7 +171,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process has locked this folder of shared memory. If so, the folder's run has not ended."""
+    """Return whether a process has locked a run's folder in shared memory. If so, the run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # there is no folder, or it belongs to another user
@@ -185,7 +186,10 @@ def is_in_use(folder: Path) -> bool:
 
 
 def sweep_shared_memory() -> list[Path]:
-    """Remove the unlocked folders of this user's killed runs from shared memory, and return them."""
+    """Remove folders of this user's killed runs from shared memory, and return their paths.
+
+    Folders of killed runs are not locked.
+    """
     return [folder for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")) if _is_swept(folder)]
 
 

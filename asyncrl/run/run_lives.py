@@ -78,7 +78,8 @@ def end_life(run_dir: Path, status: int) -> None:
 def find_runs(folder: Path) -> list[list[Life]]:
     """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
-    If a life continues a checkpoint, it belongs to the run of the checkpoint. Several lives may continue one life.
+    A life is one ``asyncrl train`` process. If it continues a checkpoint, it belongs to the run of the checkpoint.
+    Several lives may continue one life.
     """
     found = [(path, record) for path in life_records(folder) if (record := read_life(path)) is not None]
     runs: dict[Path, list[Life]] = {}

@@ -105,7 +105,7 @@ class Training:
         )
 
     async def run(self) -> dict[str, Any]:
-        """Evaluate, train, and evaluate again. Write the summary into the run's folder, and return it."""
+        """Evaluate, train, and evaluate again. Write the summary into the run's folder, and return the summary."""
         before = await self._evaluate(self._first_version)
         self._start_s = self._view.elapsed_s
         training = asyncio.ensure_future(unless(self._restarts.through(self._train_and_save), [self._fleet.run()]))

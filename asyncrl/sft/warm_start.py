@@ -47,7 +47,10 @@ def policy_path(config: RunConfig) -> Path:
 
 
 def needs_fine_tuning(config: RunConfig) -> bool:
-    """Return whether the run must fine-tune a policy first. Raises the errors of `finished_warm_start`."""
+    """Return whether the run must fine-tune a policy first.
+
+    Raises `ValueError` if ``sft.output_path`` contains other files, or a policy of other settings.
+    """
     return config.sft.enabled and finished_warm_start(config) is None
 
 

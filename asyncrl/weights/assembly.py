@@ -19,7 +19,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
-    """Return the torch dtype of a stored tensor. Raises `WeightsError` if torch does not have this dtype."""
+    """Return the torch dtype of a tensor in a data file. Raises `WeightsError` if torch does not have it."""
     if stored.dtype not in DTYPES:
         raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
     return getattr(torch, DTYPES[stored.dtype])

@@ -51,10 +51,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Change ``place``, the old bytes of a piece, into the new bytes.
+    """Change ``place`` from the old bytes of a piece into the new bytes.
 
-    ``place`` is [bytes] uint8. Its content is undefined after an error. ``data`` is the change's bytes in the delta
-    file.
+    ``place`` is [bytes] uint8. Its content is undefined after an error. ``data`` is the bytes in the delta file that
+    ``change`` describes.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.

@@ -314,7 +314,7 @@ def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
-    """Return the torch dtype of a stored tensor."""
+    """Return the torch dtype of a tensor in the file."""
     return getattr(torch, DTYPES[stored.dtype])
 
 

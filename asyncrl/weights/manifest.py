@@ -220,7 +220,10 @@ class Manifest:
         )
 
     def with_paths(self, change: Callable[[str], str]) -> Manifest:
-        """Return a copy in which ``change`` was applied to both paths: the folder, and the manifest of the base."""
+        """Return a copy with other paths: ``change`` takes a path as text, and returns the new path.
+
+        It is applied to ``directory``, and to the manifest's path in the offer of the base version.
+        """
         changed = replace(self, directory=change(self.directory))
         if needs := self.delta or self.adapter:
             base = replace(needs.base, manifest=change(needs.base.manifest))
@@ -241,7 +244,7 @@ class Manifest:
 
 
 def digest_of(content: Buffer | np.ndarray) -> str:
-    """Return the XXH3 digest, 128 bits in hexadecimal. The computation releases the GIL."""
+    """Return the XXH3 digest of ``content``, 128 bits in hexadecimal. The computation releases the GIL."""
     return xxhash.xxh3_128_hexdigest(cast("Buffer", content))
 
 
@@ -315,7 +318,7 @@ class DigestThreads(ThreadPoolExecutor):
 
 
 def read_manifest(offer: WeightOffer) -> Manifest:
-    """Read the manifest that an offer names, and compare its digest with the offered digest.
+    """Read the manifest that an offer names, and compare the digest of the file with the offered digest.
 
     Raises:
         FileNotFoundError: a newer version has replaced this version.

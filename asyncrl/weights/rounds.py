@@ -418,7 +418,7 @@ class WeightChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection is open, as far as this host knows."""
+        """Whether the connection to rank 0 is open, as far as this host knows."""
         try:
             self._socket.settimeout(0.0)
             return bool(self._socket.recv(1, socket.MSG_PEEK))

@@ -177,7 +177,7 @@ class RankPart:
 
     @property
     def data(self) -> Tensor:
-        """The data file, [bytes] uint8. This rank's bytes stay valid while the tensor is referenced."""
+        """The memory of the data file, [bytes] uint8. This rank's bytes stay valid while the tensor is referenced."""
         return self._file.data
 
     def write(self) -> None:
@@ -187,7 +187,10 @@ class RankPart:
             self._raw.write(self.layout.raw_regions)
 
     def exchange(self) -> None:
-        """Send parameter shards between the ranks, so that each rank can compute its tensors. This is a collective."""
+        """Send parameter shards between the ranks, so that each rank has the whole parameters that it computes with.
+
+        This is a collective.
+        """
         if self._raw is not None:
             self.layout.exchange(self._raw.data)
 

@@ -739,6 +739,9 @@ def interface_address(interface: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's message without torch's stack."""
+    """Return the first line of an error's message, at most 300 characters.
+
+    The name of the error's type is put in front, except for a `WeightsError`.
+    """
     text = str(error).partition("\n")[0][:300]
     return text if isinstance(error, WeightsError) else f"{type(error).__name__}: {text}"
