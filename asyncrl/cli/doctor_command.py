@@ -98,7 +98,7 @@ def network() -> Iterator[Result]:
 
 
 def disk(output: Path) -> Iterator[Result]:
-    """Check the disk space in ``output``, and compare the clock of its file system with this host's clock."""
+    """Check the disk space in ``output``, and compare the clock of the folder's file system with this host's clock."""
     place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")

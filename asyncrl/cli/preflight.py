@@ -67,7 +67,7 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Run all checks of a run except those of its folders. Returns the training and the held-out prompts.
+    """Run all checks of a run except the checks of its folders. Returns the training and the held-out prompts.
 
     Call `check_folders` earlier, before the run creates its own folder. No device of ``config`` may be ``auto``, unless
     the run joins a cluster. ``say`` shows a line to the user.
@@ -189,9 +189,9 @@ def check_heads(config: RunConfig) -> None:
 
 
 def check_vision(config: RunConfig) -> None:
-    """Check that the options fit the model: whether it takes images, and what the learner supports then.
+    """Check that the learner supports the options for this model, which may be a model that takes images.
 
-    Raises `ValueError` if an option does not fit.
+    Raises `ValueError` if not.
     """
     if not is_vision_model(config.model.path):
         if config.learner.freeze_vision:

@@ -94,7 +94,7 @@ def make_assets(
     wrong_digit_rate: float = 0.15,
     habit_rate: float = 0.7,
 ) -> QuickstartAssets:
-    """Make the model, the tokenizer and the data of a quickstart, or reuse those of the same arguments.
+    """Make the model, tokenizer and data of a quickstart, or reuse files that were made with the same arguments.
 
     The directory is created atomically. Returns the paths of the made files.
 

@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def try_rewards(config: RunConfig, given: Sequence[GivenResponses]) -> list[TriedResponse]:
-    """Score the given responses, one prompt after the other. Returns one result per response, in their order.
+    """Score the given responses, one prompt after the other. Returns one result per response, in the given order.
 
     Raises:
         ValueError: a reward does not exist, or does not accept its options.

@@ -69,7 +69,7 @@ class Ending:
 
 
 def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
-    """Run ``work`` in a child process, and end all processes that it leaves behind. Returns how the run ended.
+    """Run ``work`` in a child process, and end all processes that the child leaves behind. Returns how the run ended.
 
     Args:
         work: The run, as a function that returns the exit status. The child calls it.

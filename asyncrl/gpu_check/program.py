@@ -173,7 +173,8 @@ def log_probs(setup: Setup) -> Iterator[Result]:
 def training(setup: Setup) -> Iterator[Result]:
     """Make learner steps with different numbers of ranks and options.
 
-    All variants must have the loss and the gradient norm of one rank. Their peak memory must fit the planned memory.
+    All variants must have the loss and the gradient norm of one rank. The peak memory of each variant must fit the
+    planned memory.
     """
     for experts in (False, True):
         kind = "mixture" if experts else "dense"

@@ -219,7 +219,7 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
 
 
 def learner_layout(config: RunConfig) -> ResourcePoolManager:
-    """Make the Ray resource pools of the learner's roles, such as actor and critic. Returns their manager."""
+    """Make the Ray resource pools of the learner's roles, such as actor and critic. Returns the pools' manager."""
     placement = config.placement
     cpus = placement.cpus_per_learner_rank
     with_engine = cpus + placement.cpus_per_engine / config.rollout_fleet.sglang.tp_size
@@ -293,10 +293,10 @@ def worker_env(config: RunConfig) -> dict[str, str]:
 
 
 def learner_env(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables of the learner ranks, with settings of torch's GPU allocator.
+    """Return the environment variables of the learner ranks, by name, with settings of torch's GPU allocator.
 
     Packed batches of different lengths fragment the GPU memory. Expandable segments prevent this. A colocated learner
-    cannot use them, because it could not release their memory to the engines.
+    cannot use expandable segments, because it could not release the memory of such segments to the engines.
     """
     if config.learner.device != "cuda":
         return worker_env(config)

@@ -90,10 +90,10 @@ class FusedCopies:
         return len(self._tensors)
 
     def fit(self, parameters: Parameters, arrangement: str | None) -> bool:
-        """Return whether the recorded copies are valid for these parameters.
+        """Return whether the recorded copies are valid for ``parameters`` and ``arrangement``.
 
-        They are valid if the address, shape, strides and type of each parameter, and ``arrangement``, are the same as
-        during the recording. If ``arrangement`` is None, they are not valid.
+        The copies are valid if the address, shape, strides and type of each parameter, and the arrangement, are the
+        same as during the recording. They are not valid if the arrangement is None.
         """
         is_known = arrangement is not None and arrangement == self._arrangement
         return is_known and _places_of(parameters) == self._places

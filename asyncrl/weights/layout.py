@@ -67,8 +67,8 @@ class ModelShards(Protocol):
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
         """Return one description per linear layer that has a LoRA adapter.
 
-        ``tensor_of`` maps names of parameters to names of tensors in the checkpoint. Raises `WeightsError` if it lacks
-        the weight of such a layer.
+        ``tensor_of`` maps names of parameters to names of tensors in the checkpoint. Raises `WeightsError` if the
+        weight of such a layer is missing there.
         """
         ...
 

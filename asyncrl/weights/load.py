@@ -149,7 +149,7 @@ def load_from(
 
 
 def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) -> WeightSource:
-    """Open an offered version, and return the object that yields its tensors from files or from a stream.
+    """Open an offered version, and return an object that yields the version's tensors from files or a stream.
 
     ``timeout_s`` is the deadline of a stream.
 
