@@ -240,11 +240,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await self._buffer.finished()
 
     async def replan(self) -> tuple[int, Sequence[int]]:
-        """After a `BatchLost`, let the fleet generate the lost groups again. The next `train` plans the lost step
-        again.
+        """After a `BatchLost`, let the fleet generate the lost groups again.
 
-        Returns the number of the step, and the ids of the lost groups. Raises `LearnerDiedError` if the ranks cannot
-        continue.
+        The next `train` plans the lost step again. Returns the number of the step, and the ids of the lost groups.
+        Raises `LearnerDiedError` if the ranks cannot continue.
         """
         group_ids = await self._learner.withdraw()
         await self._buffer.lose(group_ids)
