@@ -37,10 +37,10 @@ _COMMANDS = {
 
 
 def command_line() -> NoReturn:
-    """End this process with the exit status of `main`.
+    """Run the ``asyncrl`` command of this process, and end the process with the exit status of `main`.
 
     After a training, this function skips Python's normal exit, because that exit may wait forever for threads of
-    libraries. The supervisor has already ended all processes and written all files.
+    libraries. The supervisor (the training's parent process) has already ended all processes and written all files.
     """
     is_training = sys.argv[1:2] == ["train"]
     status = main()
@@ -53,7 +53,10 @@ def command_line() -> NoReturn:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl COMMAND ...`` and return the exit status."""
+    """Run ``asyncrl COMMAND ...`` and return the exit status.
+
+    ``arguments`` are the words after ``asyncrl``; None takes them from this process's command line.
+    """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name, *rest = arguments or ["--help"]
     if name in ("-h", "--help"):
@@ -75,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")
-    if name != "train":  # a training keeps them until its supervisor sets other handlers
+    if name != "train":  # a training keeps `stop_early` until its supervisor sets other handlers
         for number, handler in before.items():
             signal.signal(number, handler)
     return command() or 0
@@ -87,6 +90,6 @@ def exit_status(number: int) -> int:
 
 
 def stop_early(number: int, _: FrameType | None) -> NoReturn:
-    """Handle a signal that arrives before the command has started any process."""
+    """End this process because of the signal ``number``, before the command has started any other process."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))

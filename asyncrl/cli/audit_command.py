@@ -16,7 +16,10 @@ from asyncrl.run.audit import audit, audited_lives
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command. Return the exit status: 1 if a receipt is missing or wrong, 2 if the run has no receipts."""
+    """Run ``asyncrl audit``. Return the exit status: 1 if a receipt is missing or wrong, 2 if the run has none.
+
+    A receipt is what a process recorded about trained tokens.
+    """
     parser = argparse.ArgumentParser(
         prog="asyncrl audit",
         description="Follow every trained token of a run from its engine to its learner step, over all lives.",

@@ -24,7 +24,7 @@ _STOPPED = FINISH_REASONS.index(FinishReason.stop)
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
+    """Run ``asyncrl buffer`` and return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl buffer", description="Work with the contents of a replay buffer.")
     commands = parser.add_subparsers(dest="command", required=True)
     export = commands.add_parser("export", help="write the groups of a checkpoint as parquet files")
@@ -77,10 +77,11 @@ def _demonstrate(options: argparse.Namespace) -> int:
 def demonstrations(
     contents: BufferContents, decode: Callable[[np.ndarray], str], *, min_reward: float, best: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield a row for ``sft.train_files`` for each of the ``best`` responses of each finished group.
+    """Yield rows for supervised fine-tuning: up to ``best`` responses per finished group, highest reward first.
 
     A row has ``messages`` or the text ``prompt``. It also has ``response``, ``reward``, ``group_id`` and ``version``.
-    ``version`` is the policy version of the oldest token. These responses are left out:
+    ``version`` is the policy version of the oldest token. ``decode`` turns token ids into text. These responses are
+    left out:
 
     - responses of several turns;
     - responses that the length limit cut off;

@@ -13,7 +13,7 @@ from asyncrl.run.run_socket import ask_for_checkpoint
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command: print the folder of the checkpoint, and return the exit status."""
+    """Run ``asyncrl checkpoint``: print the folder of the checkpoint, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="asyncrl checkpoint",
         description="Let a running training save a checkpoint with its next learner step. Training does not wait.",

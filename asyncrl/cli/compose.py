@@ -55,7 +55,7 @@ corrections: {corrections} (correction=NAME sets anchor, weight and masks of the
 
 
 def compose_run(overrides: Sequence[str]) -> RunConfig:
-    """Compose a run from ``configs/run.yaml`` and Hydra overrides.
+    """Return the configuration of a run, composed from ``configs/run.yaml`` and Hydra overrides.
 
     Args:
         overrides: Overrides in Hydra's grammar. ``experiment`` may also be the path of a YAML file. Example:
@@ -108,7 +108,7 @@ def read_config(run_folder: Path) -> RunConfig:
 
 
 def dump_yaml(config: RunConfig) -> str:
-    """Return the resolved configuration as YAML. A user can run this YAML as an experiment."""
+    """Return the configuration with all its options as YAML text. A user can run this YAML as an experiment."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
@@ -147,10 +147,10 @@ def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> No
 
 @contextmanager
 def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Copy the user's experiment files to a temporary folder on Hydra's search path.
+    """Copy the user's experiment files to a temporary folder on Hydra's search path, while the block runs.
 
     Args:
-        overrides: Example: ``["experiment=mine.yaml", "seed=1"]``.
+        overrides: Overrides in which ``experiment`` may be a path. Example: ``["experiment=mine.yaml", "seed=1"]``.
 
     Yields:
         The overrides with names of experiments instead of paths, and a map from these names to the paths.
@@ -225,7 +225,7 @@ def _with_whole_paths(config: RunConfig) -> RunConfig:
 
 
 def schema() -> DictConfig:
-    """Return all options with types and defaults, for Hydra's ConfigStore."""
+    """Return all options of a run with their types and defaults, for Hydra's ConfigStore."""
     options = OmegaConf.structured(RunConfig)
     _make_writable(options)
     return options
@@ -243,7 +243,10 @@ def _make_writable(node: DictConfig) -> None:
 
 
 def explain(error: Exception, overrides: Sequence[str]) -> str:
-    """Explain an error of Hydra or OmegaConf in one line that begins with the option's name."""
+    """Return one line for the user that explains an error of Hydra or OmegaConf.
+
+    The line names the option if it is known. ``overrides`` are the overrides that the user gave.
+    """
     if isinstance(error, OverrideParseException):
         return (
             f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "
@@ -274,7 +277,10 @@ def _nearest(option: str) -> str:
 
 
 def help_text(config: RunConfig, *, everything: bool) -> str:
-    """Return the help page, with the run's values of all options or of `COMMON_OPTIONS`."""
+    """Return the help page, with the values that the options have in ``config``.
+
+    The page lists all options if ``everything`` is True, otherwise `COMMON_OPTIONS`.
+    """
     kinds = ("experiment", "correction")
     names = {f"{kind}s": ", ".join(sorted(p.stem for p in (CONFIG_DIR / kind).glob("*.yaml"))) for kind in kinds}
     usage = [_USAGE.format(**names), "options, with their values in this experiment:"]
@@ -282,14 +288,17 @@ def help_text(config: RunConfig, *, everything: bool) -> str:
 
 
 def option_lines(config: RunConfig, names: Iterable[str]) -> list[str]:
-    """Return two lines per option: its value, and its meaning."""
+    """Return two lines of text per option in ``names``: the option with its value, and its meaning."""
     documented = describe(config)
     shown = ((name, *documented[name]) for name in names)
     return [line for name, meaning, value in shown for line in (f"  {name}={_shown(value)}", f"      {meaning}")]
 
 
 def describe(config: Any, prefix: str = "") -> dict[str, tuple[str, Any]]:
-    """Map each option's dotted name to its meaning (from the docstring) and its value."""
+    """Return the (meaning, value) pair of each option of a dataclass, by the option's dotted name.
+
+    The meaning is a text from the docstring. ``prefix`` is put in front of each name.
+    """
     meanings: dict[str, str] = {}
     for kind in type(config).__mro__:
         attributes = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[2]

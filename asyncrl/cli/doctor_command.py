@@ -37,7 +37,7 @@ _SHOWN_ERRORS = 5
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
+    """Run ``asyncrl doctor`` and return the exit status."""
     parser = argparse.ArgumentParser(prog="asyncrl doctor", description="Check this machine, or a run.")
     parser.add_argument("run", nargs="?", type=Path, help="the run's folder, <output_dir>/<experiment>/<time>")
     parser.add_argument("--output", type=Path, default=Path("outputs"), help="where runs are written; default: outputs")
@@ -53,7 +53,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_machine(output: Path) -> int:
-    """Check this machine and print one line per check. Return the exit status."""
+    """Check this machine, and print one line per check. Return the exit status: 1 if a check failed.
+
+    ``output`` is the folder for runs; the check measures its disk.
+    """
     gpus = visible_gpus()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
         setup = Setup(
@@ -95,7 +98,7 @@ def network() -> Iterator[Result]:
 
 
 def disk(output: Path) -> Iterator[Result]:
-    """Check the disk space for runs, and compare the file system's clock with this host's clock."""
+    """Check the disk space in ``output``, and compare the clock of the folder's file system with this host's clock."""
     place = next(path for path in (output.resolve(), *output.resolve().parents) if path.exists())
     free = shutil.disk_usage(place).free
     yield Result.of("disk", free >= MIN_DISK_BYTES, f"{free / 2**30:.1f} GiB free in {place}", "another output_dir")
@@ -106,7 +109,7 @@ def disk(output: Path) -> Iterator[Result]:
 
 
 def ray_starts() -> Iterator[Result]:
-    """Check that a Ray cluster starts here and runs a task."""
+    """Check that a Ray cluster starts on this machine and runs a task."""
     import ray
 
     began_s = time.monotonic()
@@ -121,7 +124,10 @@ def ray_starts() -> Iterator[Result]:
 
 
 def sandbox() -> Iterator[Result]:
-    """Find a sandbox for code that the policy writes. Only rewards and tools that run code need a sandbox."""
+    """Check whether this machine has a sandbox for code that the policy writes.
+
+    Only rewards and tools that run code need a sandbox. Without one, the result is a skipped check.
+    """
     try:
         kind = asyncio.run(Sandbox().start())
     except SandboxError as error:
@@ -134,9 +140,10 @@ def sandbox() -> Iterator[Result]:
 
 
 def examine(run_dir: Path) -> tuple[list[str], bool]:
-    """Return lines about a run, and whether all its alarms have ended.
+    """Return lines for the user about a run's state, alarms and errors, and whether all alarms have ended.
 
-    Raises `ValueError` if the folder is not the folder of a run, or a file is damaged. The message names the file.
+    An alarm is a warning about the training. Raises `ValueError` if the folder is not the folder of a run, or a file is
+    damaged. The message names the file.
     """
     config = read_config(run_dir)
     alarms = read_alarms(run_dir, RunLimits(total_steps=config.total_steps, max_lag=config.buffer.max_lag))

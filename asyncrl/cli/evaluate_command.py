@@ -74,7 +74,7 @@ class EvaluatedPolicy:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run ``asyncrl evaluate`` and return the exit status: 1 if prompts are missing in the evaluation."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(_USAGE)
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_policy(path: Path) -> EvaluatedPolicy:
-    """Find the policy at a path: a model, a checkpoint, or a run.
+    """Find out which policy a path holds: a model, a checkpoint, or the policy of a run.
 
     Raises:
         ValueError: there is no policy at the path, or another release wrote the run's options.
@@ -172,7 +172,9 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 
 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
-    """Evaluate ``model.path`` as policy version ``version``. Write logs and samples to ``folder``.
+    """Evaluate the model ``model.path`` on the held-out prompts, with one engine. Returns the result.
+
+    The result names the policy version ``version``. Logs and samples are written to ``folder``.
 
     Raises:
         ValueError: an option or a file is wrong. The message names it.
@@ -231,13 +233,16 @@ class OneEngine:
         self._answers = answers
 
     def engines(self) -> list[str]:
-        """Return the name of the engine."""
+        """Return a list with the name of the one engine."""
         return ["0"]
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer and score prompts. An error is stored in ``failure``."""
+        """Sample and score answers to prompts. Returns one object per answered prompt.
+
+        If this fails, the error is stored in ``failure`` and raised.
+        """
         del engine
         try:
             return await self._answers.answer(prompts, version=version, num_samples=num_samples)

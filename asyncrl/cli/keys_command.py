@@ -16,7 +16,7 @@ from asyncrl.run.run_socket import ask_for_keys
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command: print the folder of the keys, and return the exit status."""
+    """Run ``asyncrl keys``: print the folder of the keys, and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="asyncrl keys",
         description="Replace the keys of the clients of a training's buffer on all its nodes. Training does not wait.",

@@ -39,7 +39,7 @@ _TABLE_WIDTH = 160
 
 
 def multirun(overrides: Sequence[str]) -> int:
-    """Run all combinations of the values in ``overrides``, and print a table of the runs at the end.
+    """Run all combinations of the option values in ``overrides``, and print a table of the runs at the end.
 
     Returns the exit status: 0, or 1 if a run failed. If a signal stopped the sweep, the status is 128 plus the signal's
     number. Example: ``["buffer.max_lag=0,2,4", "seed=0,1"]`` gives six runs.
@@ -107,9 +107,10 @@ def _run_hydra(arguments: Sequence[str], task: TaskFunction) -> int:
 
 
 def run_one(own_experiments: dict[str, str]) -> float | None:
-    """Run the combination that Hydra's launcher requests. Forward SIGINT and SIGTERM to the run.
+    """Run the combination of options that Hydra's launcher requests. Forward SIGINT and SIGTERM to the run.
 
-    Returns the sampled reward of the last evaluation, for sweepers. None: there was no evaluation.
+    ``own_experiments`` maps names of the user's experiments to their files. Returns the mean reward of the sampled
+    answers after training, for sweepers; None if there was no such evaluation.
 
     Raises:
         RuntimeError: the run failed. The message names the options and the folder.
@@ -148,7 +149,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped_by:
-        sys.exit(128 + stopped_by[0])  # ends the sweep too
+        sys.exit(128 + stopped_by[0])  # this also ends the sweep
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}
@@ -156,7 +157,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
 
 
 def overview(folder: Path) -> str:
-    """Return a table of the runs below ``folder``: varied options, results and folder.
+    """Return a table of the runs below ``folder`` as text: varied options, results and folder.
 
     An unfinished run has dashes as results.
     """

@@ -51,7 +51,7 @@ _PROGRESS_EVERY_S = 3.0
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run ``asyncrl plan`` and return the exit status."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.fit:
@@ -245,16 +245,20 @@ def _kinds(use: DeviceUse) -> str:
 
 
 def experiment_or_model(name: str) -> RunConfig:
-    """Compose the built-in experiment ``name``. If there is none, compose the defaults with the model ``name``."""
+    """Return the configuration of the built-in experiment ``name``.
+
+    If there is none, return the default configuration with the model ``name``.
+    """
     if (CONFIG_DIR / "experiment" / f"{name}.yaml").is_file():
         return compose_run([f"experiment={name}"])
     return compose_run(["experiment=custom", override_of("model.path", name)])
 
 
 def experiments_that_fit() -> dict[str, str]:
-    """Return for each built-in experiment why it does not fit on its GPUs; an empty text if it fits.
+    """Return for each built-in experiment, by name, why it does not fit on its GPUs; an empty text if it fits.
 
-    An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Files without it are left out.
+    An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Experiments without this comment
+    also have an empty text.
     """
     reasons = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -330,9 +334,10 @@ def _largest(one: Prediction, pool: str) -> str:
 
 
 def draw(plan: RunPlan, path: Path) -> bool:
-    """Draw the predicted step time over mean lag. Return False if matplotlib is missing.
+    """Draw a chart of the predicted step time over the mean lag, and save it as ``path``.
 
-    The chart has one curve per division of the devices between engines and ranks.
+    Returns whether there is a chart: False if matplotlib is missing. The chart has one curve per division of the
+    devices between engines and ranks.
     """
     try:
         import matplotlib as mpl

@@ -67,10 +67,10 @@ _BYTES_PER_TOKEN = 14
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Run all checks except those of the folders, and return the training and the held-out prompts.
+    """Run all checks of a run except the checks of its folders. Returns the training and the held-out prompts.
 
     Call `check_folders` earlier, before the run creates its own folder. No device of ``config`` may be ``auto``, unless
-    the run joins a cluster.
+    the run joins a cluster. ``say`` shows a line to the user.
     """
     if not config.ray.address:  # a joined cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -105,7 +105,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
 
 
 def check_gpu_memory(config: RunConfig, card: int) -> None:
-    """Check that a run fits on its GPUs. If the sizes of the model cannot be read, there is no check.
+    """Check that a run fits into the memory of its GPUs. If the model's sizes cannot be read, nothing is checked.
 
     ``card`` is the memory of one GPU in bytes; 0 without a GPU.
 
@@ -121,7 +121,10 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Check that the run can write to all its folders or create them. This function creates no folder."""
+    """Check that the run can write to all its folders or create them. Raises `ValueError` if not.
+
+    This function creates no folder.
+    """
     own_disk = config.buffer.durability is Durability.disk
     folders = {
         "output_dir": config.output_dir,
@@ -146,7 +149,10 @@ def check_folders(config: RunConfig) -> None:
 
 
 def check_folder(option: str, folder: str) -> None:
-    """Check that this process can write to a folder or create it. An empty name is not checked."""
+    """Check that this process can write to ``folder`` or create it. Raises `ValueError` if not.
+
+    ``option`` is the name of the option, for the message. An empty ``folder`` is not checked.
+    """
     if folder and (reason := _why_not_writable(Path(folder).expanduser().resolve())):
         raise ValueError(
             f"{option}={folder} must be a folder that this run can write to or create, got: {reason}; choose another "
@@ -165,7 +171,10 @@ def _why_not_writable(folder: Path) -> str:
 
 
 def check_heads(config: RunConfig) -> None:
-    """Check that ``tp_size`` and ``sp_size`` divide the number of attention heads of the models."""
+    """Check that ``tp_size`` and ``sp_size`` divide the number of attention heads of the models.
+
+    Raises `ValueError` if not.
+    """
     rows = [("rollout_fleet.sglang.tp_size", config.rollout_fleet.sglang.tp_size, config.model.path)]
     for role in learner_roles(config):
         name, size = config.learner.option_name(role, "sp_size"), role_options(config, role).sp_size
@@ -180,7 +189,10 @@ def check_heads(config: RunConfig) -> None:
 
 
 def check_vision(config: RunConfig) -> None:
-    """Raise `ValueError` for options that the learner does not support with a model that takes images."""
+    """Check that the learner supports the options for this model, which may be a model that takes images.
+
+    Raises `ValueError` if not.
+    """
     if not is_vision_model(config.model.path):
         if config.learner.freeze_vision:
             raise ValueError(
@@ -204,6 +216,8 @@ def check_vision(config: RunConfig) -> None:
 def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     """Read the training prompts and the held-out prompts as token ids of the model.
 
+    Without evaluation, there are no held-out prompts.
+
     Raises:
         ValueError: a file, row or column does not match the options, or a prompt is too long. The message names it.
     """
@@ -216,7 +230,7 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Check that the model has an embedding for every token of its tokenizer."""
+    """Check that the model has an embedding for every token of the tokenizer. Raises `ValueError` if not."""
     size = model_settings(config.model.path).get("vocab_size")
     token, last = max(tokenizer.get_vocab().items(), key=itemgetter(1))
     if size is not None and last >= size:
@@ -227,7 +241,7 @@ def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_own_functions(config: RunConfig) -> None:
-    """Look up the reward, the advantage and the loss, and import the user's functions.
+    """Check that the reward, the advantage and the loss exist. This imports the user's functions.
 
     Raises:
         ValueError: there is no such name, file, module or function.
@@ -245,7 +259,9 @@ def check_own_functions(config: RunConfig) -> None:
 
 
 async def try_reward(config: RunConfig, prompt: Prompt) -> None:
-    """Score one response to a prompt: the ground truth if it is a string, else an empty text.
+    """Check the reward function: score one response to a prompt.
+
+    The response is the ground truth if it is a string, else an empty text.
 
     Raises:
         ValueError: the reward function failed, or its process could not start.
@@ -290,9 +306,10 @@ class DryRun:
 
 
 def dry_run(config: RunConfig) -> DryRun:
-    """Check a run and compute its resources and deadlines, for ``dry_run=true``.
+    """Check a run and compute its resources and deadlines, for the option ``dry_run=true``.
 
-    A dry run creates no folder of the run and starts no worker.
+    Returns the problems, the needed memory, and the text for the user. No folder of the run is created, and no worker
+    is started.
     """
     problems: list[str] = []
     notes: list[str] = []

@@ -1,4 +1,4 @@
-"""Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3, and the rows of a task.
+"""Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3 model, and the data of a task.
 
 The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. `rollout_fleet.episodes.calculator` has the
 task of ``experiment=tools``. This module does not load torch.
@@ -62,8 +62,7 @@ MODEL_CONFIG: Mapping[str, Any] = {
 """The model of ``experiment=quickstart``; the task ``tools`` has a larger vocabulary.
 
 Without the embedding, the model has 74,112 parameters: 2 layers of 12,320 (attention), 24,576 (MLP) and 128 (norms),
-    and
-a last norm of 64.
+and a last norm of 64.
 """
 
 
@@ -95,7 +94,9 @@ def make_assets(
     wrong_digit_rate: float = 0.15,
     habit_rate: float = 0.7,
 ) -> QuickstartAssets:
-    """Make the assets, or reuse assets with the same arguments. The directory is created atomically.
+    """Make the model, tokenizer and data of a quickstart, or reuse files that were made with the same arguments.
+
+    The directory is created atomically. Returns the paths of the made files.
 
     Args:
         directory: Directory for the assets. Assets of other arguments are replaced. No other files are replaced.
@@ -106,9 +107,9 @@ def make_assets(
         num_demonstrations: Number of demonstrations.
         wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns this
             noise.
-        habit_rate: Share of demonstrations with a systematic mistake, in [0, 1]. Demonstrations with 6 to 8 digits
-            swap the first two digits. With tools, they choose wrongly between an answer and a tool call. Above 0.5,
-            the warm-started policy's greedy answers to these prompts are wrong, and RL corrects them.
+        habit_rate: Share of demonstrations with a systematic mistake, in [0, 1]. Demonstrations with 6 to 8 digits swap
+            the first two digits. With tools, they choose wrongly between an answer and a tool call. Above 0.5, the
+            warm-started policy's greedy answers to these prompts are wrong, and RL corrects them.
 
     Raises:
         ValueError: the directory contains other files.
@@ -132,7 +133,10 @@ def make_assets(
 
 
 def with_quickstart_assets(config: RunConfig) -> RunConfig:
-    """Make the quickstart's assets if ``quickstart`` is set. Return the configuration with the paths of the assets."""
+    """Return ``config`` with the paths of the quickstart's model and data, which are made if they do not exist.
+
+    If the option ``quickstart`` is not set, return ``config`` unchanged.
+    """
     if not config.quickstart:
         return config
     directory = Path(config.output_dir, config.experiment, "assets", f"seed-{config.seed}").resolve()

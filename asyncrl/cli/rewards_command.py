@@ -74,7 +74,7 @@ class TriedResponse:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status: 1 if a response has no reward."""
+    """Run ``asyncrl rewards`` and return the exit status: 1 if a response has no reward."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     if flags := [word for word in overrides if word.startswith("-")]:
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def try_rewards(config: RunConfig, given: Sequence[GivenResponses]) -> list[TriedResponse]:
-    """Score the responses, one prompt after the other.
+    """Score the given responses, one prompt after the other. Returns one result per response, in the given order.
 
     Raises:
         ValueError: a reward does not exist, or does not accept its options.

@@ -18,7 +18,7 @@ _UNITS = ("B", "KB", "MB", "GB", "TB")
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command and return the exit status."""
+    """Run ``asyncrl runs`` and return the exit status."""
     parser = argparse.ArgumentParser(
         prog="asyncrl runs", description="List runs, their lives and their checkpoints; the newest run is the last."
     )
@@ -50,7 +50,7 @@ def _lines(run: Sequence[Life]) -> list[str]:
 
 
 def size(num_bytes: float) -> str:
-    """Return a number of bytes as readable text. Example: 1234567 gives ``1.2 MB``."""
+    """Return a number of bytes as readable text. Example: 1234567 gives ``1.23 MB``."""
     for unit in _UNITS:
         if num_bytes < 1000 or unit == _UNITS[-1]:
             return f"{num_bytes:.3g} {unit}"

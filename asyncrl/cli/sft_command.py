@@ -23,7 +23,7 @@ from asyncrl.sft import fine_tuning
 
 @with_exit_status
 def main(overrides: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run ``asyncrl sft`` and return the exit status."""
     overrides = sys.argv[1:] if overrides is None else overrides
     if {"-h", "--help"} & set(overrides):
         config = compose_run([])

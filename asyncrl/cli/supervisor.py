@@ -5,8 +5,8 @@ process. The parent adopts every orphan of the run (Linux child subreaper) and e
 gets SIGHUP, stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
-SIGTERM, so only the parent reacts. It stops the child with other signals (`STOPS`). So all processes live until the run
-has written the policy. Ctrl-C reaches only the parent, because the child has a separate session.
+SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So all processes live until
+the run has written the policy. Ctrl-C reaches only the parent, because the child has a separate session.
 
 The child reports each fault, and its own end, through a pipe.
 """
@@ -33,7 +33,7 @@ from asyncrl.core.host import leave_stop_to_owner, release_resource_tracker
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
-"""For each signal that the supervisor passes on: the signal that it sends to the child instead."""
+"""For each signal that the supervisor passes on: the signal that the child gets instead."""
 _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
@@ -69,11 +69,12 @@ class Ending:
 
 
 def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
-    """Run ``work`` in a child process and end all its orphans.
+    """Run ``work`` in a child process, and end all processes that the child leaves behind. Returns how the run ended.
 
     Args:
         work: The run, as a function that returns the exit status. The child calls it.
-        stop_timeout_s: Longest time to stop after a signal. `_KILL_AFTER_S` later, the supervisor kills the run.
+        stop_timeout_s: Longest time to stop after a signal, in seconds. `_KILL_AFTER_S` later, the supervisor kills the
+            run.
     """
     global _report_fd
     adopt_orphans()
@@ -119,12 +120,15 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
 
 def report_fault(last_words: str) -> None:
-    """Report a fault to the supervisor, which shows the fault if Ray ends the run."""
+    """Send the text of a fault to the supervisor (the parent process), which shows it if Ray ends the run."""
     _report(last_words.encode()[-_MAX_FAULT_BYTES:])
 
 
 def exit_at_once(status: int) -> NoReturn:
-    """Kill all children of the run and end the run at once, without its cleanup."""
+    """Kill all children of the run's process, and end the process at once with exit status ``status``.
+
+    The run does not clean up.
+    """
     _end_orphans(0.0)
     _report(_OWN_END)
     os._exit(status)
@@ -138,7 +142,7 @@ def _report(said: bytes) -> None:
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # instead of end-of-file, while an orphan holds the pipe open
+    with contextlib.suppress(BlockingIOError):  # `read` raises this while an orphan holds the pipe open
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)
@@ -244,13 +248,16 @@ class Stopping:
         self._stopped = False
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle the signals that `supervise` passes on, and the supervisor's death."""
+        """Handle the signals that `supervise` passes on: the first one cancels the run, a second one ends it at once.
+
+        The death of the supervisor also cancels the run.
+        """
         for number, stop in STOPS.items():
             loop.add_signal_handler(stop, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
-        """Ignore signals from now on, because the run has ended."""
+        """Ignore all these signals from now on. Call this after the run has ended."""
         loop = asyncio.get_running_loop()
         for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)

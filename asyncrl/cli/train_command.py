@@ -60,7 +60,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run ``asyncrl train`` and return the exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     flags = {argument for argument in arguments if argument.startswith("-")}
     overrides = [argument for argument in arguments if argument not in flags]
@@ -184,9 +184,10 @@ async def _until_done_or_stopped(
 
 
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """Return the command that continues a run; empty if there is nothing to continue.
+    """Return a line with the command that continues a run; an empty text if there is no checkpoint.
 
     The command names the newest complete checkpoint. If there is none, it names the checkpoint that the run began from.
+    ``overrides`` are the options of the run's command line.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))

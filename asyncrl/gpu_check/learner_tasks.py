@@ -1,4 +1,4 @@
-"""The learner's tasks: kernels, log-probs, learner steps, offloading and checkpoints."""
+"""The learner's tasks of ``asyncrl check-gpu``: kernels, log-probs, learner steps, offloading and checkpoints."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ Measured = Iterator[dict[str, Any]]
 
 
 def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> str:
-    """Save a random model of these sizes; return its folder."""
+    """Save a model of these sizes with random weights in ``directory``, and return the directory's path.
+
+    ``experts`` selects a mixture of experts instead of a dense model.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape: dict[str, Any] = {
@@ -61,7 +64,7 @@ def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> s
 
 
 def models(setup: Setup, *, experts: bool) -> Measured:
-    """Save the random model for later tasks."""
+    """Save a model with random weights for later tasks. Yields one mapping with its path and size in bytes."""
     folder = Path(setup.folder, "mixture" if experts else "dense")
     path = save_model(folder, setup.sizes, experts=experts, dtype=setup.dtype)
     yield {"path": path, "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors"))}
@@ -71,7 +74,11 @@ def models(setup: Setup, *, experts: bool) -> Measured:
 
 
 def kernels(setup: Setup) -> Measured:
-    """Compare the attention kernels with float32 attention and measure their speeds. On the CPU, report the default."""
+    """Compare the attention kernels with float32 attention, and measure their speeds. On the CPU, compare none.
+
+    Yields a mapping per kernel, with its speed in TFLOP/s or its error. The last mapping names the kernel that
+    ``learner.attention=auto`` selects.
+    """
     device, sizes = torch.device(setup.device), setup.sizes
     dtype = getattr(torch, setup.dtype)
     shape = AttentionShape(head_dim=sizes.head_dim, heads_per_kv_head=sizes.heads // sizes.kv_heads)
@@ -120,7 +127,11 @@ def _synchronize(device: torch.device) -> None:
 
 
 def log_probs(setup: Setup) -> Measured:
-    """Compare chunked log-probs and their gradients with float64, and measure time and peak memory."""
+    """Compare chunked log-probs and their gradients with float64, and measure time and peak memory.
+
+    Yields one mapping: the largest error in nats, the relative error of the gradient, tokens per second, and peak
+    bytes.
+    """
     device, sizes = torch.device(setup.device), setup.sizes
     num_tokens = sizes.num_sequences * sizes.length // 4
     torch.manual_seed(0)
@@ -157,9 +168,9 @@ def log_probs(setup: Setup) -> Measured:
 
 
 def sequences_of(sizes: Sizes, *, part: int = 0, parts: int = 1) -> list[TokenSequence]:
-    """Return this rank's share of a random batch with four samples per prompt.
+    """Return every ``parts``-th sequence, from number ``part`` on, of a random batch.
 
-    A quarter of each sequence is the prompt.
+    The batch has four samples per prompt. A quarter of each sequence is the prompt.
     """
     rng = np.random.default_rng(0)
     num_prompt, batch = sizes.length // 4, []
@@ -191,7 +202,11 @@ def _trainer(setup: Setup, model: str, *, num_ranks: int = 1, **options: Any) ->
 def train(
     setup: Setup, *, model: str, sp_size: int, activation_checkpointing: bool | str, torch_compile: bool
 ) -> Measured:
-    """Make learner steps on the same batch."""
+    """Repeat a learner step on the same batch.
+
+    Yields one mapping: loss and gradient norm of the first step, tokens per second, peak bytes and number of
+    parameters.
+    """
     num_ranks = int(os.environ["WORLD_SIZE"])
     trainer = _trainer(
         setup,
@@ -222,7 +237,11 @@ def train(
 
 
 def offload(setup: Setup, *, model: str) -> Measured:
-    """Move model and optimizer to the host and back, and check that the values stay the same."""
+    """Move model and optimizer to the host and back, and check that the values stay the same.
+
+    Yields one mapping: the speed in GB/s, the share of bytes that stays on the device, and whether the values are the
+    same.
+    """
     trainer = _trainer(setup, model, offload_at_transition_only=True)
     LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.sizes))
     policy = OffloadPolicy(trainer.config, trainer.head, trainer.optimizer)
@@ -239,7 +258,11 @@ def offload(setup: Setup, *, model: str) -> Measured:
 
 
 def checkpoint(setup: Setup, *, model: str) -> Measured:
-    """Save in the background and load again. ``stall_s`` is the time that training waits."""
+    """Save a checkpoint in the background and load it again.
+
+    Yields one mapping: ``stall_s`` (seconds that training waits), the speed in GB/s, and whether the values are the
+    same.
+    """
     trainer = _trainer(setup, model)
     LearnerStep(trainer, policy_objective(AlgorithmConfig())).run(sequences_of(setup.sizes))
     checkpointer = ShardedCheckpointer(trainer, str(Path(setup.folder, "checkpoints")))

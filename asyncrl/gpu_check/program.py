@@ -72,12 +72,12 @@ class Result:
 
     @classmethod
     def of(cls, name: str, is_right: bool, number: str, remedy: str = "", **figures: Any) -> Result:
-        """Return a passed or failed result."""
+        """Return a passed result if ``is_right`` is True, otherwise a failed result."""
         state = State.passed if is_right else State.failed
         return cls(name=name, state=state, number=number, remedy=remedy, figures=figures)
 
     def line(self) -> str:
-        """Return the result as a line."""
+        """Return the result as one line of text for the user."""
         remedy = f"  -> {self.remedy}" if self.remedy and self.state is not State.passed else ""
         return f"{self.state.value}  {self.seconds:6.1f} s  {self.name:34} {self.number}{remedy}"
 
@@ -101,7 +101,7 @@ class Check:
 
 
 def stack(setup: Setup) -> Iterator[Result]:
-    """Report versions, GPUs and limits of this machine."""
+    """Check the installed packages, the GPUs, the shared memory and the limit of open files. Yields their values."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     found = f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items())
     yield Result.of("packages", "torch" in versions, found, "bash scripts/setup.sh", **versions)
@@ -147,7 +147,7 @@ def _layers_on(cards: Sequence[str]) -> int:
 
 
 def kernels(setup: Setup) -> Iterator[Result]:
-    """Compare the attention kernels with float32 attention."""
+    """Compare the attention kernels with float32 attention, and measure their speeds. Yields a result per kernel."""
     for one in run_task(setup, "learner_tasks:kernels"):
         if "selected" in one:
             is_fast = setup.device == "cpu" or one["selected"] != "sdpa"
@@ -160,7 +160,7 @@ def kernels(setup: Setup) -> Iterator[Result]:
 
 
 def log_probs(setup: Setup) -> Iterator[Result]:
-    """Compare chunked log-probs with float64."""
+    """Compare log-probs that the learner computes in chunks with log-probs in float64."""
     for one in run_task(setup, "learner_tasks:log_probs"):
         is_right = one["error"] < 1e-3 and one["gradient_error"] < (0.02 if setup.device == "cuda" else 1e-4)
         number = (
@@ -171,7 +171,11 @@ def log_probs(setup: Setup) -> Iterator[Result]:
 
 
 def training(setup: Setup) -> Iterator[Result]:
-    """Make learner steps with different meshes and options. All variants must agree with one rank."""
+    """Make learner steps with different numbers of ranks and options.
+
+    All variants must have the loss and the gradient norm of one rank. The peak memory of each variant must fit the
+    planned memory.
+    """
     for experts in (False, True):
         kind = "mixture" if experts else "dense"
         model = _saved_model(setup, experts=experts)
@@ -248,7 +252,7 @@ def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
 
 
 def offload(setup: Setup) -> Iterator[Result]:
-    """Move model and optimizer to the host and back."""
+    """Move model and optimizer to the host and back, and check that the values stay the same."""
     for one in run_task(setup, "learner_tasks:offload", model=_saved_model(setup)):
         is_right = one["is_same"] and one["kept_share"] < 0.1
         number = f"{one['gb_per_s']:.1f} GB/s both ways, {one['kept_share']:.1%} stays on the device"
@@ -256,7 +260,7 @@ def offload(setup: Setup) -> Iterator[Result]:
 
 
 def checkpoint(setup: Setup) -> Iterator[Result]:
-    """Save a checkpoint during training, and load it."""
+    """Save a checkpoint during training, load it, and check that the values stay the same."""
     for one in run_task(setup, "learner_tasks:checkpoint", model=_saved_model(setup)):
         number = f"training waits {one['stall_s']:.2f} s, written at {one['gb_per_s']:.2f} GB/s"
         yield Result.of("checkpoint and load", one["is_same"], number, "checkpoint.directory on a faster disk", **one)
@@ -266,7 +270,7 @@ def checkpoint(setup: Setup) -> Iterator[Result]:
 
 
 def serving(setup: Setup) -> Iterator[Result]:
-    """Check the output layer, log-probs, weight updates, release of the device, and refusal of damaged weights."""
+    """Check an engine: output layer, log-probs, weight updates, release of the device, refusal of damaged weights."""
     model = setup.model or _saved_model(setup)
     found = {}
     for head in ("float32", "bfloat16"):
@@ -317,7 +321,7 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
 
 
 def runs(setup: Setup) -> Iterator[Result]:
-    """Run the quickstart."""
+    """Run the quickstart in several forms: in separate pools, colocated, and with a killed engine."""
     rows: list[tuple[str, list[str], bool]] = [("quickstart-colocated", ["placement.colocated=true"], False)]
     if setup.device == "cpu" or setup.num_gpus > 1:
         rows.insert(0, ("quickstart", [], False))
@@ -344,7 +348,10 @@ CHECKS = (
 
 
 def results_of(check: Check, setup: Setup) -> Iterator[Result]:
-    """Run a check. An error becomes a failed result and ends the check."""
+    """Run a check, and yield its results. An error becomes a failed result and ends the check.
+
+    If a required package is missing, the check is skipped.
+    """
     if missing := [name for name in check.needs if importlib.util.find_spec(name) is None]:
         yield Result(name=check.name, state=State.skipped, number=f"needs {', '.join(missing)}, not installed")
         return
@@ -366,7 +373,7 @@ def results_of(check: Check, setup: Setup) -> Iterator[Result]:
 
 @with_exit_status
 def main() -> int:
-    """Run the command line; return the exit status."""
+    """Run ``asyncrl check-gpu`` and return the exit status."""
     arguments = _parser().parse_args()
     gpus = visible_gpus()
     device = arguments.device or ("cuda" if gpus else "cpu")

@@ -1,4 +1,4 @@
-"""Checks that run the quickstart: in separate pools, colocated, and with a killed engine."""
+"""Checks of ``asyncrl check-gpu`` that run the quickstart: in separate pools, colocated, with a killed engine."""
 
 from __future__ import annotations
 
@@ -23,9 +23,10 @@ _NUM_STEPS = {"cuda": 40, "cpu": 6}
 
 
 def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = False) -> Iterator[dict[str, Any]]:
-    """Run the quickstart with some options. Yield values of the run's summary.
+    """Run the quickstart with the options ``overrides``. Yields one mapping: the run's summary, with ``steps``.
 
-    ``kill_engine`` kills the scheduler of an engine after the first step. The run must continue.
+    ``name`` is the name of the run's folder. ``kill_engine`` kills the scheduler of an engine after the first step. The
+    run must continue.
 
     Raises:
         TaskFailed: the run failed or missed its deadline.

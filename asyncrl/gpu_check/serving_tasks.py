@@ -1,4 +1,4 @@
-"""The tasks with an engine: log-probs of engine and learner, weight updates, and release of the device."""
+"""The tasks of ``asyncrl check-gpu`` with an engine: log-probs, weight updates, and release of the device."""
 
 from __future__ import annotations
 
@@ -101,7 +101,10 @@ class _Pair:
 
 
 async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]) -> AsyncIterator[dict[str, Any]]:
-    """Start one engine. Test its log-probs, weight updates, release of the device, and refusal of a damaged byte."""
+    """Start one engine. Test its log-probs, weight updates, release of the device, and refusal of a damaged byte.
+
+    Yields one mapping of measurements per test; ``what`` names the test.
+    """
     pair, began = _Pair(setup, model, tp_size), time.perf_counter()
     memory = Path(setup.folder, "memory")
     try:
@@ -120,7 +123,10 @@ async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]
 
 
 async def output_layer(setup: Setup, *, model: str, fp32_head: bool) -> AsyncIterator[dict[str, Any]]:
-    """Compare log-probs of learner and engine in bfloat16; ``fp32_head`` selects the engine's float32 output layer."""
+    """Compare log-probs of learner and engine in bfloat16. Yields their mean and largest difference, in nats.
+
+    ``fp32_head`` selects the engine's float32 output layer.
+    """
     pair = _Pair(setup, model, 1, dtype="bfloat16", fp32_head=fp32_head)
     try:
         await pair.engine.start()

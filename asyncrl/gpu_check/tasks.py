@@ -1,4 +1,4 @@
-"""Runs each task of the check in new processes, because a task needs an empty device.
+"""Runs each task of ``asyncrl check-gpu`` in new processes, because a task needs an empty device.
 
 A task is a function of `learner_tasks` or `serving_tasks`. Rank 0 prints each measurement as a line that begins with
 `MARK`.
@@ -23,7 +23,7 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # a copy; an import would load the learner
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # as in `learner.config`, whose import would load the learner
 
 
 class TaskFailed(Exception):
@@ -60,7 +60,10 @@ class Sizes:
     num_new_tokens: int
 
     def budget(self, num_ranks: int) -> int:
-        """Return the token budget of a micro-batch per rank. A batch has at least two micro-batches."""
+        """Return the largest number of tokens in a micro-batch of a rank.
+
+        It is half of the rank's tokens of a batch, but at least one sequence.
+        """
         return max(self.num_sequences * self.length // num_ranks // 2, self.length)
 
 
@@ -129,7 +132,9 @@ class Setup:
 
 
 def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> Iterator[dict[str, Any]]:
-    """Run ``module:function`` of this package on some ranks. Yields the measurements of rank 0 as they arrive.
+    """Run the task ``name``, a ``module:function`` of this package, in ``num_ranks`` processes.
+
+    Yields the measurements of rank 0 as they arrive, each a mapping. ``options`` are further arguments of the function.
 
     Raises:
         TaskFailed: a rank failed, or the task missed its deadline. All processes of the task have ended.
@@ -211,7 +216,7 @@ def _read(process: subprocess.Popen[str], log: Path, lines: Queue[str | None]) -
 
 
 def main() -> None:
-    """Run one rank of a task."""
+    """Run one rank of a task. Rank 0 prints the measurements."""
     end_with_parent()
     task = json.loads(sys.argv[1])
     setup = Setup(**{**task["setup"], "sizes": Sizes(**task["setup"]["sizes"])})

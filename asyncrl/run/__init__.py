@@ -1,4 +1,4 @@
-"""The controller process of a run. It starts, drives and stops the other processes, and handles only metadata."""
+"""The controller process of a run. It starts, drives and stops the other processes. It handles no tokens or weights."""
 
 import os
 import secrets

@@ -1,4 +1,6 @@
-"""The audit of a run. It compares the receipts that the run's processes wrote, over all lives of the run.
+"""The audit of a run. It compares the receipts (records about trained tokens) that the run's processes wrote.
+
+The audit covers all lives of the run. A life is one ``asyncrl train`` process.
 
 For every trained token the audit needs these receipts (`asyncrl.core.receipts.Act`):
 
@@ -99,18 +101,18 @@ class LifeReceipts:
                 self.committed[step] = self._planned.pop(step, {"groups": []})
 
     def commit_before(self, step: int) -> None:
-        """Count the planned steps before ``step`` as finished."""
+        """Count the planned steps before ``step`` as committed, even without a receipt (a record) of their commit."""
         for made in [made for made in self._planned if made < step]:
             self.committed[made] = self._planned.pop(made)
 
     @cached_property
     def max_lag(self) -> int:
-        """``buffer.max_lag`` of the life."""
+        """Value of the option ``buffer.max_lag`` in this life (one ``asyncrl train`` process)."""
         return self._buffer_options["max_lag"]
 
     @cached_property
     def max_uses(self) -> int:
-        """``buffer.max_uses`` of the life."""
+        """Value of the option ``buffer.max_uses`` in this life; 1 if the configuration lacks the option."""
         return self._buffer_options.get("max_uses", 1)
 
     @cached_property
@@ -118,9 +120,10 @@ class LifeReceipts:
         return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """Return the groups that the ranks trained on in a step, by id.
+        """Return the groups that the ranks trained on in a step, by group id.
 
-        Each value has the group's attempt, digest, number of tokens in the loss (``in_loss``) and tokens per version.
+        Each value is a mapping with the group's ``attempt`` (the number of the try that generated it), ``digest``,
+        ``in_loss`` (number of tokens in the loss) and ``versions`` (number of tokens per policy version).
         """
         found: dict[int, dict[str, Any]] = {}
         for line in self.trained.get(step, {}).values():
@@ -144,7 +147,8 @@ class Audit:
 def audited_lives(run_dir: Path) -> list[Life]:
     """Return the life in ``run_dir`` and the lives that it continues, oldest first.
 
-    Raises `ValueError` if ``run_dir`` is not the folder of a life, or if the folder of an earlier life is missing.
+    A life is one ``asyncrl train`` process. Raises `ValueError` if ``run_dir`` is not the folder of a life, or if the
+    folder of an earlier life is missing.
     """
     found = lives_until(run_dir)
     if not found:
@@ -160,8 +164,9 @@ def audited_lives(run_dir: Path) -> list[Life]:
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
     """Return the lives that continued one of ``lives`` but are not in ``lives``, oldest first.
 
-    Their steps are not in the audited run. Their receipts are needed, because ``lives`` may have trained on groups that
-    the engines of these lives sampled. A life that began after the newest of ``lives`` is left out.
+    The steps of the returned lives are not in the audited run. Their receipts are needed, because ``lives`` may have
+    trained on groups that the engines of the returned lives sampled. A life that began after the newest of ``lives`` is
+    left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -172,7 +177,10 @@ def lives_beside(lives: Sequence[Life]) -> list[Life]:
 
 
 def audit(lives: Sequence[Life]) -> Audit:
-    """Compare the receipts of all lives of a run. Raises `ValueError` if a life has no receipts."""
+    """Compare the receipts (records about trained tokens) that all lives of a run wrote.
+
+    Returns the contradictions, and what was compared. Raises `ValueError` if a life has no receipts.
+    """
     beside = lives_beside(lives)
     by_time = sorted([*lives, *beside], key=lambda life: life.record.began_s)
     every = {life.folder: LifeReceipts(life.folder, life.record.first_step) for life in by_time}

@@ -57,7 +57,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
     """Start or join Ray, resolve the run's devices, and check that the run fits. Stop or leave Ray at the end.
 
     Yields:
-        The configuration with resolved devices.
+        The configuration, with ``cpu`` or ``cuda`` instead of the device ``auto``.
 
     Raises:
         ClusterDiedError: Ray does not start, or cannot be joined.
@@ -146,7 +146,7 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
     """Reserve one GPU of this node for a process that Ray does not start.
 
     Yields:
-        ``CUDA_VISIBLE_DEVICES`` for that process.
+        The value of ``CUDA_VISIBLE_DEVICES`` for that process.
 
     Raises:
         DeadlineError: no GPU of this node became free within ``ray.start_timeout_s``.
@@ -176,9 +176,10 @@ class _GpuHolder:
 
 
 def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> None:
-    """Check that a run fits into its nodes. ``nodes`` maps addresses to resources.
+    """Check that a run fits into the nodes of its cluster.
 
-    Raises `ValueError` if nodes or resources are missing, or if no node has room for a share of `node_shares`.
+    ``nodes`` maps the address of each node to the node's Ray resources. Raises `ValueError` if nodes or resources are
+    missing, or if a share of `node_shares` (what must be on one node) has room on no node.
     """
     if len(nodes) < config.placement.num_nodes:
         raise ValueError(
@@ -200,7 +201,10 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
 
 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
-    """Return the resources that the run needs, divided into shares. Each share must fit on one node."""
+    """Return the CPUs and GPUs that the run needs, one mapping per share. Each share must fit on one node.
+
+    A share has the learner ranks, or the engines, that the configuration puts on one node.
+    """
     placement, fleet = config.placement, config.rollout_fleet
     gpus_per_rank = 1 if config.learner.device == "cuda" else 0
     gpus_per_engine = fleet.sglang.tp_size if fleet.device == "cuda" and not placement.colocated else 0
@@ -215,7 +219,7 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
 
 
 def learner_layout(config: RunConfig) -> ResourcePoolManager:
-    """Make the resource pools of the learner's roles."""
+    """Make the Ray resource pools of the learner's roles, such as actor and critic. Returns the pools' manager."""
     placement = config.placement
     cpus = placement.cpus_per_learner_rank
     with_engine = cpus + placement.cpus_per_engine / config.rollout_fleet.sglang.tp_size
@@ -237,7 +241,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
 
 
 def engine_pool(config: RunConfig) -> RayResourcePool:
-    """Make the resource pool of the rollout workers that start with the run."""
+    """Return a Ray resource pool for the rollout workers that start with the run."""
     placement, count = config.placement, config.rollout_fleet.fewest_engines
     by_node = placement.engines_per_node > 0 or placement.num_nodes == 1
     return _pool_of_engines(
@@ -252,7 +256,7 @@ def engine_pool(config: RunConfig) -> RayResourcePool:
 
 
 def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> RayResourcePool:
-    """Make the resource pool of an engine that joins later.
+    """Return a Ray resource pool for one engine that joins a running fleet.
 
     The engine is on the node ``node_id``. If this id is empty, Ray chooses a node. ``full`` has the ids of the nodes
     that may not get a further engine.
@@ -283,16 +287,16 @@ def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
 
 
 def worker_env(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables of a run's workers."""
+    """Return the environment variables of a run's workers, by name."""
     interface = config.placement.interface or (LOOPBACK if config.placement.num_nodes == 1 else "")
     return WORKER_ENV | ({"GLOO_SOCKET_IFNAME": interface, "NCCL_SOCKET_IFNAME": interface} if interface else {})
 
 
 def learner_env(config: RunConfig) -> dict[str, str]:
-    """Return the environment variables of the learner ranks, with settings of torch's GPU allocator.
+    """Return the environment variables of the learner ranks, by name, with settings of torch's GPU allocator.
 
     Packed batches of different lengths fragment the GPU memory. Expandable segments prevent this. A colocated learner
-    cannot use them, because it could not release their memory to the engines.
+    cannot use expandable segments, because it could not release the memory of such segments to the engines.
     """
     if config.learner.device != "cuda":
         return worker_env(config)
@@ -351,15 +355,15 @@ class EnginePlaces:
         self._one_at_a_time: AbstractAsyncContextManager[Any] = asyncio.Lock() if per_node else nullcontext()
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any) -> Awaitable[Any]:
-        """Call a method of the worker with this rank."""
+        """Call a method of the rollout worker with rank ``rank``. Await the returned object to get the result."""
         group, index = self._group_of(rank)
         return group.execute_rank_async(index, method_name, *args)
 
     async def node_of(self, rank: int, wanted: str = "") -> str:
-        """Wait until Ray has reserved a place for a rank, and return the id of the node. Ray wakes this call.
+        """Wait until Ray has reserved CPUs and GPUs for the worker of a rank. Returns the id of the node.
 
-        If ``wanted`` is not empty, a new place is on the node with this id. If a node dies, Ray moves its places to
-        another node with enough free resources. There is no deadline.
+        If ``wanted`` is not empty, a new reservation is on the node with this id. If a node dies, Ray moves its
+        reservations to another node with enough free resources. There is no deadline.
         """
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
@@ -374,7 +378,7 @@ class EnginePlaces:
         return self._nodes[rank]
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank if it has one, and start a new one.
+        """Kill the worker of a rank if there is one, and start a new worker.
 
         ``changed`` replaces keyword arguments of the worker's constructor.
         """
@@ -387,7 +391,7 @@ class EnginePlaces:
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank if it has one. If the rank joined later, also release its reservation."""
+        """Kill the worker of a rank if there is one. If the rank joined later, also release its reservation."""
         self._nodes.pop(rank, None)
         if rank < self._num_first:
             self.first.kill_worker(rank)

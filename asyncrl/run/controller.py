@@ -2,7 +2,7 @@
 
 The five loops of `Controller`, what each waits for, and who wakes it::
 
-    feed      waits for room in the buffer's queue    ── woken by the buffer, when a lease is granted
+    feed      waits for room in the buffer's queue    ── woken by the buffer, when a worker takes a group
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
     complete  waits for the oldest queued update      ── woken by the learner ranks
@@ -17,7 +17,7 @@ step v + 1 on the ranks, and threads of the ranks fetch and pack its batch.
 
 No step waits until the engines have loaded weights. The buffer offers a version after the commit of its step, and each
 worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
-slows generation down.
+(the buffer's rule for when a worker may begin a group) slows generation down.
 
 `_Training.stop` cancels feed, follow and examine, and ends plan. Then complete commits and reports the queued steps.
 
@@ -26,14 +26,14 @@ A deadlock needs a cycle of waits. These are the waits:
 - feed, plan and follow wait for the buffer. complete waits for the learner.
 - examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
 - Admission waits for commits (complete) and for engines to load newer weights.
-- Engines wait for commits. Pinned engines also wait for the end of their evaluation.
+- Engines wait for commits. Engines that are pinned to a version also wait for the end of its evaluation.
 
 So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
 learner's version is admitted without a further commit (docs/staleness.md).
 
 plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
-rank, the loops begin again at the newest checkpoint. If a store dies before the ranks have fetched a batch from it, the
-loops begin again at the step of this batch, with a new plan.
+rank, the loops begin again at the newest checkpoint. If a store, which holds finished groups, dies before the ranks
+have fetched a batch from it, the loops begin again at the step of this batch, with a new plan.
 
 `ColocatedController` is for a learner and engines that share devices. It has feed and one more loop. Each action of
 this loop waits for the previous action::
@@ -149,7 +149,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         )
 
     async def train(self) -> None:
-        """Train to the last step and publish its weights. `stop` ends the training earlier.
+        """Train to the last step, and publish the final weights. `stop` ends the training earlier.
 
         After a `LearnerDiedError`, call `rewind` and then this method again. After a `BatchLost`, call `replan` first.
         Each `AsyncRLError` is raised in an `ExceptionGroup`.
@@ -175,7 +175,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feeding.cancel()
 
     def stop(self) -> None:
-        """Plan no further batch. `train` then returns when the queued steps are committed and reported."""
+        """End the training early: plan no further batch.
+
+        `train` then returns when the queued steps are committed and reported.
+        """
         self._stopping.set()
         for task in self._beside:
             task.cancel()
@@ -187,7 +190,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps of this process."""
+        """Number of learner steps that this process has finished. A repeated step counts again."""
         return self._reporter.num_steps
 
     @property
@@ -196,7 +199,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._queued_version == self._versions.stop
 
     async def save_stopped(self) -> str:
-        """Stop all work of the fleet, save a checkpoint, and return its folder. Call this after `stop`.
+        """Stop all work of the fleet, save a checkpoint, and return the checkpoint's folder. Call this after `stop`.
 
         Before the checkpoint, the fleet saves the tokens of running groups in the buffer.
         """
@@ -204,7 +207,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step. Return its folder when the checkpoint is complete."""
+        """Save a checkpoint with the next learner step. Return the checkpoint's folder when it is complete."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
@@ -220,14 +223,15 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await asyncio.gather(task, stopping, return_exceptions=True)
 
     def newest_checkpoint(self, folder: Path) -> Resumed | None:
-        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None."""
+        """Return the newest complete checkpoint in ``folder`` that this process has saved, or None if there is none."""
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Reset the buffer and this controller to a checkpoint. The learner continues as ``incarnation``.
+        """Set the buffer and this controller back to a checkpoint.
 
-        If the checkpoint has steps that the ledger lacks, the buffer first commits these steps. Returns the ids of the
-        groups that are finished at the checkpoint, as sorted ranges [start, end).
+        ``incarnation`` is the number of restarts of the learner so far. If the checkpoint has steps that the buffer has
+        not committed, the buffer first commits these steps. Returns the ids of the groups that are finished at the
+        checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
         await self._buffer.rewind(state.version, incarnation=incarnation)
@@ -236,9 +240,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await self._buffer.finished()
 
     async def replan(self) -> tuple[int, Sequence[int]]:
-        """Requeue the lost groups after a `BatchLost`; the next `train` plans their step again.
+        """After a `BatchLost`, let the fleet generate the lost groups again.
 
-        Returns the step and its lost groups. Raises `LearnerDiedError` if the ranks cannot continue.
+        The next `train` plans the lost step again. Returns the number of the step, and the ids of the lost groups.
+        Raises `LearnerDiedError` if the ranks cannot continue.
         """
         group_ids = await self._learner.withdraw()
         await self._buffer.lose(group_ids)
@@ -257,16 +262,26 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             await self._buffer.commit(version)
 
     async def account(self) -> TrainingResult:
-        """Stop all work of the fleet and close the account. Raises `AccountError` if the account does not balance."""
+        """Stop all work of the fleet, and return the results of the training, with the token account.
+
+        The account says how many generated tokens were trained, dropped or left. Raises `AccountError` if the numbers
+        do not add up.
+        """
         counts = await self._fleet.drain()
         return self._reporter.result(await self._buffer.stats(), counts)
 
     @abstractmethod
     def step_loops(self) -> Sequence[Loop]:
-        """Return the loops that make the steps. They end after the last step. After `stop`, they end earlier."""
+        """Return the coroutine functions that make the learner steps.
+
+        They end after the last step. After `stop`, they end earlier.
+        """
 
     def following_loops(self) -> Sequence[Loop]:
-        """Return the other loops. They end when the engines serve the last version; `stop` cancels them."""
+        """Return the coroutine functions that run beside the steps. `stop` cancels them.
+
+        They end when the engines serve the last version.
+        """
         return ()
 
     async def _follow_fleet(self) -> None:
@@ -305,11 +320,11 @@ class Controller(_Training[LearnerPort, FleetPort]):
         super()._go_on_from(version)
 
     def step_loops(self) -> Sequence[Loop]:
-        """See `_Training.step_loops`."""
+        """Return two coroutine functions: one plans and queues the learner steps, the other one completes them."""
         return self._plan, self._complete
 
     def following_loops(self) -> Sequence[Loop]:
-        """See `_Training.following_loops`."""
+        """Return two coroutine functions: one follows which versions the engines serve, one evaluates versions."""
         return self._follow, self._examine
 
     async def _plan(self) -> None:
@@ -387,18 +402,25 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     """A step that is not reported yet: its plan, the seconds that the loop waited for the plan, and its metrics."""
 
     def step_loops(self) -> Sequence[Loop]:
-        """See `_Training.step_loops`."""
+        """Return the one coroutine function in which engines and learner take turns."""
         return (self._take_turns,)
 
     async def save_stopped(self) -> str:
-        """Do the same as the base class, after the engines have released the devices."""
+        """Stop all work of the fleet, let the engines free their devices, and save a checkpoint.
+
+        Returns the checkpoint's folder. Call this after `stop`.
+        """
         await self._fleet.drain()
         await self._fleet.release_device()
         await self._learner.trainer_mode()
         return await super().save_stopped()
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Do the same as the base class. Then the engines release their devices for the new ranks."""
+        """Set the buffer and this controller back to a checkpoint. Then let the engines free their devices.
+
+        The new ranks need these devices. ``incarnation`` is the number of restarts of the learner so far. Returns the
+        ids of the groups that are finished at the checkpoint, as sorted ranges [start, end).
+        """
         await self._commit_before(state.version)
         # A step in the checkpoint is not repeated. If the loop ended before it reported this step, report it now.
         if self._trained is not None and self._trained[0].version < state.version:

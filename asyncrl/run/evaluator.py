@@ -1,6 +1,7 @@
 """Held-out evaluation: engines that serve one policy version answer prompts.
 
-The fleet and the buffer wake `HeldOutEvaluator`. Importing this module does not load Ray or torch.
+`HeldOutEvaluator` waits for events of the fleet and the buffer, without polling. Importing this module does not load
+Ray or torch.
 """
 
 from __future__ import annotations
@@ -37,15 +38,19 @@ class AnsweringFleet(Protocol):
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """Answer prompts on one engine under ``version``. Leave out answers with tokens of other versions.
+        """Sample and score answers to prompts, on one engine that serves policy version ``version``.
 
-        Raises `AsyncRLError` if the engine is lost or serves another version.
+        Returns one object per prompt. Prompts whose answers have tokens of other versions are left out. Raises
+        `AsyncRLError` if the engine is lost or serves another version.
         """
         ...
 
 
 PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
-"""Waits until the engines pinned to a version differ from the given engines, and returns them."""
+"""Takes a set of engines, and waits until the engines that stay on a version (pinned engines) differ from this set.
+
+Returns the engines that are then pinned.
+"""
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
@@ -54,7 +59,10 @@ def num_pinned_engines(share: float, num_engines: int) -> int:
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Return how many samples of an evaluation a pinned engine may run at once, at least all samples of one prompt."""
+    """Return how many samples of an evaluation may run at the same time on one engine.
+
+    The number is at least the number of samples of one prompt. The engine is pinned: it stays on the evaluated version.
+    """
     slots = config.rollout_fleet.most_groups_in_flight * config.algorithm.samples_per_prompt
     num_pinned = num_pinned_engines(config.evaluation.share, num_engines)
     share = min(1.0, config.evaluation.share * num_engines / num_pinned)
@@ -70,16 +78,20 @@ class HeldOutEvaluator:
         self._prompts = list(prompts)
 
     async def evaluate_all(self, version: int) -> Evaluation | None:
-        """Evaluate on all engines, which must serve ``version`` and be idle. Returns None if no answer has a reward."""
+        """Evaluate ``version`` on all engines, which must serve it and be idle.
+
+        Returns None if no answer has a reward.
+        """
         engines = set(self._fleet.engines())
         size = math.ceil(len(self._prompts) / (max(1, len(engines)) * _CALLS_PER_ENGINE))
         return await self._evaluate(version, _Deal(self._prompts, size=size, calls=_CALLS_PER_ENGINE), engines)
 
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
-        """Evaluate during training on the engines ``pinned`` to ``version``.
+        """Evaluate ``version`` during training, on engines that stay on this version (pinned engines).
 
-        Use only `slots_of_evaluation` per engine. Returns None if no answer has a reward, or if the weights no longer
-        exist.
+        ``pinned`` takes a set of engines, and waits until the pinned engines differ from this set. At most
+        `slots_of_evaluation` samples run on an engine at the same time. Returns None if no answer has a reward, or if
+        the weights no longer exist.
         """
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))

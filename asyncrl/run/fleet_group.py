@@ -1,6 +1,6 @@
-"""The rollout fleet, as the controller's `ColocatedFleetPort`. Members of an elastic fleet may join and leave.
+"""The rollout fleet, with the controller's interface `ColocatedFleetPort`. Its members are rollout workers.
 
-An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
+Members of an elastic fleet may join and leave. An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
 """
 
 from __future__ import annotations
@@ -101,10 +101,11 @@ class FleetGroup:
         self._given_up = asyncio.Event()
 
     async def start(self) -> None:
-        """Start the first engines and load the first weights. An elastic fleet also begins to start more engines.
+        """Start the first engines, and load the first published weights.
 
-        Raises `DeadlineError`, or `WorkerDiedError` with the worker's log. A failed engine is not restarted, because
-        the most likely cause is the configuration.
+        An elastic fleet also begins to start more engines. Raises `DeadlineError` if this takes too long, or
+        `WorkerDiedError` with the worker's log. A failed engine is not restarted, because the most likely cause is the
+        configuration.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -116,7 +117,7 @@ class FleetGroup:
         self._has_started = True
 
     async def run(self) -> None:
-        """Roll out on all engines until `drain`.
+        """Generate rollouts on all engines until `drain` is called.
 
         Raises:
             EngineLost: no engine was up for ``rollout_fleet.no_engine_timeout_s``, or fewer than
@@ -271,7 +272,10 @@ class FleetGroup:
         self._note_change()
 
     async def leave(self, rank: int) -> str:
-        """Let a member release its groups and end. Returns when the member has ended.
+        """Remove a member (a rollout worker) from the running fleet.
+
+        The member gives its running groups back to the buffer, and ends. Returns a message for the user when it has
+        ended.
 
         Raises:
             MembershipRefused: the member does not exist, too few would remain, or the run is not training now.
@@ -301,7 +305,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another")
 
     def describe(self) -> str:
-        """Return the members, one per line, for the user."""
+        """Return a text for the user: one line per member with its state, then how many engines may join."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -314,25 +318,33 @@ class FleetGroup:
     # The controller's port
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """See `ColocatedFleetPort.release_device`."""
+        """Wait until running groups have finished. Then free the GPU memory of all engines.
+
+        No engine starts before `take_device`. If ``incarnation`` (the number of restarts of the learner) is given, the
+        engines then refuse weights of earlier incarnations.
+        """
         self._may_use_devices.clear()
         self._note_change()
         await asyncio.gather(*(member.release_device(incarnation) for member in self._members.values()))
 
     def take_device(self) -> None:
-        """See `ColocatedFleetPort.take_device`."""
+        """Let engines start again. Call this after the learner has moved its tensors off the devices."""
         self._may_use_devices.set()
         self._note_change()
 
     async def counters(self) -> FleetCounts:
-        """See `FleetPort.counters`."""
+        """Return the counters of the fleet since its start. They include engines that have left."""
         departed, members = list(self._departed), list(self._members.values())
         counters = await asyncio.gather(*(member.counters() for member in members))
         by_engine = {str(member.rank): own.tokens_generated for member, own in zip(members, counters, strict=True)}
         return replace(_total([*departed, *counters]), tokens_by_engine=by_engine)
 
     async def drain(self) -> FleetCounts:
-        """See `FleetPort.drain`. Also cancel the joins in progress, and wait for the leaving members."""
+        """Abort running groups, and return the final counters of the fleet.
+
+        Also release the groups' leases (the workers' rights to generate them), cancel the joins in progress, and wait
+        for the leaving members.
+        """
         self._is_closing = True
         self._note_change()
         await self._withdraw()
@@ -347,20 +359,27 @@ class FleetGroup:
         await asyncio.gather(*coming, return_exceptions=True)
 
     def engines(self) -> list[str]:
-        """See `FleetPort.engines`. The names are the ranks."""
+        """Return the names of the engines that take part in training. A name is the engine's rank as text."""
         return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
 
     async def answer(
         self, engine: str, prompts: Sequence[Prompt], *, version: int, num_samples: int
     ) -> list[AnsweredPrompt]:
-        """See `AnsweringFleet.answer`."""
+        """Sample and score answers to held-out prompts, on one engine that serves policy version ``version``.
+
+        Returns one object per prompt. Prompts whose answers have tokens of other versions are left out. Raises
+        `AsyncRLError` if the engine is lost or serves another version.
+        """
         member = self._members.get(int(engine))
         if member is None:
             raise EngineLost(f"rollout worker {engine} has left")
         return await member.answer(prompts, version=version, num_samples=num_samples)
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask engines and workers to stop, kill them after ``timeout_s``, and remove the engines' links to weights."""
+        """Ask engines and workers to stop, and kill them after ``timeout_s`` seconds.
+
+        Then remove the hard links to weights that the engines made.
+        """
         self._is_closing = True
         self._be_patient(None)
         for task in self._leaving.values():
@@ -377,7 +396,10 @@ class FleetGroup:
 
 
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
-    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``. Return errors in the answer, without raising."""
+    """Carry out a request of ``asyncrl join`` or ``asyncrl leave``, and return the answer for the command.
+
+    An error becomes the text of the answer, and is not raised.
+    """
     try:
         if request.action is Action.describe:
             return FleetAnswer(words=fleet.describe())
@@ -408,7 +430,7 @@ def _node_id(config: RunConfig, address: str) -> str:
 
 @asynccontextmanager
 async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -> AsyncIterator[None]:
-    """Answer join and leave requests while the block runs. No effect for a fleet of fixed size."""
+    """Answer join and leave requests while the block runs. For a fleet of fixed size, do nothing."""
     if not config.rollout_fleet.is_elastic:
         yield
         return
@@ -465,7 +487,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:
-    """Return the options of the fleet, with the server options that follow from the rest of the configuration.
+    """Return the options of the fleet, completed with server options that follow from other options of the run.
 
     Colocated servers get ``memory_saver``, to release their devices. If prompts have environments, servers get
     ``tokenizer``, to detect stop texts.

@@ -101,7 +101,7 @@ class FleetMember:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the engine serves verified weights."""
+        """Whether the engine serves verified weights, so that the worker may generate groups."""
         return self.member.may_lease
 
     @property
@@ -114,22 +114,25 @@ class FleetMember:
         return self._has_served and not self.member.has_ended and self.member.state not in away
 
     async def start(self) -> None:
-        """Start the worker and its engine. Raises `DeadlineError`, or `WorkerDiedError` with the worker's log."""
+        """Start the worker and its engine.
+
+        Raises `DeadlineError` if this takes too long, or `WorkerDiedError` with the worker's log.
+        """
         option = "rollout_fleet.start_timeout_s"
         self._worker = await within(self._call("start"), self._start_s, "the rollout engines", option)
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the worker has loaded the first offered weights. After that, a dead worker is replaced."""
+        """Wait until the worker has loaded the first published weights. After that, a dead worker is replaced."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Start in a running fleet on the newest weights. After that, a dead worker is replaced.
+        """Start the worker in a running fleet, with the newest weights. After that, a dead worker is replaced.
 
         Args:
             node: Id of the node; empty for any.
-            place_timeout_s: Longest wait for a place.
+            place_timeout_s: Longest wait, in seconds, for free CPUs and GPUs.
 
         Returns:
             The id of the worker's node.
@@ -151,13 +154,20 @@ class FleetMember:
         return found
 
     async def run(self) -> None:
-        """Roll out until `drain` or `leave`, also after restarts. Raises `EngineLost` if the member has failed."""
+        """Let the worker generate rollouts until `drain` or `leave`, also after restarts of the worker.
+
+        Raises `EngineLost` if the worker has failed and may not restart.
+        """
         while (epoch := await self._ready()) is not None:
             if await self._tried(epoch, self._call("run")):
                 return
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer held-out prompts as `RolloutWorker.answer` does. Raises `AsyncRLError` for any failure."""
+        """Let the worker sample and score answers to held-out prompts, under policy version ``version``.
+
+        Returns one object per prompt. Prompts whose answers have tokens of other versions are left out. Raises
+        `AsyncRLError` for any failure.
+        """
         if not await self._is_up():
             failure = self._failure
             why = "it cannot answer" if failure is None else raised_in_worker(failure)
@@ -175,9 +185,9 @@ class FleetMember:
             ) from error
 
     async def counters(self) -> FleetCounters:
-        """Return the counters over all lives of the member.
+        """Return the sums of the counters of all worker processes that this member has had.
 
-        If the worker does not answer within `COUNTERS_S`, these are the last known counters.
+        If the worker does not answer within `COUNTERS_S` seconds, these are the last known counters.
         """
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
@@ -196,14 +206,15 @@ class FleetMember:
 
     @property
     def total(self) -> FleetCounters:
-        """The last known counters over all lives of the member."""
+        """The last known sums of the counters of all worker processes that this member has had."""
         return FleetCounters.total([*self._before, self._last])
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Let running groups finish, and release the device. If the worker is starting, wait for the end of its start.
+        """Wait until running groups have finished. Then free the engine's GPU memory.
 
-        A worker that does not release its device is killed. No new worker starts before
-        `MemberParts.may_use_devices` is set.
+        If the worker is starting, first wait for the end of its start. A worker that does not free its GPU memory is
+        killed. No new worker starts before `MemberParts.may_use_devices` is set. If ``incarnation`` (the number of
+        restarts of the learner) is given, the engine then refuses weights of earlier incarnations.
         """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
         timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
@@ -225,7 +236,10 @@ class FleetMember:
         await self._notify()
 
     async def drain(self) -> FleetCounters:
-        """End `run` and release all leases. The worker stays up for `answer`. Returns the final counters."""
+        """End `run`, and give back all groups that the worker generates. Returns the final counters.
+
+        The worker stays up for `answer`.
+        """
         while await self._is_up():
             if found := await self._tried(self.member.epoch, self._call("drain")):
                 self._last = await self._closed(found[0])
@@ -238,7 +252,7 @@ class FleetMember:
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Take no more work, release running groups, and end the worker. Returns when the worker has ended.
+        """Let the worker take no more work, give its running groups back, and end. Returns when the worker has ended.
 
         `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
@@ -265,7 +279,7 @@ class FleetMember:
         await self._notify()
 
     async def stop(self) -> None:
-        """End the worker if there is one."""
+        """Stop restarting the worker, and end it if it runs."""
         await self._close()
         if self._has_process:
             await self._call("stop")
@@ -364,7 +378,7 @@ class FleetMember:
             await _cancel(call, ending)
 
     async def watch(self) -> NoReturn:
-        """Wait until the engine fails or a call ends the life, and raise the cause."""
+        """Wait until the engine or a call to the worker fails, and raise the cause."""
         failing = self._while_answering(self._call("wait_failed"), "the rollout workers, which generate")
         watching, declared = asyncio.ensure_future(failing), asyncio.create_task(self._declared.get())
         try:
@@ -377,9 +391,9 @@ class FleetMember:
         raise EngineLost(f"the engine of {self.member.name} has ended")
 
     async def end(self, fault: Exception) -> float:
-        """End this life, and return the seconds until the next life begins.
+        """End the failed worker, and return the seconds to wait before a new worker starts.
 
-        Raises ``fault`` if no further life may begin, or if the cluster has died.
+        Raises ``fault`` if no further worker may start, or if the cluster has died.
         """
         if isinstance(fault, ClusterDiedError):
             raise fault
@@ -400,7 +414,7 @@ class FleetMember:
         return member.seconds_left(time.monotonic()) or 0.0
 
     async def begin(self) -> None:
-        """Start a new worker and let it load the newest weights."""
+        """Start a new worker after the death of the old one, and let it load the newest weights."""
         self.member.due(self.member.deadline)
         await self._come_up()
         self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")

@@ -38,14 +38,15 @@ class StoredSample:
 
     @property
     def versions(self) -> set[int]:
-        """The versions of the sample's tokens."""
+        """The policy versions under which the tokens of the sample were generated."""
         return {*self.row["versions"]} - {UNVERSIONED}
 
 
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     """Recompute the log-probs of up to ``count`` stored samples, and add the comparison to ``result``.
 
-    A sample is checked only if a checkpoint or ``snapshots/`` has the weights of each of its versions.
+    ``lives`` are the processes of the run, which stored the samples. A sample is checked only if a checkpoint or
+    ``snapshots/`` has the weights of each of the sample's versions.
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
     models = [*stored.values(), *(_options(life)["model"]["path"] for life in lives)]

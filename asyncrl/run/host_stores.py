@@ -1,4 +1,4 @@
-"""Runs one store server on each host with rollout workers.
+"""Runs one store server, which holds finished groups, on each host with rollout workers.
 
 A trajectory stays on the host of its worker until the learner's ranks fetch it, so it crosses the network only once. If
 a store is lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
@@ -46,7 +46,10 @@ class NodeStore:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Start the store server. Return its address. Raises `ValueError` if this node allows too few open files."""
+        """Start the store server, and return the server's address.
+
+        Raises `ValueError` if this node allows too few open files.
+        """
         allow_clients(self._num_clients)
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._server = BufferSupervisor(
@@ -63,7 +66,7 @@ class NodeStore:
         return address
 
     async def next_restart(self) -> str:
-        """Wait for a restart of the store server. Return a description for the user.
+        """Wait until the store server has restarted. Returns a description of the restart for the user.
 
         Raises `WorkerDiedError` if no restarts are left.
         """
@@ -76,7 +79,7 @@ class NodeStore:
         return await waiting
 
     async def stop(self) -> None:
-        """Stop the store server."""
+        """Stop the store server of this node."""
         if self._watching is not None:
             self._watching.cancel()
         if self._server is not None:
@@ -84,7 +87,10 @@ class NodeStore:
 
 
 def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
-    """Return the buffer's options, changed for a store on the node with this address."""
+    """Return the options of a store server on the node with address ``address``.
+
+    ``config`` has the options of the buffer.
+    """
     own = store_config(config)
     if is_loopback(own.host):
         return own
@@ -128,9 +134,10 @@ class HostStores:
         self.num_restarts = self.num_placed = 0
 
     async def watch(self) -> NoReturn:
-        """Start a store on each host with rollout workers. Drop lost stores, and replace them while restarts are left.
+        """Start a store on each host with rollout workers. Replace lost stores while restarts are left.
 
-        Raises `WorkerDiedError` if the last store is lost and may not be replaced.
+        The groups of a lost store are generated again. Raises `WorkerDiedError` if the last store is lost and may not
+        be replaced.
         """
         known: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
@@ -143,7 +150,7 @@ class HostStores:
             await keep_up(_HostStore(self, host), has_begun=False)
 
     async def stop(self) -> None:
-        """End the stores and their actors."""
+        """Stop all store servers, and kill the actors that run them."""
         actors, self.actors = list(self.actors.values()), {}
         try:
             async with asyncio.timeout(STOP_S):
@@ -213,9 +220,10 @@ class _HostStore:
 
 
 def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:
-    """Return a function that makes `NodeStore` actors in the connected Ray cluster.
+    """Return a function that makes a `NodeStore` actor in the connected Ray cluster.
 
-    ``config`` has the options of the buffer. ``options`` are ``num_clients`` and further options of `BufferSupervisor`.
+    The function takes a node id and the number of the store. ``config`` has the options of the buffer. ``options`` are
+    ``num_clients`` and further options of `BufferSupervisor`.
     """
     actor_class: Any = ray.remote(NodeStore)
     place: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}
@@ -230,5 +238,5 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
 
 
 def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Make the client of a rollout worker on this node. The client puts groups into the store of the node."""
+    """Return the buffer's client for a rollout worker on this node. It puts groups into the store of the node."""
     return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

@@ -1,4 +1,4 @@
-"""The learner's roles as Ray worker groups, behind the controller's `LearnerPort`.
+"""The learner's roles as Ray worker groups, with the controller's interface `LearnerPort`.
 
 Every call waits for the ranks with a deadline. Ray wakes the call when the ranks answer or die.
 """
@@ -100,7 +100,7 @@ class LearnerGroup:
         await _or_death(loading, pending)
 
     async def death(self) -> NoReturn:
-        """Wait until the process of a rank ends, even if no call runs. Raises `LearnerDiedError`.
+        """Wait until the process of a rank ends, even if no call runs. Then raise `LearnerDiedError`.
 
         Pending calls report the death in more detail, so this call first gives them time to fail.
         """
@@ -118,8 +118,9 @@ class LearnerGroup:
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from the checkpoint of ``version``, and publish this version.
 
-        Remove the later versions that the previous ranks published. Colocated engines must have released the devices,
-        and get them back after the publish. Raises the errors of `init` and `load`.
+        ``incarnation`` is the number of restarts of the learner so far. Later versions that the previous ranks
+        published are removed. Colocated engines must have freed the devices, and get them back after the publish.
+        Raises the errors of `init` and `load`.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -132,7 +133,10 @@ class LearnerGroup:
         await self.finish_publish()
 
     async def scored(self, plan: Plan) -> Plan:
-        """Return the plan with the rewards of the reward model, or the same plan if the run has no reward model."""
+        """Return the plan (the groups of a step's batch) with the rewards of the reward model.
+
+        If the run has no reward model, return the same plan.
+        """
         if "rm" not in self._roles:
             return plan
         self._announce(plan, ["rm"])
@@ -153,9 +157,10 @@ class LearnerGroup:
         return replace(plan, groups=groups)
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the calls that compute scores, then the actor's step. Await the result to get the step's metrics.
+        """Queue the calls that compute log-probs and values, then the actor's step on the batch.
 
-        The result raises `AccountError` if the ranks have trained on other tokens than planned.
+        Await the result to get the step's metrics. It raises `AccountError` if the ranks have trained on other tokens
+        than planned.
         """
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self._roles]
@@ -180,7 +185,10 @@ class LearnerGroup:
         return finish()
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the critic's step on the scores of the last `update`. The awaited result has its metrics, if any."""
+        """Queue the critic's step on the batch of the last `update`. Await the result to get its metrics.
+
+        Without a critic, there are no metrics.
+        """
         step = self._roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self._roles else None
 
         async def metrics() -> Mapping[str, float]:
@@ -192,7 +200,10 @@ class LearnerGroup:
         return metrics()
 
     def publish(self, version: int) -> Awaitable[None]:
-        """Queue the publish of ``version``. The awaited result returns when the ranks have copied the weights."""
+        """Queue the publish of the weights as policy version ``version``.
+
+        Await the result to wait until the ranks have copied the weights.
+        """
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
@@ -200,16 +211,19 @@ class LearnerGroup:
         await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
-        """Publish ``version``, offload the roles that share devices with engines, and wait until engines can load."""
+        """Queue the publish of ``version``, and move the tensors of roles that share GPUs with engines to the host.
+
+        Await the result to wait until the engines can load the version.
+        """
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
 
     async def trainer_mode(self) -> None:
-        """Load the tensors that `rollout_mode` offloaded."""
+        """Move the tensors that `rollout_mode` offloaded back to the devices."""
         await self._in_time(AllOf([group.trainer_mode() for _, group in self._on_shared_devices()]), "training's turn")
 
     async def withdraw(self) -> list[int]:
-        """Discard the batch after a `BatchLost`, and return the groups that the ranks did not find.
+        """Discard the batch after a `BatchLost`, and return the ids of the groups that the ranks did not find.
 
         Raises `LearnerDiedError` if the critic has a separate pool, because the critic may have trained on the batch.
         """
@@ -227,14 +241,19 @@ class LearnerGroup:
 
     @property
     def pool(self) -> RayResourcePool:
-        """The resource pool of the actor's processes."""
+        """The Ray resource pool of the actor's processes."""
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
         return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
-        """See `LearnerPort.save`."""
+        """Queue a checkpoint of ``version``. Await the result to get the checkpoint's folder.
+
+        ``run`` is the state of the run, which the checkpoint includes. With ``wait``, the result waits until the ranks
+        have written their files. ``parts`` names the folders that other processes write. The checkpoint is complete
+        when these folders exist too.
+        """
         critic = []
         if "critic" in self._roles:
             critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / CRITIC), version, wait)]
@@ -245,7 +264,7 @@ class LearnerGroup:
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
-        """Load a checkpoint and return its version.
+        """Load a checkpoint on all ranks, and return the policy version of the checkpoint.
 
         Raises `ValueError` if the run has a critic and the checkpoint does not.
         """
@@ -260,13 +279,13 @@ class LearnerGroup:
         return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
 
     async def save_policy(self, directory: Path) -> None:
-        """Write the policy and its tokenizer in Hugging Face layout."""
+        """Write the policy and the tokenizer into ``directory``, in Hugging Face layout."""
         await self._first(self._roles["actor"].save_policy(str(directory)), "the saved policy")
 
     async def stop(self, timeout_s: float) -> None:
-        """Ask the ranks to stop, kill them after ``timeout_s``, and release the reservation."""
+        """Ask the ranks to stop, kill them after ``timeout_s`` seconds, and release their reserved resources."""
         try:
-            with suppress(Exception):  # the ranks are killed next
+            with suppress(Exception):  # an error has no effect, because the ranks are killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:
@@ -436,7 +455,7 @@ class RoleGroups:
         return iter(self._groups.values())
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a process of any role dies, and return the error that names it."""
+        """Wait until a process of any role dies, and return an error that names the process."""
         watching = {asyncio.ensure_future(host.death()) for host in self._hosts}
         try:
             ended, _ = await asyncio.wait(watching, return_when=asyncio.FIRST_COMPLETED)
@@ -451,7 +470,10 @@ class RoleGroups:
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Return whether each process of ``reader`` also runs ``role`` on the same samples, so it has their scores."""
+        """Return whether each process of ``reader`` also runs ``role`` on the same samples.
+
+        Then the process already has the log-probs or values of ``role``, and none are sent.
+        """
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
     def shutdown(self) -> None:

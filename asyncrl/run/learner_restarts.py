@@ -1,9 +1,10 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
-Engines and buffer keep running. The ledger returns to the checkpoint's version with a new *incarnation* of the learner.
-The versions after the checkpoint are lost. The ledger revokes running attempts and withdraws offered weights. It drops
-stored groups and saved prefixes with a token of a lost version (``rewound``). Engines lease again after they have
-loaded the weights of the new ranks. So no token of a lost version is ever trained on.
+Engines and buffer keep running. The ledger (the buffer's record of all groups) returns to the checkpoint's version with
+a new *incarnation* of the learner: the number of restarts. The versions after the checkpoint are lost. The ledger stops
+the generation of running groups, and withdraws offered weights. It drops stored groups and saved prefixes (the first
+tokens of unfinished groups) with a token of a lost version, for the reason ``rewound``. Engines get groups again after
+they have loaded the weights of the new ranks. So no token of a lost version is ever trained on.
 
 If a store dies, a batch with groups in that store is lost. No rank has trained on this batch, so the ranks continue,
 and the controller plans the step again. If one step loses more than `MAX_REPLANS` batches, the ranks are restarted.
@@ -71,7 +72,7 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Await ``work`` until it returns or the learner dies. After a lost batch, repeat ``work``."""
+        """Run the work of `through` until it returns or the learner dies. After a lost batch, repeat the work."""
         lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
@@ -108,7 +109,10 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks. Raises ``fault`` if the learner did not cause it, and the errors of `_check`."""
+        """Kill the remaining ranks after a death, and return 0: the next ranks may start at once.
+
+        Raises ``fault`` if the learner did not cause it, and the errors of `_check`.
+        """
         if (death := death_in(fault)) is None:
             raise fault
         if isinstance(death, BatchLost):
@@ -122,7 +126,7 @@ class LearnerRestarts:
         return 0.0
 
     async def begin(self) -> None:
-        """Start new ranks from the newest checkpoint."""
+        """Start new ranks from the newest checkpoint, and set buffer and controller back to this checkpoint."""
         found = self._newest()  # a newer checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
@@ -138,7 +142,10 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """Return the `LearnerDiedError` or `BatchLost` in an error. None: the error contains any other failure."""
+    """Return the `LearnerDiedError` or `BatchLost` that an error is, or that an exception group contains.
+
+    Returns None if the error is or contains any other failure.
+    """
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:
         return None

@@ -56,11 +56,11 @@ class NodeFiles:
             return False
 
     def prints(self, folder: str) -> dict[str, str]:
-        """Return the `file_prints` of a folder."""
+        """Return a fingerprint of each file in a folder, by file name, as `file_prints` computes it."""
         return file_prints(Path(folder))
 
     def sizes(self, folder: str, parts: Sequence[str]) -> dict[str, int]:
-        """Return the bytes of each file in the subfolders ``parts``, by path.
+        """Return the number of bytes of each file in the subfolders ``parts``, by path relative to ``folder``.
 
         Skip files with a leading dot, because they are unfinished.
         """
@@ -72,7 +72,7 @@ class NodeFiles:
         }
 
     def make(self, folder: str, mode: int) -> str:
-        """Make a folder. Returns the reason if this fails, otherwise an empty string."""
+        """Make a folder with the permissions ``mode``. Returns why this failed, or an empty text if it succeeded."""
         try:
             if mode == FOLDER_MODE:
                 make_private_folder(Path(folder))
@@ -83,7 +83,7 @@ class NodeFiles:
         return ""
 
     def hold(self, folder: str) -> str:
-        """Lock a folder until this process ends. Returns the reason if this fails, otherwise an empty string."""
+        """Lock a folder until this process ends. Returns why this failed, or an empty text if it succeeded."""
         try:
             join_shared_folder(Path(folder))
         except (NotPrivate, OSError) as error:
@@ -91,18 +91,18 @@ class NodeFiles:
         return ""
 
     def free_bytes(self, folder: str) -> int:
-        """Return the free bytes of a folder's file system; 0 if the folder does not exist."""
+        """Return the number of free bytes on the file system of a folder; 0 if the folder does not exist."""
         return shutil.disk_usage(folder).free if Path(folder).is_dir() else 0
 
     def write(self, path: str, offset: int, data: bytes, mode: int) -> None:
-        """Write bytes of a file from ``offset``. Links are not followed."""
+        """Write ``data`` into a file, from byte ``offset``. Links are not followed. A new file gets ``mode``."""
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, mode)
         with os.fdopen(descriptor, "wb") as file:
             file.seek(offset)
             file.write(data)
 
     def read(self, path: str, offset: int, num_bytes: int) -> bytes:
-        """Read bytes of a file from ``offset``."""
+        """Return up to ``num_bytes`` bytes of a file, from byte ``offset``."""
         with Path(path).open("rb") as file:
             file.seek(offset)
             return file.read(num_bytes)
@@ -114,7 +114,10 @@ class NodeFiles:
 
 
 def file_prints(folder: Path) -> dict[str, str]:
-    """Return the fingerprint of each file in a folder, by name: the size, and a digest of the first and last bytes."""
+    """Return a fingerprint of each file in a folder, by file name.
+
+    A fingerprint has the file's size, and a digest of its first and last bytes.
+    """
     prints = {}
     for path in sorted(folder.glob("*")):
         if path.is_file():
@@ -163,7 +166,7 @@ class NodeFolders:
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Find the nodes that see the run's folder. Lock the run's folder in the shared memory of each node."""
+        """Find out which nodes share the run's folder. Lock the run's folder in the shared memory of each node."""
         await self._enter(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
@@ -182,8 +185,9 @@ class NodeFolders:
                 little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # A host stream needs two images: the loaded version and the next one. Otherwise each engine of the node needs
-        # one. The number of engines on a node is not known here, so this is a lower bound.
+        # An image is a copy of the weights in the host's memory. A host stream needs two images: the loaded version and
+        # the next one. Otherwise each engine of the node needs one. The number of engines on a node is not known here,
+        # so this is a lower bound.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -202,7 +206,7 @@ class NodeFolders:
         return replace(config, model=replace(config.model, path=self._model), learner=learner)
 
     async def admit(self, node_id: str) -> str:
-        """Send the files of a rollout worker to a node that lacks them. Returns the path of the model there.
+        """Send the files that a rollout worker needs to a node that lacks them. Returns the path of the model there.
 
         Raises:
             ValueError: the node does not see a folder that must be shared, cannot make the run's folder, or has too
@@ -247,7 +251,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the keys to the nodes ``addresses`` (None: all), except nodes that already have these keys."""
+        """Send the buffer's keys to the nodes ``addresses`` (None: all), except nodes that already have these keys."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))
@@ -272,7 +276,10 @@ class NodeFolders:
         return target
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Make a folder, and check that the nodes ``by`` (None: all) see it. Raises `ValueError` otherwise."""
+        """Make ``folder``, and check that the nodes ``by`` (None: all) see it.
+
+        Raises `ValueError`, with the name ``option``, if a node does not see the folder.
+        """
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
@@ -280,7 +287,10 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Copy to this node the bytes that other nodes wrote since the last call. Skip a node that does not answer."""
+        """Copy to this node the logs and samples that other nodes wrote since the last call.
+
+        Skip a node that does not answer.
+        """
         async with self._collecting:
             for address in list(self.apart):
                 try:
@@ -296,7 +306,7 @@ class NodeFolders:
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Copy the remaining bytes to this node, for at most `CLOSE_S` per node. Remove copies of models.
+        """Copy the remaining bytes to this node, for at most `CLOSE_S` seconds per node. Remove copies of models.
 
         Remove the run's folder on nodes with a separate folder. Remove the run's folder in shared memory on all nodes.
         """

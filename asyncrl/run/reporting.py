@@ -1,7 +1,7 @@
-"""The reports of a run: a `StepRecord` per learner step, the token account at the end, and their display.
+"""The reports of a run: a `StepRecord` per learner step, the token account at the end, and the display of both.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. After a step, a thread computes
-how busy the pools were. It then pauses for 100 times as long, to use little CPU time.
+how busy the pools were. The thread then pauses for 100 times as long, to use little CPU time.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class Reporter:
         self.engine_version = version
 
     def planned(self, plan: Plan) -> None:
-        """Write the receipt of a step's batch before the ranks train on the batch.
+        """Write the receipt (a record for ``asyncrl audit``) of a step's batch, before the ranks train on the batch.
 
         A checkpoint with this step may be complete before the commit, so the commit would be too late.
         """
@@ -121,7 +121,7 @@ class Reporter:
     ) -> None:
         """Record a finished step. ``metrics`` must have ``started_at`` and ``ended_at`` in Unix seconds.
 
-        ``stats`` are the ledger's counts after the commit.
+        ``stats`` are the buffer's counts after the commit, and ``counts`` are the fleet's counters.
         """
         self._step_span.close()
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
@@ -158,9 +158,10 @@ class Reporter:
         )
 
     def result(self, stats: BufferStats, counts: FleetCounts) -> TrainingResult:
-        """Close the token account with the final figures of ledger and fleet.
+        """Return the results of the training, with the token account: what became of the generated tokens.
 
-        Raises `AccountError` if the account does not balance.
+        ``stats`` and ``counts`` are the final counts of buffer and fleet. Raises `AccountError` if the account does not
+        balance.
         """
         earlier = self._earlier
         lags = Counter(stats.lag_histogram)
@@ -252,8 +253,8 @@ def _planned(group: GroupSummary) -> dict[str, Any]:
 def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
     """Return the slowest engine's number of new tokens, divided by the median over the engines.
 
-    Engines that are not in ``before`` are left out. With fewer than two engines the result is 1. Example: 100, 100 and
-    25 new tokens give 0.25.
+    ``before`` and ``now`` map engines to their numbers of tokens so far. Engines that are not in ``before`` are left
+    out. With fewer than two engines the result is 1. Example: 100, 100 and 25 new tokens give 0.25.
     """
     new = [tokens - before[engine] for engine, tokens in now.items() if engine in before]
     middle = statistics.median(new) if len(new) > 1 else 0
@@ -261,9 +262,10 @@ def slowest_engine(before: Mapping[str, int], now: Mapping[str, int]) -> float:
 
 
 def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: int = 0) -> TokenAccount:
-    """Return the token account of a run over all its lives. Raises `AccountError` if the account does not balance.
+    """Return the token account of a run: how many tokens it generated, trained, dropped and still has.
 
-    ``num_earlier`` is the number of tokens of earlier lives. ``counts`` has the tokens of this life.
+    The account includes all lives of the run (its processes). ``num_earlier`` is the number of tokens of earlier lives.
+    ``counts`` has the tokens of this life. Raises `AccountError` if a generated token is in no other number.
     """
     tokens = TokenAccount(
         generated=num_earlier + counts.tokens_generated,
@@ -366,7 +368,7 @@ class Watching:
             self._view.say(f"{kind}: {alarm}")
 
     def step(self, record: StepRecord) -> None:
-        """Show a finished learner step."""
+        """Show a finished learner step on the terminal and in the trackers."""
         self._view.step(record)
         self._trackers.record(record)
         self._num_steps += 1
@@ -380,7 +382,7 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Send the steps and evaluations of the earlier lives of a resumed run to the trackers."""
+        """Send the steps and evaluations of the run's earlier processes to the trackers."""
         self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:
@@ -411,7 +413,7 @@ class Watching:
 async def look_for_advice(run_dir: Path) -> None:
     """Simulate a finished training with other options, for the report's advice and frontier.
 
-    The frontier shows the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. A failure only
+    The frontier is the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. A failure only
     logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]

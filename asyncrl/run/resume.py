@@ -1,8 +1,8 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
 A checkpoint of policy version v contains the steps before v. It has two parts. The ranks write the weights and the
-`RunState`. The buffer writes the ledger, the stored groups, the prompts and the saved prefixes. So the token account,
-the finished prompts and the lags continue over all lives of a run.
+`RunState`. The buffer writes the ledger (its record of all groups), the stored groups, the prompts and the saved
+prefixes of unfinished groups. So the token account, the finished prompts and the lags continue over all lives of a run.
 """
 
 from __future__ import annotations
@@ -81,13 +81,16 @@ class RunState:
         return cls(**values)
 
     def changed_options(self, config: RunConfig) -> list[str]:
-        """Return options that differ from the checkpoint's. Example: ``learner.optimizer.lr was 0.001, is 0.0001``."""
+        """Return texts about options of ``config`` that differ from the checkpoint's options.
+
+        Example: ``learner.optimizer.lr was 0.001, is 0.0001``.
+        """
         now = learning_options(config)
         return [f"{name} was {was}, is {now[name]}" for name, was in self.options.items() if now.get(name, was) != was]
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """Return the values of the options that influence learning, as text, by dotted name."""
+    """Return the options that influence learning: values as text, by dotted name."""
     critic = config.learner.critic
     sections = {
         "model": config.model,
@@ -122,7 +125,7 @@ class Resumed:
 
     @property
     def buffer_part(self) -> Path:
-        """The folder of the buffer's part."""
+        """The folder with the part of the checkpoint that the buffer wrote."""
         return part_of(self.checkpoint, BUFFER)
 
 
@@ -156,14 +159,17 @@ class Checkpointer:
         self._copied: list[tuple[Path, list[asyncio.Future[Path]]]] = []
 
     def committed(self) -> None:
-        """Note that the ledger committed a batch. Raises `ReplayBufferError` if the buffer could not write its part."""
+        """Note that the buffer has committed a step. Answers requests whose checkpoint is complete.
+
+        Raises `ReplayBufferError` if the buffer could not write its part of a checkpoint.
+        """
         for write in [write for write in self._writes if write.done()]:
             self._writes.discard(write)
             write.result()
         self._answer_requests()
 
     async def requested(self) -> Path:
-        """Save a checkpoint with the next learner step. Return its folder when the checkpoint is complete.
+        """Save a checkpoint with the next learner step. Return the checkpoint's folder when it is complete.
 
         The call returns at the first commit after the ranks have written the checkpoint. Raises `CheckpointError` if
         the nodes may not share the folder of the checkpoints.
@@ -187,7 +193,10 @@ class Checkpointer:
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
-        """Queue a checkpoint of ``version`` on the ranks if one is due. The awaited result is its folder."""
+        """Queue a checkpoint of ``version`` on the ranks if one is due; otherwise return None.
+
+        Await the result to get the checkpoint's folder.
+        """
         is_last, every = version == self._config.total_steps, self._config.checkpoint.every_steps
         is_new = every > 0 and (version % every == 0 or is_last)
         if not (is_new or self._is_due or self._requests):
@@ -207,7 +216,7 @@ class Checkpointer:
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
         """Queue a checkpoint of ``version``. Call this directly after the update that makes this version.
 
-        The awaited result is the checkpoint's folder. With ``wait``, the result also waits for the buffer's part.
+        Await the result to get the checkpoint's folder. With ``wait``, the result also waits for the buffer's part.
         """
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
@@ -260,14 +269,15 @@ class Checkpointer:
         return None
 
     def rewind(self, version: int) -> None:
-        """Forget the checkpoints after ``version``, because the learner continues there."""
+        """Forget the checkpoints after ``version``, because the learner continues from ``version``."""
         self._queued = {saved: state for saved, state in self._queued.items() if saved <= version}
 
 
 def find_checkpoint(config: RunConfig) -> Resumed | None:
-    """Return the checkpoint that ``checkpoint.resume`` names; None for ``never``, or if ``auto`` finds none.
+    """Return the checkpoint that the option ``checkpoint.resume`` names.
 
-    Raises `ValueError` if the path holds no checkpoint, or if the checkpoint is already at the run's last step.
+    Returns None for ``never``, or if ``auto`` finds none. Raises `ValueError` if the path holds no checkpoint, or if
+    the checkpoint is already at the run's last step.
     """
     choice = config.checkpoint.resume
     if choice == "never":
@@ -294,7 +304,7 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 def check_beginning(config: RunConfig) -> None:
     """Check a run's checkpoint, keys and buffer folder before anything starts.
 
-    Raises `ValueError` as `find_checkpoint` and `check_keys` do, or if ``buffer.directory`` or
+    Raises `ValueError` in the cases of `find_checkpoint` and `check_keys`, or if ``buffer.directory`` or
     ``checkpoint.directory`` has files of another run.
     """
     if config.buffer.keys:
@@ -318,7 +328,10 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_keys(folder: Path) -> None:
-    """Raise `ValueError` if the keys are of different runs, because the server would not answer the clients."""
+    """Check that all keys in ``folder`` belong to one run. Without a ``server.json``, nothing is checked.
+
+    Raises `ValueError` if the keys are of different runs, because the server would not answer the clients.
+    """
     if not (folder / "server.json").is_file():
         return
     server = server_keys(folder)
@@ -334,10 +347,10 @@ def check_keys(folder: Path) -> None:
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     """Return the buffer's options for a run that resumes from a checkpoint.
 
-    The buffer begins with its part of the checkpoint. If the journal of the earlier life includes the checkpoint, the
-    buffer begins with the journal instead. A run with a sampler never uses the journal, because the restored sampler
-    may choose other prompts. The folder of an unused journal is renamed. Raises `ValueError` if the checkpoint
-    has no buffer's part.
+    The buffer begins with its part of the checkpoint. If the journal (the buffer's log on disk) of the earlier process
+    includes the checkpoint, the buffer begins with the journal instead. A run with a sampler never uses the journal,
+    because the restored sampler may choose other prompts. The folder of an unused journal is renamed. Raises
+    `ValueError` if the checkpoint has no part of the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -358,10 +371,11 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 
 
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
-    """Set the ledger of an earlier life back to a checkpoint. Call this before learner and engines run.
+    """Set the buffer of a resumed run back to the run's checkpoint. Call this before learner and engines run.
 
-    The ledger drops groups and saved prefixes with a token of a later version. In the returned state,
-    ``tokens_generated`` is the ledger's count.
+    The buffer drops groups and saved prefixes (the first tokens of unfinished groups) with a token of a later version.
+    Returns a copy of ``resumed`` with the buffer's counts. Its ``state.tokens_generated`` is the buffer's count of
+    tokens.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -385,7 +399,10 @@ class RepeatedPrompts:
             stream.restore(resumed.prompts)
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Hand out again all earlier prompts that are not in ``finished``. The buffer skips prompts that it has."""
+        """Hand out again all earlier prompts that are not in ``finished``, sorted ranges [start, end) of group ids.
+
+        The buffer skips prompts that it has.
+        """
         self._again, start = [], 0
         for first, end in [*finished, (self._stream.state().get("position", 0),) * 2]:
             self._again.extend(range(start, first))
@@ -398,13 +415,13 @@ class RepeatedPrompts:
 
     @property
     def wants_outcomes(self) -> bool:
-        """See `PromptStream.wants_outcomes`."""
+        """Whether the outcomes that `note` receives may change the order of the prompts."""
         return self._stream.wants_outcomes
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
-        """See `PromptStream.note`."""
+        """Receive the outcomes of finished groups. They may change the order of later prompts."""
         self._stream.note(groups)
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state of the stream."""
+        """Return the state of the prompt stream as JSON values, such as its position."""
         return self._stream.state()

@@ -93,7 +93,7 @@ class Run:
         self._part_died = False
 
     async def run(self) -> None:
-        """Run to the end and write the summary.
+        """Start all parts of the run, train, stop the parts, and show the summary.
 
         Raises `ValueError` for a wrong option or file, and `AsyncRLError` for a failure of a process. Errors of a task
         group are in an `ExceptionGroup`.

@@ -30,9 +30,10 @@ _VERSION = re.compile(r"v\d{8,}")
 
 
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
-    """Make the folder of a run, with ``logs/`` and ``config.yaml``, the resolved configuration.
+    """Make the folder of a run, and return its path.
 
-    The folder is ``run_dir``, or ``<output_dir>/<experiment>/<time>/``.
+    The folder has ``logs/`` and ``config.yaml`` with the text ``config_yaml``. It is the option ``run_dir``, or
+    ``<output_dir>/<experiment>/<time>/``.
     """
     if config.run_dir:
         run_dir = Path(config.run_dir).expanduser().resolve()
@@ -80,7 +81,7 @@ class RunPaths:
 
     @classmethod
     def of(cls, config: RunConfig, run_dir: Path) -> RunPaths:
-        """Return the paths of a run in ``run_dir``. Makes the folder of published weights."""
+        """Return the paths of a run in ``run_dir``. Also make the folder of published weights."""
         return cls(
             logs=run_dir / "logs",
             snapshots=_make_snapshot_folder(config, run_dir),
@@ -104,9 +105,9 @@ def has_begun_training(run_dir: Path) -> bool:
 
 
 def shared_folder(run_dir: Path) -> Path:
-    """Return a run's folder in shared memory.
+    """Return the path of a run's folder in shared memory.
 
-    Its name is derived from ``run_dir``, so another process can remove the folder.
+    The name is derived from ``run_dir``, so another process can find and remove the folder.
     """
     return SHARED_MEMORY / f"{_SHARED_PREFIX}{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
@@ -170,7 +171,7 @@ def _locked(folder: Path) -> int | None:
 
 
 def is_in_use(folder: Path) -> bool:
-    """Return whether a process has locked this folder of shared memory. If so, the folder's run has not ended."""
+    """Return whether a process has locked a run's folder in shared memory. If so, the run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except OSError:  # there is no folder, or it belongs to another user
@@ -185,7 +186,10 @@ def is_in_use(folder: Path) -> bool:
 
 
 def sweep_shared_memory() -> list[Path]:
-    """Remove the unlocked folders of this user's killed runs from shared memory, and return them."""
+    """Remove folders of this user's killed runs from shared memory, and return their paths.
+
+    Folders of killed runs are not locked.
+    """
     return [folder for folder in sorted(SHARED_MEMORY.glob(f"{_SHARED_PREFIX}*")) if _is_swept(folder)]
 
 
@@ -245,9 +249,10 @@ def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
 
 
 def remove_published(snapshots: Path, *, after: int) -> None:
-    """Remove the versions above ``after`` and the unfinished versions of a dead learner.
+    """Remove published weights from ``snapshots``: the versions above ``after``, and unfinished versions.
 
-    Engines have links to the files that they still read. Example: ``after`` = 4 removes ``v00000005`` and ``.next-7``.
+    The learner that published them has died. Engines have links to the files that they still read. Example: ``after`` =
+    4 removes ``v00000005`` and ``.next-7``.
     """
     for path in snapshots.iterdir() if snapshots.is_dir() else ():
         if path.name.startswith(".next-") or (_VERSION.fullmatch(path.name) and int(path.name[1:]) > after):
@@ -255,7 +260,7 @@ def remove_published(snapshots: Path, *, after: int) -> None:
 
 
 def check_memory(config: RunConfig) -> None:
-    """Raise `ValueError` if shared memory has too little room for the weights."""
+    """Check that shared memory has enough room for the weights. Raises `ValueError` if not."""
     weights = config.weights
     if weights.transport is Transport.shared_memory and (missing := _missing_memory(config, _num_versions(config))):
         raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
@@ -275,7 +280,7 @@ def _missing_memory(config: RunConfig, num_versions: int) -> str:
 
 
 def weight_bytes(config: RunConfig) -> int:
-    """Return the bytes of the model's safetensors files."""
+    """Return the total size of the model's safetensors files in bytes."""
     return sum(file.stat().st_size for file in Path(config.model.path).glob("*.safetensors"))
 
 

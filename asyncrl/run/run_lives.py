@@ -55,7 +55,10 @@ class Life:
 
 
 def begin_life(run_dir: Path, resumed: Path | None) -> None:
-    """Write the record of a new life; ``resumed`` is the checkpoint that it continues."""
+    """Write the record of a new life (one ``asyncrl train`` process) into its folder.
+
+    ``resumed`` is the checkpoint from which the life continues; None for a new run.
+    """
     record = LifeRecord(host=socket.gethostname(), began_s=time.time())
     if resumed is not None:
         before = history_folder(resumed, read_progress(resumed).life).resolve()
@@ -64,7 +67,10 @@ def begin_life(run_dir: Path, resumed: Path | None) -> None:
 
 
 def end_life(run_dir: Path, status: int) -> None:
-    """Write the exit status of a life into its record. No effect if the life has no record."""
+    """Write the exit status of a life (one ``asyncrl train`` process) into its record.
+
+    If the life has no record, do nothing.
+    """
     if (record := read_life(run_dir)) is not None:
         write_life(run_dir, replace(record, ended_s=time.time(), status=status))
 
@@ -72,7 +78,8 @@ def end_life(run_dir: Path, status: int) -> None:
 def find_runs(folder: Path) -> list[list[Life]]:
     """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
 
-    If a life continues a checkpoint, it belongs to the run of the checkpoint. Several lives may continue one life.
+    A life is one ``asyncrl train`` process. If it continues a checkpoint, it belongs to the run of the checkpoint.
+    Several lives may continue one life.
     """
     found = [(path, record) for path in life_records(folder) if (record := read_life(path)) is not None]
     runs: dict[Path, list[Life]] = {}
@@ -85,7 +92,7 @@ def find_runs(folder: Path) -> list[list[Life]]:
 
 
 def life_of(run_dir: Path, record: LifeRecord) -> Life:
-    """Return the life with this record."""
+    """Read the life (one ``asyncrl train`` process) in the folder ``run_dir``. ``record`` is the life's record."""
     options: Mapping[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text())
     own = options["checkpoint"]["directory"]
     checkpoints = [] if own and not Path(own).is_dir() else _checkpoints(Path(own) if own else run_dir / "checkpoints")

@@ -28,7 +28,7 @@ _CONNECT_S = 5.0
 
 @asynccontextmanager
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
-    """Answer requests while the block runs. If the host has no shared memory, this has no effect.
+    """Answer requests to the training while the block runs. If the host has no shared memory, do nothing.
 
     ``work`` maps the name of a request to a function. The function carries out the request, and returns the folder that
     the command shows to the user.
@@ -83,7 +83,7 @@ async def _answer(
 
 
 def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for a checkpoint. Return its folder when the checkpoint is complete.
+    """Ask the training in ``run_dir`` for a checkpoint. Return the checkpoint's folder when it is complete.
 
     Raises:
         ValueError: no training of this folder runs on this host.
@@ -100,7 +100,9 @@ def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
 
 
 def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for new keys of the buffer. Return their folder when the old keys are invalid.
+    """Ask the training in ``run_dir`` for new keys of the buffer. Return the folder of the new keys.
+
+    The call returns when the buffer refuses the old keys.
 
     Raises:
         ValueError: no training of this folder runs on this host.

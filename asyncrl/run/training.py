@@ -105,7 +105,7 @@ class Training:
         )
 
     async def run(self) -> dict[str, Any]:
-        """Evaluate, train, and evaluate again. Write the summary into the run's folder, and return it."""
+        """Evaluate, train, and evaluate again. Write the summary into the run's folder, and return the summary."""
         before = await self._evaluate(self._first_version)
         self._start_s = self._view.elapsed_s
         training = asyncio.ensure_future(unless(self._restarts.through(self._train_and_save), [self._fleet.run()]))
@@ -153,7 +153,7 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # or each full collection would visit all imported objects, for a second
+        gc.freeze()  # otherwise each full garbage collection visits all imported objects, for a second
         await unless(self._controller.train(), [self._learner.death()])
         if not self._controller.is_stopped:
             await self._save_policy()
@@ -274,7 +274,7 @@ async def unless(
 ) -> T:
     """Return the result of ``work``. If one of ``watchers`` fails first, call ``on_death`` and raise its error.
 
-    ``work`` and the other watchers are cancelled at the end.
+    ``watchers`` are coroutines that wait for faults. ``work`` and the other watchers are cancelled at the end.
     """
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}

@@ -136,7 +136,7 @@ async def _update(
 
 
 def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
-    """Return the best evaluation. If several are equally good, return the first of them."""
+    """Return the evaluation with the best value of ``metric``. Of several equally good ones, return the first."""
     if metric is StopMetric.val_loss:
         losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
         return history[losses.index(min(losses))]
@@ -144,7 +144,10 @@ def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluati
 
 
 def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
-    """Return whether the last evaluation ends fine-tuning early."""
+    """Return whether fine-tuning ends after the last evaluation.
+
+    It ends if a target of ``sft`` is reached, or if the last ``sft.patience`` evaluations were not better.
+    """
     last = history[-1]
     if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
         return True
@@ -155,7 +158,9 @@ def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
 
 
 def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Read demonstrations for training and for validation. The loss includes only tokens of the assistant.
+    """Read the demonstrations. Returns the training sequences and the validation sequences.
+
+    The loss includes only tokens of the assistant.
 
     Raises:
         ValueError: there is no file, or a file, row or column does not match the options.
@@ -274,7 +279,11 @@ class GreedyAccuracy:
         self._directory.cleanup()
 
     async def accuracy(self, trainer: Trainer, step: int) -> float:
-        """Return the mean greedy reward over the held-out prompts. All ranks call this and get the same result."""
+        """Return the mean reward of greedy answers to the held-out prompts.
+
+        All ranks call this, and get the same result. ``step`` is the number of updates so far; it names the policy
+        version.
+        """
         if self._publisher is None:
             directory = _first_of([self._directory.name], trainer.mesh)
             self._publisher = WeightPublisher(PretrainedShards.of(trainer), directory, keep=2)

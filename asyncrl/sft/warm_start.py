@@ -47,12 +47,15 @@ def policy_path(config: RunConfig) -> Path:
 
 
 def needs_fine_tuning(config: RunConfig) -> bool:
-    """Return whether the run must fine-tune a policy first. Raises the errors of `finished_warm_start`."""
+    """Return whether the run must fine-tune a policy first.
+
+    Raises `ValueError` if ``sft.output_path`` contains other files, or a policy of other settings.
+    """
     return config.sft.enabled and finished_warm_start(config) is None
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
-    """Read the file `RESULT` of the policy of these settings; None if this policy does not exist yet.
+    """Return the content of `RESULT` if a policy with these settings exists already; otherwise None.
 
     Raises:
         ValueError: ``sft.output_path`` contains other files, or a policy of other settings.
@@ -71,10 +74,10 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
 
 
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
-    """Create the policy's folder atomically and return it. Raises the errors of `finished_warm_start`.
+    """Create the folder of the fine-tuned policy atomically, and return it.
 
     ``write_policy`` gets a path, and must write the policy into a new folder there. The file `RESULT` gets ``result``
-    and the digest of the settings.
+    and the digest of the settings. Raises the errors of `finished_warm_start`.
     """
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -149,19 +152,22 @@ class WarmStart:
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
-        """Start the task on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``. Empty: on the CPU."""
+        """Start the warm start in the background, on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``.
+
+        If ``visible_devices`` is empty, it runs on the CPU.
+        """
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
         self._task = asyncio.create_task(self._warm_start(config, visible_devices=visible_devices))
 
     async def policy(self) -> Path:
-        """Wait for the warm start. Return the policy's directory. Raises the errors of `warm_start`."""
+        """Wait for the warm start, and return the policy's directory. Raises the errors of `warm_start`."""
         if self._task is None:
             raise RuntimeError("the warm start has not begun; call begin first")
         return await asyncio.shield(self._task)
 
     async def stop(self) -> None:
-        """Stop the process if it is running."""
+        """Cancel the warm start, and wait until its process has ended."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -175,7 +181,7 @@ async def warm_start(
     *,
     visible_devices: str = "",
 ) -> Path:
-    """Return the directory of the initial policy. If ``sft.enabled``, fine-tune the policy first.
+    """Return the directory of the run's initial policy. If ``sft.enabled``, fine-tune the policy first.
 
     ``overrides`` is the command line of the run. ``visible_devices`` names the GPUs for ``asyncrl sft``, as in
     ``CUDA_VISIBLE_DEVICES``; empty for none. The output of ``asyncrl sft`` goes to ``log_path``.

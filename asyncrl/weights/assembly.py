@@ -1,4 +1,4 @@
-"""Assembles published tensors from received pieces, and verifies each piece by its digest."""
+"""Assembles published tensors from received pieces (parts of tensors), and verifies each piece by its digest."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
-    """Return the torch dtype of a stored tensor. Raises `WeightsError` if torch does not have this dtype."""
+    """Return the torch dtype of a tensor in a data file. Raises `WeightsError` if torch does not have it."""
     if stored.dtype not in DTYPES:
         raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
     return getattr(torch, DTYPES[stored.dtype])
@@ -32,10 +32,10 @@ class DeviceDigests:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
 
     def of(self, data: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-        """Return the digest of each piece, a scalar int64 tensor.
+        """Return one digest per piece: a list of scalar int64 tensors on the device.
 
         Args:
-            data: The adjacent pieces, [bytes] uint8 on the device.
+            data: The bytes of adjacent pieces (parts of a data file), [bytes] uint8 on the device.
             sizes: Bytes of each piece.
         """
         digests: list[Tensor] = []
@@ -61,13 +61,16 @@ class BucketCopies:
         self._sent = [torch.cuda.Event() for _ in range(2)] if is_cuda else []
 
     def copied(self, source: np.ndarray) -> Tensor:
-        """Return a copy, [bytes] uint8. The device may not have finished the copy yet."""
+        """Copy ``source``, [bytes] uint8, to the device, and return the copy, [bytes] uint8.
+
+        The device may not have finished the copy yet.
+        """
         target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
         for start in range(0, len(source), BUCKET_BYTES):
             index, data = self._count % 2, source[start : start + BUCKET_BYTES]
             self._count += 1
             if self._sent:
-                self._sent[index].synchronize()  # wait until the bucket is free
+                self._sent[index].synchronize()  # wait until the device has read the bucket
             bucket = self._buckets[index][: len(data)]
             places = [slice(first, first + PIECE_BYTES) for first in range(0, len(data), PIECE_BYTES)]
             view = bucket.numpy()
@@ -109,9 +112,10 @@ class TensorAssembly:
         self._digests = DeviceDigests(device) if digests_there else None
 
     def add(self, span: Sequence[Piece], data: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Verify adjacent pieces. Yields the name and the tensor of each tensor that is now complete.
+        """Take the bytes of adjacent pieces, and verify each piece by its digest.
 
-        ``data`` is the bytes of the pieces, [bytes] uint8. No piece may be added twice. Raises `WeightsError` if the
+        Yields (name, tensor) of each tensor that is now complete. ``span`` describes the pieces (parts of tensors), and
+        ``data`` is the bytes of all of them, [bytes] uint8. No piece may be added twice. Raises `WeightsError` if the
         bytes differ from the published bytes.
         """
         first, wrong = span[0].start, self._wrong(span, data)
@@ -143,7 +147,7 @@ class TensorAssembly:
         )
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors without values, which have no pieces.
+        """End the assembly: yield (name, tensor) of the tensors that have no values, and therefore no pieces.
 
         Raises `WeightsError` if another tensor is not complete.
         """
@@ -165,7 +169,11 @@ class TensorAssembly:
 
 
 def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
-    """View ``data``, [bytes] uint8, as the tensor. Unaligned bytes are copied. Raises the errors of `known_dtype`."""
+    """Return ``data``, [bytes] uint8, as a tensor with the dtype and shape that ``stored`` describes.
+
+    The result is a view, or a copy if the bytes are not aligned for the dtype. Raises `WeightsError` if torch does not
+    have the dtype.
+    """
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()
     return aligned.view(dtype).view(stored.shape)

@@ -1,4 +1,4 @@
-"""Carriers, which bring weights to the engines, and the check of their options."""
+"""Carriers, which are the ways to bring weights to the engines, and the check of each carrier's options."""
 
 from __future__ import annotations
 
@@ -51,16 +51,19 @@ class PublishOptions:
 
     @property
     def into_engines(self) -> bool:
-        """Whether ranks of engines receive the weights. Such engines are paused during a round."""
+        """Whether each engine's GPU processes receive the weights, instead of one worker per host.
+
+        Such engines are paused during a round (one transfer of a version).
+        """
         return self.carrier == Carrier.engine_stream
 
     @property
     def window_s(self) -> float:
-        """Seconds that a round waits for more receivers after the first one."""
+        """Seconds that a round (one transfer of a version) waits for more receivers after the first one."""
         return ENGINE_WINDOW_S if self.into_engines else HOST_WINDOW_S
 
     def round_timeout_s(self, num_bytes: int) -> float:
-        """Return the deadline in seconds of a round that sends ``num_bytes``."""
+        """Return the deadline, in seconds, of a round (one transfer of a version) that sends ``num_bytes`` bytes."""
         return load_limit_s(self.timeout_s, num_bytes) * (ENGINE_SHARE if self.into_engines else 1.0)
 
 
@@ -139,7 +142,10 @@ class CarrierUse:
 
 
 def check_carrier(rules: CarrierRules, use: CarrierUse) -> None:
-    """Raise `ValueError`, with the option and the remedy, if the carrier does not support the run."""
+    """Check that a carrier (a way to bring weights to engines) supports the settings of a run.
+
+    Raises `ValueError`, with the option and the remedy, if it does not.
+    """
     for fault in _faults(rules, use):
         raise ValueError(fault)
 

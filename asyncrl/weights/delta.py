@@ -1,7 +1,8 @@
 """Exact sparse differences between two versions of a data file.
 
-For each changed piece, a delta file holds the new values and the gaps between their indices. It holds the whole piece
-if that is smaller. Values are compared as integers, so that NaN and -0.0 are exact.
+For each changed piece (a part of a tensor), a delta file holds the new values and the gaps between their indices. If
+the whole piece is smaller, the file holds the whole piece. Values are compared as integers, so that NaN and -0.0 are
+exact.
 """
 
 from __future__ import annotations
@@ -22,13 +23,15 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
-    """Return the difference between the old and the new bytes of a piece, or None if they are equal.
+    """Encode the values of a piece that changed. Returns None if the old and the new bytes are equal.
 
     ``old`` and ``new`` are [bytes] uint8. ``item_bytes`` is the number of bytes per value: 1, 2, 4 or 8.
 
     Returns:
-        The number of values, the bytes per gap, and the bytes for the delta file. Bytes per gap are 1 or 2, or 0 for a
-        whole piece.
+        A tuple: the number of encoded values, the bytes per gap, and the bytes for the delta file. A gap is the
+        distance
+        between the indices of two successive changed values, in 1 or 2 bytes. Bytes per gap are 0 if the whole piece is
+        encoded.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -48,10 +51,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
 
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
-    """Change ``place``, the old bytes of a piece, into the new bytes.
+    """Change ``place`` from the old bytes of a piece into the new bytes.
 
-    ``place`` is [bytes] uint8. Its content is undefined after an error. ``data`` is the change's bytes in the delta
-    file.
+    ``place`` is [bytes] uint8. Its content is undefined after an error. ``data`` is the bytes in the delta file that
+    ``change`` describes.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.
@@ -69,14 +72,14 @@ def decode(change: Change, data: bytes, place: np.ndarray) -> None:
 def write_delta(
     path: Path, file: int, old: np.ndarray, new: np.ndarray, spans: Iterable[tuple[int, int, int]]
 ) -> list[Change]:
-    """Write the difference between two data files. Returns the changed pieces.
+    """Write the difference between two data files to a delta file. Returns one `Change` per piece that differs.
 
     Args:
         path: The delta file.
-        file: Index of the delta file in the manifest.
+        file: Index of the delta file in `Delta.files`.
         old: The whole old data file, [bytes] uint8.
         new: The whole new data file, [bytes] uint8.
-        spans: First byte, number of bytes, and bytes per value of each piece to compare.
+        spans: A tuple per piece to compare: first byte, number of bytes, and bytes per value.
     """
     changes: list[Change] = []
     left = iter(spans)
@@ -99,16 +102,18 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # now other hosts can see the bytes
+        os.fsync(stream.fileno())  # other hosts that share the folder see the bytes only after this
     return changes
 
 
 def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
-    """Change the base's data file into the data file of the manifest's version, and verify each changed piece.
+    """Turn the data file of a delta's base version into the data file of the new version, in place.
+
+    Each changed piece is verified by its digest.
 
     Args:
-        manifest: Manifest of a delta.
-        image: The base's data file, [bytes] uint8. It is changed in place.
+        manifest: Manifest of the new version, which is a delta.
+        image: The data file of the base version, [bytes] uint8. It is changed in place.
 
     Raises:
         FileNotFoundError: a newer version has replaced this version.

@@ -90,14 +90,19 @@ class FusedCopies:
         return len(self._tensors)
 
     def fit(self, parameters: Parameters, arrangement: str | None) -> bool:
-        """Return whether the parameters have the same addresses and arrangement as during the recording."""
+        """Return whether the recorded copies are valid for ``parameters`` and ``arrangement``.
+
+        The copies are valid if the address, shape, strides and type of each parameter, and the arrangement, are the
+        same as during the recording. They are not valid if the arrangement is None.
+        """
         is_known = arrangement is not None and arrangement == self._arrangement
         return is_known and _places_of(parameters) == self._places
 
     def take(self, tensors: Iterator[tuple[str, Tensor]], parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
-        """Copy the recorded tensors, and yield the others for the model's loader.
+        """Copy the recorded tensors into the model's parameters, and yield all other tensors.
 
-        Adjacent tensors of one storage are copied together.
+        Takes and yields (name, tensor) pairs. The model's loader must load the yielded tensors. Successive tensors that
+        share memory are copied together. At the end, recorded constants are written.
         """
         together: list[tuple[Tensor, _TensorCopies]] = []
         for name, tensor in tensors:
@@ -131,7 +136,9 @@ def _copy_joined(tensors: list[tuple[Tensor, _TensorCopies]], parameters: Parame
 
 
 def joined(blocks: list[_Block]) -> list[_Block]:
-    """Join blocks of equal shape at equal distances, until no two blocks can be joined.
+    """Join copies (blocks) of equal shape at equal distances, and return the fewer, larger blocks.
+
+    The result has no two blocks that can be joined.
 
     Args:
         blocks: Blocks of one parameter, sorted by ``start``, without overlap.
@@ -190,7 +197,7 @@ class LoadObserver:
         self._excluded: set[str] = set()  # tensors and parameters that only the model's loader may load
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors to the loader unchanged, and remember where their bytes are."""
+        """Yield each (name, tensor) to the model's loader unchanged, and remember where the tensor's bytes are."""
         for name, tensor in tensors:
             if name in self._known:
                 self._excluded.add(name)
@@ -202,7 +209,11 @@ class LoadObserver:
             yield name, tensor
 
     def wrote(self, name: str, target: Tensor, source: Tensor | float) -> None:
-        """Record the loader's write of a tensor or a constant into a parameter."""
+        """Record that the loader has written a tensor or a constant into a parameter.
+
+        ``name`` is the parameter's name. ``target`` is the written view of the parameter. ``source`` is the tensor or
+        constant.
+        """
         if not target.numel():
             return
         shape, start, strides = tuple(target.shape), int(target.storage_offset()), tuple(target.stride())
@@ -218,9 +229,10 @@ class LoadObserver:
         self._writes.setdefault(name, []).append((block, found[0]))
 
     def computed(self, arguments: Any) -> None:
-        """Record an operation that is neither a view nor a write.
+        """Record an operation of the loader that is neither a view nor a write, such as an addition.
 
-        The tensors in ``arguments`` are excluded from the copies, because the loader does more than copy them.
+        ``arguments`` are the arguments of the operation, in any nesting. The tensors in them are excluded from the
+        copies, because the loader does more than copy them.
         """
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
@@ -230,7 +242,10 @@ class LoadObserver:
                     self._excluded.add(found[0])
 
     def copies(self) -> FusedCopies:
-        """Return the copies into parameters that meet the module's conditions. Call this after a successful load."""
+        """Return the recorded copies, which a later load can repeat. Call this after a successful load.
+
+        Only copies into parameters that meet all conditions of the module's docstring are included.
+        """
         sources = {
             name: {tensor for _, tensor in writes if isinstance(tensor, str)} for name, writes in self._writes.items()
         }

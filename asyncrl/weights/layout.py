@@ -54,22 +54,26 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return this rank's parameter shards and stored buffers that belong to ``part``, by name."""
+        """Return this rank's parameter shards and stored buffers that a file with content ``part`` needs, by name."""
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert unsharded weights, named as in `held`, to the tensors of a checkpoint."""
+        """Convert whole (unsharded) weights to the tensors of a checkpoint. Returns the tensors by checkpoint name.
+
+        ``weights`` has the names of `held`. ``part`` is the content of the file.
+        """
         ...
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
-        """Return every adapted layer. ``tensor_of`` maps parameters to tensors of the checkpoint.
+        """Return one description per linear layer that has a LoRA adapter.
 
-        Raises `WeightsError` if a tensor is missing.
+        ``tensor_of`` maps names of parameters to names of tensors in the checkpoint. Raises `WeightsError` if the
+        weight of such a layer is missing there.
         """
         ...
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the JSON files of ``part``, such as the model's configuration, into ``folder``."""
+        """Write the JSON files, such as the model's configuration, of a file with content ``part`` into ``folder``."""
         ...
 
     def gather(self, value: T, kind: Any) -> list[T]:
@@ -101,7 +105,7 @@ class Region:
         return self.num_values * self.dtype.itemsize
 
     def values(self) -> Tensor:
-        """Return the parameter's current values."""
+        """Return the current values of the region, [num_values], in the dtype of the parameter."""
         local = self.parameter.detach()
         whole = local.to_local() if isinstance(local, DTensor) else local
         return whole.reshape(-1)[self.first : self.first + self.num_values]
@@ -191,7 +195,7 @@ class ModelLayout:
 
     @property
     def computed(self) -> list[StoredTensor]:
-        """The tensors that this rank computes."""
+        """The tensors of the file that this rank computes from whole parameters."""
         return [stored for _, outputs in self._own_groups for stored in outputs]
 
     @property
@@ -199,9 +203,10 @@ class ModelLayout:
         return self._groups[self._shards.rank :: self._shards.num_ranks]
 
     def exchange(self, raw: Tensor) -> None:
-        """Exchange parameters, so that each rank has the whole parameters from which it computes tensors.
+        """Send parameter shards between the ranks, so that each rank has the whole parameters that `compute` needs.
 
-        This is a collective. ``raw``, [bytes] uint8 on the CPU, is this rank's raw copy. It receives the parameters.
+        This is a collective. ``raw``, [bytes] uint8 on the CPU, is this rank's raw copy: the memory for these
+        parameters, with this rank's shards already in it. The other shards are received into ``raw``.
         """
         rank, group = self._shards.rank, self._shards.group
         if self._spans is None:
@@ -220,10 +225,10 @@ class ModelLayout:
             transfer.wait()
 
     def compute(self, raw: Tensor, place: Callable[[StoredTensor], Tensor]) -> None:
-        """Compute and write this rank's tensors.
+        """Compute the tensors `computed` of this rank, and write them to the file's memory.
 
-        ``raw`` is this rank's raw copy after `exchange`, [bytes] uint8. ``place`` returns the memory of a tensor,
-        [bytes] uint8.
+        ``raw`` is the memory that `exchange` has filled, [bytes] uint8. ``place`` takes a tensor of the file and
+        returns the tensor's memory there, [bytes] uint8.
         """
         for names, outputs in self._own_groups:
             whole = {}
@@ -238,8 +243,8 @@ class ModelLayout:
         """Write the whole file in one process, layer by layer.
 
         Args:
-            data: The file, [bytes] uint8.
-            read: Returns whole parameters and buffers by name. It is called once per layer.
+            data: The memory of the file, [bytes] uint8.
+            read: Takes names, and returns whole parameters and buffers by name. It is called once per layer.
 
         Raises:
             WeightsError: a tensor of the file needs parameters of several layers.
@@ -257,7 +262,7 @@ class ModelLayout:
             raise WeightsError(f"{min(left)} cannot be computed from the parameters of one layer")
 
     def write_head(self, data: Tensor) -> None:
-        """Write the head of the file ``data``, [bytes] uint8."""
+        """Write the safetensors header at the beginning of ``data``, the memory of the file, [bytes] uint8."""
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
@@ -301,12 +306,15 @@ class ModelLayout:
 
 
 def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
-    """Return a function that finds the memory of a tensor in the file ``data``, [bytes] uint8."""
+    """Return a function from a stored tensor to a view of the tensor's bytes, [bytes] uint8.
+
+    ``data`` is the whole file, [bytes] uint8.
+    """
     return lambda stored: data[stored.start : stored.start + stored.num_bytes]
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
-    """Return the torch dtype of a stored tensor."""
+    """Return the torch dtype of a tensor in the file."""
     return getattr(torch, DTYPES[stored.dtype])
 
 

@@ -64,33 +64,34 @@ class WeightSource(Protocol):
     manifest: Manifest
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor with its name, once. A tensor does not change while it is referenced."""
+        """Yield (name, tensor) once for each tensor. A tensor does not change while it is referenced."""
         ...
 
     @property
     def copier(self) -> FileWeights | None:
-        """The object that verifies bytes of files while it copies them; None if the tensors are no views of files."""
+        """The object that copies and verifies bytes of files; None if the tensors are no views of files."""
         ...
 
     def verify(self) -> None:
-        """Raise `WeightsError` unless every byte has arrived and equals the published byte."""
+        """Check that every byte has arrived and equals the published byte. Raises `WeightsError` if not."""
         ...
 
     def close(self) -> None:
-        """Release the version."""
+        """End the use of the version. A network transfer that still runs is left."""
         ...
 
 
 def load_verified(
     model: nn.Module, offer: WeightOffer, *, timeout_s: float = LOAD_TIMEOUT_S, arrangement: str | None = ""
 ) -> int:
-    """Load an offer through the model's ``load_weights``. Returns the number of verified values.
+    """Load an offered version through the model's ``load_weights``. Returns the number of verified values.
 
     Args:
         model: A model with a ``load_weights`` as in SGLang.
-        offer: The staged offer.
+        offer: The version's offer. Its files are on this host, or the version arrives in a stream.
         timeout_s: Deadline of a stream, to which one second per 100 MB is added.
-        arrangement: As in `LoadObserver`.
+        arrangement: Other conditions that determine where the loader writes, such as the experts of this rank. None
+            means that they are unknown.
 
     Raises:
         WeightsError: the bytes differ from the published ones, or a parameter holds other values afterwards.
@@ -122,7 +123,7 @@ def load_verified(
 
 
 def num_fused(model: nn.Module) -> int:
-    """Return the number of tensors that the next load of a model copies without the model's loader."""
+    """Return how many tensors the next load of a model copies directly, without the model's loader."""
     fused = _fused.get(model)
     return 0 if fused is None else len(fused)
 
@@ -130,9 +131,10 @@ def num_fused(model: nn.Module) -> int:
 def load_from(
     offer: WeightOffer, device: torch.device, load_all: Callable[[WeightSource], T], *, timeout_s: float
 ) -> T:
-    """Call ``load_all`` with the tensors of an offer. If a round of a stream fails, start again with the next round.
+    """Call ``load_all`` with the source of an offered version's tensors, and return its result.
 
-    Raises `WeightsError` after `MAX_ROUNDS` failed rounds, and the errors of ``load_all`` and `open_weights`.
+    If a round of a stream (one transfer over the network) fails, the next round begins, and ``load_all`` is called
+    again. Raises `WeightsError` after `MAX_ROUNDS` failed rounds, and the errors of ``load_all`` and `open_weights`.
     """
     ends_s = time.monotonic() + load_limit_s(timeout_s, offer.num_bytes)
     errors: list[str] = []
@@ -147,7 +149,9 @@ def load_from(
 
 
 def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) -> WeightSource:
-    """Open the tensors of an offer.
+    """Open an offered version, and return an object that yields the version's tensors from files or a stream.
+
+    ``timeout_s`` is the deadline of a stream.
 
     Raises:
         WeightsGone: the learner ranks no longer hold the version.
@@ -193,7 +197,7 @@ class FileWeights:
         self._digested: list[tuple[Piece, Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor with its name. Raises `WeightsError` for a dtype that torch does not have."""
+        """Yield (name, tensor) of each tensor. Raises `WeightsError` for a dtype that torch does not have."""
         if self._device is not None:
             yield from self._copies(self._device)
             return
@@ -234,7 +238,10 @@ class FileWeights:
         digests: DeviceDigests,
         stream: torch.cuda.Stream | None,
     ) -> list[tuple[str, Tensor]]:
-        """Copy adjacent tensors, and begin to digest the copy. Returns the name and the copy of each tensor."""
+        """Copy adjacent tensors of a file to the device, and begin to compute the digests of the copy.
+
+        ``stream`` is the CUDA stream of the copy. Returns (name, copy) of each tensor.
+        """
         first, end = span[0].start, span[-1].start + span[-1].num_bytes
         with torch.cuda.stream(stream):
             data = copies.copied(self._maps[span[0].file][first:end])
@@ -248,7 +255,10 @@ class FileWeights:
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:
-        """Return the pieces at a memory address of a mapped file; an empty list if the bytes are not whole pieces."""
+        """Return the pieces (digested parts of a file) that lie at a memory address in a mapped file.
+
+        The list is empty if the ``num_bytes`` bytes are in no mapped file, or are not whole pieces.
+        """
         for index, data in enumerate(self._maps):
             start = address - data.ctypes.data
             if 0 <= start <= len(data) - num_bytes:
@@ -263,7 +273,7 @@ class FileWeights:
         return found if at == start + num_bytes else []
 
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
-        """Copy pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
+        """Copy adjacent pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
         If so, the pieces count as verified, and `verify` does not read them again.
         """
@@ -333,12 +343,14 @@ class PublishedAdapter:
         self._layers = {layer.weight: (tensors[layer.down], tensors[layer.up], layer.scale) for layer in fields.layers}
 
     def layers(self) -> Iterator[tuple[str, Tensor, Tensor, float]]:
-        """Yield the name of W [out, in], A [rank, in], B [out, rank], and the scale of B A."""
+        """Yield a tuple per adapted layer: name of W [out, in], A [rank, in], B [out, rank], and the scale of B A."""
         for name, (down, up, scale) in self._layers.items():
             yield name, down, up, scale
 
     def merged(self, frozen: Iterable[tuple[str, Tensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
-        """Yield the frozen weights with merged adapters, W + scale · B A, computed in float32 on ``device``.
+        """Yield (name, weight) of each frozen weight. Adapted weights are W + scale · B A in the dtype of W.
+
+        The sum is computed in float32 on ``device``.
 
         Raises:
             WeightsError: an adapted weight is missing.
@@ -361,10 +373,10 @@ class AdaptedModules:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Replace the adapters by those of a version, in the dtype of the weights. Each write is verified.
+        """Replace the model's adapters by the adapters of a policy version, in the dtype of the weights.
 
-        ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a layer is missing, or an
-        adapter holds other values afterwards.
+        Each write is verified. ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a
+        layer is missing, or if an adapter holds other values afterwards.
         """
         layers = list(adapter.layers())
         if missing := sorted({name for name, *_ in layers} - modules.keys()):
@@ -384,7 +396,7 @@ class AdaptedModules:
         writes.check(version)
 
     def remove(self) -> None:
-        """Remove the adapters."""
+        """Remove the adapters from the model's layers."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -456,12 +468,12 @@ class ComparedWrites(TorchDispatchMode):
 
     @property
     def num_values(self) -> int:
-        """Number of written values. A region that is written twice counts once."""
+        """Number of parameter values that were written. A region that is written twice counts once."""
         return sum(sum(regions.values()) for regions in self._written.values())
 
     @property
     def num_writes(self) -> int:
-        """Number of written regions."""
+        """Number of different regions of parameters that were written."""
         return sum(map(len, self._written.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -482,7 +494,9 @@ class ComparedWrites(TorchDispatchMode):
         return target
 
     def check(self, version: int) -> None:
-        """Check the results of all comparisons.
+        """Check the results of all comparisons, and that every parameter was written completely.
+
+        ``version`` is for the error message.
 
         Raises:
             WeightsError: bytes differ from the published ones, or a parameter does not hold the published values.

@@ -169,22 +169,22 @@ class Manifest:
 
     @property
     def kind(self) -> OfferKind:
-        """`WeightOffer.kind` of this version."""
+        """Kind of this version: ``"full"``, ``"delta"`` (changes of a base version) or ``"adapter"`` (LoRA)."""
         return "delta" if self.delta is not None else "adapter" if self.adapter is not None else "full"
 
     @property
     def base(self) -> WeightOffer | None:
-        """The version that a delta or an adapter needs; None for a full version."""
+        """Offer of the version that a delta or an adapter needs; None for a full version."""
         needs = self.delta or self.adapter
         return None if needs is None else needs.base
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors in ``files``."""
+        """Number of bytes of all tensors in ``files``."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     def tensor_at(self, piece: Piece) -> StoredTensor:
-        """Return the tensor of a piece."""
+        """Return the description of the tensor that contains a piece."""
         return next(
             tensor
             for tensor in self.tensors
@@ -192,7 +192,7 @@ class Manifest:
         )
 
     def offer(self, path: Path, version: int) -> WeightOffer:
-        """Write the manifest to ``path`` atomically. Returns the offer of the version.
+        """Write the manifest to ``path`` atomically, as JSON. Returns the offer with which engines find the version.
 
         Raises:
             WeightsError: some bytes of a tensor have no digest.
@@ -220,7 +220,10 @@ class Manifest:
         )
 
     def with_paths(self, change: Callable[[str], str]) -> Manifest:
-        """Return a copy in which ``change`` was applied to both paths: the folder, and the manifest of the base."""
+        """Return a copy with other paths: ``change`` takes a path as text, and returns the new path.
+
+        It is applied to ``directory``, and to the manifest's path in the offer of the base version.
+        """
         changed = replace(self, directory=change(self.directory))
         if needs := self.delta or self.adapter:
             base = replace(needs.base, manifest=change(needs.base.manifest))
@@ -241,12 +244,12 @@ class Manifest:
 
 
 def digest_of(content: Buffer | np.ndarray) -> str:
-    """Return the XXH3 digest, 128 bits in hexadecimal. The computation releases the GIL."""
+    """Return the XXH3 digest of ``content``, 128 bits in hexadecimal. The computation releases the GIL."""
     return xxhash.xxh3_128_hexdigest(cast("Buffer", content))
 
 
 def factors_of(indices: Any) -> Any:
-    """Return an odd factor per index, by SplitMix64 (Steele et al., OOPSLA 2014).
+    """Return one odd pseudo-random factor per index, by SplitMix64 (Steele et al., OOPSLA 2014).
 
     Indices and factors are int64 arrays of numpy or torch.
     """
@@ -279,10 +282,10 @@ def device_digest_of(data: np.ndarray) -> int:
 
 
 def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_device: bool = False) -> list[Piece]:
-    """Digest a range of a data file in pieces.
+    """Divide a range of a data file into pieces of at most `PIECE_BYTES`, and digest each piece.
 
-    ``start`` and ``num_bytes`` are the range. ``data`` is the whole file, [bytes] uint8. ``for_device`` computes
-    `Piece.device_digest` too.
+    ``file`` is the file's index in `Manifest.files`. ``start`` and ``num_bytes`` are the range. ``data`` is the whole
+    file, [bytes] uint8. ``for_device`` computes `Piece.device_digest` too.
     """
     pieces: list[Piece] = []
     for at in range(start, start + num_bytes, PIECE_BYTES):
@@ -305,14 +308,17 @@ class DigestThreads(ThreadPoolExecutor):
         super().__init__(num_threads)
 
     def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
-        """Return the pieces that differ from the published ones. ``bytes_of`` returns [bytes] uint8."""
+        """Return the pieces whose bytes do not have the published digest.
+
+        ``bytes_of`` takes a piece and returns its bytes, [bytes] uint8.
+        """
         mapped = map if len(pieces) == 1 else self.map  # one digest takes less time than waking a thread
         are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
         return [piece for piece, is_right in zip(pieces, are_right, strict=True) if not is_right]
 
 
 def read_manifest(offer: WeightOffer) -> Manifest:
-    """Read the manifest of an offer.
+    """Read the manifest that an offer names, and compare the digest of the file with the offered digest.
 
     Raises:
         FileNotFoundError: a newer version has replaced this version.
@@ -322,7 +328,10 @@ def read_manifest(offer: WeightOffer) -> Manifest:
 
 
 def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
-    """Return the manifest with this text. Raises `WeightsError` as `read_manifest` does."""
+    """Return the manifest with the JSON text ``content``.
+
+    Raises `WeightsError` if the text differs from the offered manifest, or names a file outside the manifest's folder.
+    """
     if digest_of(content) != offer.digest:
         raise WeightsError(
             f"{offer.name}: {offer.manifest} is not the manifest that was offered: its digest is "
@@ -339,7 +348,10 @@ def parse_manifest(offer: WeightOffer, content: bytes) -> Manifest:
 
 
 def write_error(num_bytes: int, where: Path | str, error: OSError, remedy: str = "") -> WeightsError:
-    """Return the error for weights that cannot be written to ``where``. ``remedy`` helps if space is missing."""
+    """Return the error for weights that cannot be written to ``where``.
+
+    ``remedy`` is added to the message if space is missing.
+    """
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return WeightsError(f"{num_bytes} bytes of weights cannot be written to {where}: {error}")
     more = f", or {remedy}" if remedy else ""
@@ -347,7 +359,7 @@ def write_error(num_bytes: int, where: Path | str, error: OSError, remedy: str =
 
 
 def map_file(path: Path) -> np.ndarray:
-    """Map a whole file read-only: [bytes] uint8. The mapping stays valid after the file is removed."""
+    """Map a whole file read-only, and return its bytes, [bytes] uint8. They stay valid after the file is removed."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return np.frombuffer(mapping, dtype=np.uint8)

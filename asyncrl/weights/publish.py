@@ -77,7 +77,7 @@ class WeightPublisher:
         self._adapter: Adapter | None = None
         if self._options.adapters and shards.has_adapters:
             self._publish_adapters_alone()
-        # Names may differ: rank 0 takes them from the checkpoint's files, the other ranks from the model class.
+        # The ranks may name tensors differently: rank 0 uses the checkpoint's names, other ranks those of the class.
         heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
         if len(set(shards.gather(heads, str))) > 1:
             raise WeightsError(
@@ -104,10 +104,13 @@ class WeightPublisher:
     def publish(self, version: int, *, then: Callable[[], None] = lambda: None) -> Future[WeightOffer | None]:
         """Copy the current weights, and publish them as ``version`` in the background.
 
-        ``then`` is called after this rank's copy. Rank 0 offers the version after ``then`` has returned on all ranks.
+        ``then`` is called after this rank's copy. Rank 0 offers the version to the engines after ``then`` has returned
+        on all ranks.
 
         Returns:
-            A future of the offer on rank 0, and of None on the other ranks. The next call waits for it.
+            A future with the version's offer on rank 0, and with None on the other ranks. The next call of this method
+            waits
+            for this future.
 
         Raises:
             WeightsError: the files could not be prepared, for example for lack of disk space, or the previous version
@@ -127,12 +130,15 @@ class WeightPublisher:
         return self._pending
 
     def wait(self) -> None:
-        """Wait until the current version is offered. Raises `WeightsError` if it could not be published."""
+        """Wait until the last version of `publish` is offered. Raises `WeightsError` if it could not be published."""
         if self._pending is not None:
             self._pending.result()
 
     def close(self) -> None:
-        """Wait for the current version, and remove the files that were prepared for the next one."""
+        """Wait until the last version is published, and remove the files that were prepared for the next version.
+
+        On hosts other than rank 0's host, all files are removed.
+        """
         self._thread.shutdown(wait=True)
         if self._ready.exception() is None:
             for part in self._ready.result():

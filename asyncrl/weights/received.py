@@ -63,11 +63,11 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless the host has it. Yield a full or adapter offer of local files.
+        """Receive an offered version unless this host has it. Yields an offer that names the files on this host.
 
-        No other worker changes the folder of the version before the context ends. The manifest of an adapter names a
-        second folder, which has the frozen weights. If another worker holds the lock for twice the deadline of a
-        transfer, this worker receives into a separate folder.
+        The yielded offer is of a full version or an adapter. No other worker changes the folder of the version before
+        the context ends. The manifest of an adapter names a second folder, which has the frozen weights. If another
+        worker holds the lock for twice the deadline of a transfer, this worker receives into a separate folder.
 
         Raises the errors of `receive_weights`.
         """
@@ -100,12 +100,15 @@ class ReceivedVersions:
             yield local
 
     def discard(self, offer: WeightOffer) -> None:
-        """Forget a version that an engine could not load. Links to its files stay."""
+        """Delete the files of a version that an engine could not load. Hard links to the files stay valid."""
         with suppress(OSError):
             shutil.rmtree(self._entry(offer).rename(self._folder / f"r{uuid.uuid4().hex[:8]}"))
 
     def close(self) -> None:
-        """Remove the folder if no other worker uses it. May be called more than once."""
+        """End this worker's use of the folder, and remove the folder if no other worker uses it.
+
+        May be called more than once.
+        """
         self._close_alone()
         if self._users < 0:
             return

@@ -76,7 +76,7 @@ class Round:
 
     @property
     def num_members(self) -> int:
-        """Number of learner ranks and receivers."""
+        """Number of processes in the round: learner ranks and receivers."""
         return len(self.shares) + self.num_receivers
 
 
@@ -118,14 +118,14 @@ class HeldVersions(dict[int, T]):
         self._count, self.oldest = count, 0
 
     def add(self, version: int, held: T) -> None:
-        """Hold a version, and forget the oldest versions beyond the limit."""
+        """Hold ``held`` as version ``version``, and remove the oldest versions beyond the limit."""
         self[version] = held
         for older in sorted(self.keys() - {FROZEN})[: -self._count]:
             if older != self.oldest:
                 self.pop(older, None)
 
     def retire(self, oldest: int) -> None:
-        """Forget versions before ``oldest``, the oldest version that is still offered to engines."""
+        """Remove the versions before ``oldest``, the oldest version that is still offered to engines."""
         self.oldest = max(oldest, self.oldest)
         for version in sorted(self):
             if FROZEN < version < oldest:
@@ -135,16 +135,18 @@ class HeldVersions(dict[int, T]):
 def rounds_of(
     requests: Sequence[RoundRequest], offers: Mapping[int, HeldOffer], *, only_newest: bool
 ) -> list[tuple[HeldOffer | None, list[RoundRequest], bool]]:
-    """Divide requests into rounds, oldest version first.
+    """Divide requests for weights into rounds (transfers of one version), oldest version first.
 
     Args:
         requests: At least one request.
         offers: The versions that the ranks hold.
-        only_newest: Send only the newest requested policy version. The other receivers then request again. It must
-            be False for paused engines, which cannot load another version.
+        only_newest: Send only the newest requested policy version. The other receivers then request again. It must be
+            False for paused engines, which cannot load another version.
 
     Returns:
-        Per round the offer, its requests, and whether a delta is sent. The offer is None if no version is sent.
+        A tuple per round: the offer, the requests that the round answers, and whether a delta is sent. The offer is
+        None if
+        these requests get no version.
     """
     newest = max(request.version for request in requests)
     rounds: list[tuple[HeldOffer | None, list[RoundRequest], bool]] = []
@@ -172,7 +174,10 @@ class Meeting:
     pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def take(self, member: Any, message: Mapping[str, Any]) -> list[Any]:
-        """Process a member's value or request for a key. Returns the members that can be answered now."""
+        """Process a message of a member, which stores a value or asks for a key.
+
+        Returns the members whose keys are now all there, so that they can be answered.
+        """
         if message["kind"] == "leave":
             self.values[message["key"]] = message["value"]
         else:
@@ -211,7 +216,7 @@ class RoundCoordinator:
         self._closed: Future[None] = Future()
 
     async def run(self) -> None:
-        """Run rounds until `close`. A failure is logged."""
+        """Accept connections, and run rounds until `close` is called. An error ends this call, and is logged."""
         server = await asyncio.start_server(self._serve, sock=self._listener)
         try:
             making = asyncio.create_task(self._make_rounds())
@@ -223,7 +228,7 @@ class RoundCoordinator:
             server.close()
 
     def close(self) -> None:
-        """End `run` from any thread. May be called more than once."""
+        """Make `run` return. May be called from any thread, and more than once."""
         if not self._closed.done():
             self._closed.set_result(None)
 
@@ -286,7 +291,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # or these members would wait until the deadline
+                        for member, _, _ in broken.pending:  # otherwise these members wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -383,7 +388,7 @@ class WeightChannel:
         self.address, self._socket = address, socket.socket()
 
     def connect(self, timeout_s: float) -> Self:
-        """Connect to rank 0. May be called once.
+        """Connect to learner rank 0, and return this object. May be called once.
 
         Raises:
             ChannelRefused: no process listens at the address, or another sender listens there.
@@ -413,7 +418,7 @@ class WeightChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection is open, as far as this host knows."""
+        """Whether the connection to rank 0 is open, as far as this host knows."""
         try:
             self._socket.settimeout(0.0)
             return bool(self._socket.recv(1, socket.MSG_PEEK))
@@ -423,11 +428,11 @@ class WeightChannel:
             return False
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send a message. Raises `WeightsError` if the connection ended."""
+        """Send a message to rank 0. Raises `WeightsError` if the connection ended."""
         self._write(_framed(message))
 
     def receive(self, timeout_s: float | None) -> dict[str, Any]:
-        """Wait for the next message. None waits without a deadline.
+        """Wait for the next message of rank 0, and return it. If ``timeout_s`` is None, there is no deadline.
 
         Raises:
             WeightsError: the connection ended.
@@ -462,7 +467,7 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # an error of TCP has an errno
+                if isinstance(error, TimeoutError) and error.errno is None:  # a timeout of TCP itself has an errno
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

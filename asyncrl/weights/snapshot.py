@@ -1,4 +1,4 @@
-"""One learner rank's part of a published version: the copy of its shards, its digests and its file.
+"""One learner rank's part of a published version: the copy of the rank's shards, the copy's digests and file.
 
 The file is created in advance, so that the rank only copies when it publishes.
 """
@@ -78,7 +78,7 @@ class WritableFile:
             _madvise(self.data.data_ptr() + first, min(last, num_bytes) - first, _POPULATE_WRITE)
 
     def write(self, regions: Sequence[Region]) -> None:
-        """Copy the parameters' values into the file."""
+        """Copy the current values of the parameters in ``regions`` into the file."""
         on_gpu = [region for region in regions if region.parameter.device.type == "cuda"]
         for region in regions:
             if region.parameter.device.type != "cuda":
@@ -115,16 +115,17 @@ class WritableFile:
             finish_first()
 
     def bytes_at(self, start: int, num_bytes: int) -> Tensor:
-        """Return a range of the file, [bytes] uint8."""
+        """Return a view of a range of the file, [num_bytes] uint8."""
         return self.data[start : start + num_bytes]
 
     def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
-        """Digest each span (first byte, number of bytes), and sync the file at the same time.
+        """Compute the digests of ranges of the file, and sync the file to disk at the same time.
 
-        Returns the pieces per span.
+        ``spans`` are (first byte, number of bytes) pairs. ``for_device`` adds the digests that GPUs compute. Returns
+        one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # then waking threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -176,24 +177,30 @@ class RankPart:
 
     @property
     def data(self) -> Tensor:
-        """The data file, [bytes] uint8. This rank's bytes stay valid while the tensor is referenced."""
+        """The memory of the data file, [bytes] uint8. This rank's bytes stay valid while the tensor is referenced."""
         return self._file.data
 
     def write(self) -> None:
-        """Copy this rank's shards."""
+        """Copy the current values of this rank's shards into the part."""
         self._file.write(self.layout.regions)
         if self._raw is not None:
             self._raw.write(self.layout.raw_regions)
 
     def exchange(self) -> None:
-        """Exchange the raw copy between the ranks, as `ModelLayout.exchange` does."""
+        """Send parameter shards between the ranks, so that each rank has the whole parameters that it computes with.
+
+        This is a collective.
+        """
         if self._raw is not None:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
         """Compute the tensors that are no copies of shards, and digest all bytes of the part. Call `exchange` first.
 
-        For a delta, write the changes since ``base``.
+        For a delta, write this rank's delta file: the changes since ``base``, this rank's part of the previous version.
+
+        Returns:
+            The digested pieces, and for a delta the changed pieces.
         """
         computed = self.layout.computed if self._raw is not None else []
         if self._raw is not None:

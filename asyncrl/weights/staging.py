@@ -1,4 +1,4 @@
-"""Stages offered weights for one engine while the engine generates, so that it pauses only for the load.
+"""Brings offered weights to the host of an engine while the engine generates. It pauses only to load them.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove its own link.
 - A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. A full version is copied
@@ -60,10 +60,11 @@ class WeightStager:
 
     @asynccontextmanager
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Stage an offer in a thread, and yield an offer of the local files.
+        """Bring the files of an offered version to this host (staging). Yields an offer that names the local files.
 
-        The yielded offer is a full version or an adapter. After a deadline or a cancellation, the
-        thread still runs. It removes its folders when it ends, and the next version uses other folders.
+        The yielded offer is of a full version or an adapter. A version of an engine stream has no files, so its offer
+        is yielded unchanged. A thread does the work. After a deadline or a cancellation, the thread still runs. It
+        removes its folders when it ends, and the next version uses other folders.
 
         Raises:
             WeightsGone: the version was removed before it was staged. Ask for the newest version.
@@ -135,7 +136,11 @@ class WeightStager:
                 ) from error
 
     def stage(self, offer: WeightOffer) -> WeightOffer:
-        """Stage an offer of a folder, without a deadline. Raises the errors of `staged`."""
+        """Link or copy the files of an offered version in a folder, without a deadline.
+
+        Returns an offer that names the links or copies. Raises `WeightsGone` or `WeightsError` in the cases of
+        `staged`.
+        """
         try:
             if offer.kind != "delta" and not self._copies and (local := self._linked(offer)):
                 return local
@@ -155,7 +160,7 @@ class WeightStager:
             ) from error
 
     def close(self) -> None:
-        """Remove all files of this engine."""
+        """Remove all links and copies of this engine."""
         self._held = ""
         self._remove_links()
         if self._links is not None:

@@ -126,7 +126,7 @@ class WeightSender:
             thread.start()
 
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
-        """Hold this rank's part of a version for future rounds.
+        """Keep this rank's part of a version in memory, and send it in future rounds (transfers to receivers).
 
         ``data`` is the data file, and ``pieces`` are this rank's pieces of it. ``delta`` is this rank's delta file, for
         receivers that hold the previous version. Both files are [bytes] uint8.
@@ -134,9 +134,10 @@ class WeightSender:
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
-        """Return the offer with the address of rank 0's channel as its path. Call this when every rank holds its part.
+        """Offer a version to receivers, on rank 0. Call this after every rank holds its part.
 
-        ``shares`` has the number of pieces that each rank holds. The manifest lists rank 0's pieces first.
+        ``shares`` has the number of pieces that each rank holds. The manifest lists rank 0's pieces first. Returns a
+        copy of ``offer`` that names rank 0's network address instead of a file.
         """
         assert self._coordinator is not None, "rank 0 offers"
         delta = read_manifest(offer).delta
@@ -151,13 +152,13 @@ class WeightSender:
         return replace(offer, manifest=self.address.endpoint, carrier=carrier, access=self.address.access)
 
     def retire(self, oldest: int) -> None:
-        """Forget versions before ``oldest``, the oldest version that is still offered to engines."""
+        """Remove the versions before ``oldest``, the oldest version that is still offered to engines."""
         self._parts.retire(oldest)
         if self._coordinator is not None:
             self._coordinator.offers.retire(oldest)
 
     def close(self) -> None:
-        """Abandon a running round, and take part in no further round. May be called more than once."""
+        """Leave a running round (a transfer), and take part in no further round. May be called more than once."""
         if not self._closed.done():
             self._closed.set_result(None)
         if self._coordinator is not None:
@@ -198,7 +199,7 @@ class WeightSender:
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
-            # After `close` or the deadline, a blocked group is abandoned.
+            # After `close` or the deadline, a transfer that still blocks is abandoned in its thread.
             wait({sending, self._closed}, this.timeout_s + HOST_WINDOW_S, FIRST_COMPLETED)
             if self._closed.done():
                 return False
@@ -264,13 +265,13 @@ class RoundStore(Store):
         self._known: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes | str) -> None:
-        """Store a value for the other members."""
+        """Store ``value`` under ``key`` on rank 0, for the other members."""
         content = value.encode() if isinstance(value, str) else bytes(value)
         with self._lock:
             self._channel.send({"kind": "leave", "round": self._this.number, "key": key, "value": content})
 
     def get(self, key: str) -> bytes:
-        """Wait for a value, and return it.
+        """Wait until a member has stored a value under ``key``, and return the value.
 
         Raises:
             WeightsError: the round or the connection ended.
@@ -313,7 +314,7 @@ class WeightGroup:
             from torch.distributed import ProcessGroupNCCL  # here, because torch may be built without NCCL
 
             options: Any = ProcessGroupNCCL.Options()
-            options._timeout = _FOREVER  # torch's watchdog would end the process; `abort` ends the waits instead
+            options._timeout = _FOREVER  # at a timeout, torch would end the process; `abort` ends waits instead
             self._group: Any = ProcessGroupNCCL(own, place, this.num_members, options)
         else:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -336,7 +337,11 @@ class WeightGroup:
         return partial(self._wait, self._group.send([data], to, 0), data, deadline)
 
     def receive(self, data: Tensor, source: int, deadline: RoundDeadline) -> Callable[[], None]:
-        """Begin to receive ``data``, [bytes] uint8, from rank ``source``. Returns the same as `send`."""
+        """Begin to receive ``data``, [bytes] uint8, from rank ``source``.
+
+        Returns a function that waits until the transfer has ended. It raises `RuntimeError` if the other member was
+        lost, or if the deadline has passed.
+        """
         return partial(self._wait, self._group.recv([data], source, 0), data, deadline)
 
     def _wait(self, work: Any, _data: Tensor, deadline: RoundDeadline) -> None:
@@ -357,14 +362,17 @@ class GroupMember:
         self._group: WeightGroup | None = None
 
     def group(self, this: Round, place: int, deadline: RoundDeadline) -> WeightGroup:
-        """Return the group of a round: the newest group if it has the same members, or a new one."""
+        """Return the process group of a round: the newest group if it has the same members, or a new one.
+
+        ``place`` is the rank of this process in the group.
+        """
         if self._group is None or self._group.number != this.group:
             self._leave()
             self._group = WeightGroup(self.channel, this, place, deadline)
         return self._group
 
     def close(self) -> None:
-        """Leave the group and end the connection. The next round of this process needs a new member."""
+        """Leave the group, and end the connection to rank 0. A later round needs a new `GroupMember`."""
         self._leave()
         self.channel.close()
 
@@ -378,7 +386,7 @@ class GroupMember:
 
 
 async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float, holds: str = "") -> WeightOffer:
-    """Receive an offered version into this host's memory, while its engines generate.
+    """Receive an offered version into this host's memory, while the engines of the host generate.
 
     Args:
         offer: An offer with `Carrier.host_stream`.
@@ -388,7 +396,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
             send the delta alone.
 
     Returns:
-        The offer of the files on this host. The caller must apply and verify a delta.
+        An offer that names the received files. If it is a delta, the caller must apply and verify the delta.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -456,12 +464,15 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
             wrong = threads.wrong(bucket.pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
             if wrong:
                 raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
-    # The ranks sent the full version instead of the delta.
+    # If the offer is of a delta, the ranks have sent the full version instead.
     return replace(local, kind="full", base_version=None) if offer.kind == "delta" else local
 
 
 def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
-    """Create the data file with its header: [bytes] uint8. Raises the errors of `new_file`."""
+    """Create the data file of a version in ``folder``, and write its safetensors header.
+
+    Returns the mapped file, [bytes] uint8. Raises `WeightsError` if the file cannot be written.
+    """
     head, _ = safetensors_header([(t.name, t.dtype, t.shape, t.num_bytes) for t in manifest.tensors])
     data = new_file(folder / manifest.files[0], len(head) + manifest.num_bytes)
     data[: len(head)].copy_(torch.frombuffer(bytearray(head), dtype=torch.uint8))
@@ -469,7 +480,7 @@ def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def new_file(path: Path, size: int) -> Tensor:
-    """Create a file and map it: [size] uint8. Raises `WeightsError` if the file cannot be written."""
+    """Create a file and return its mapped memory, [size] uint8. Raises `WeightsError` if it cannot be written."""
     try:
         with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
             if size == 0:
@@ -514,7 +525,10 @@ class ArrivingWeights:
             self.manifest: Manifest = parse_manifest(offer, self._admitted.manifest)
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield each tensor with its name, when it is complete and verified. Raises the errors of the constructor."""
+        """Yield (name, tensor) of each tensor as soon as it is complete and verified.
+
+        Raises the errors of the constructor.
+        """
         is_nccl = self._admitted.round.backend == "nccl"
         device = self._device if is_nccl else torch.device("cpu")
         with self._named_failures():
@@ -529,12 +543,12 @@ class ArrivingWeights:
         self._is_whole = True
 
     def verify(self) -> None:
-        """Raise `WeightsError` unless every tensor has arrived."""
+        """Check that every tensor has arrived. Raises `WeightsError` if not."""
         if not self._is_whole:
             raise WeightsError(f"{self._offer.name}: not every tensor was taken from {self._offer.manifest}")
 
     def close(self) -> None:
-        """Leave the round if it still runs."""
+        """Leave the round (the transfer) if it still runs."""
         self._admitted.close()
 
     @contextmanager
@@ -570,14 +584,20 @@ class ReceiverRound:
     is_done: bool = False
 
     def close(self) -> None:
-        """Leave the round. After a failure, leave the group too. May be called more than once."""
+        """Leave the round. After a failure, also end the connection to rank 0. May be called more than once.
+
+        After a success, the next round uses the connection again.
+        """
         if not self.is_done:
             self.member.close()
         elif self.member not in _idle:
             _idle.append(self.member)
 
     def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        """Yield the buckets of all ranks in file order, so that the bytes of one tensor arrive together."""
+        """Yield the buckets (what one transfer sends) of all ranks in file order.
+
+        So the bytes of one tensor arrive together.
+        """
         parts, first = [], 0
         for rank, share in enumerate(self.round.shares):
             parts.append(buckets_of(rank, manifest.pieces[first : first + share]))
@@ -587,10 +607,11 @@ class ReceiverRound:
     def arriving(
         self, buckets: Iterable[Bucket], place_of: Callable[[Bucket], Tensor]
     ) -> Iterator[tuple[Bucket, Tensor]]:
-        """Receive buckets, forward them to the next receiver, and yield each bucket with its bytes.
+        """Receive buckets, forward them to the next receiver, and yield (bucket, bytes of the bucket) pairs.
 
-        The buckets have the same order on all receivers. ``place_of`` returns the memory for a bucket, [bytes] uint8,
-        and no other code may write to it. Raises `RuntimeError` if a neighbor was lost, or if the deadline has passed.
+        A bucket is what one transfer sends. The buckets have the same order on all receivers. ``place_of`` returns the
+        memory for a bucket, [bytes] uint8, and no other code may write to it. Raises `RuntimeError` if the previous or
+        the next member was lost, or if the deadline has passed.
         """
         group = self.member.group(self.round, self.place, self.deadline)
         receiving: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
@@ -620,7 +641,9 @@ _idle: list[GroupMember] = []
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
-    """Ask rank 0 for a version, answer the call that rank 0 sends before the round, and join the round.
+    """Ask learner rank 0 for a version, and wait until a round (a transfer of this version) begins.
+
+    Before the round, rank 0 sends a call, which is answered. Returns this receiver's membership in the round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -677,7 +700,10 @@ class Bucket:
 
 
 def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
-    """Yield buckets of adjacent pieces, up to `SPAN_BYTES` each."""
+    """Yield buckets (what one transfer sends): adjacent pieces, up to `SPAN_BYTES` in each bucket.
+
+    ``sender`` is the learner rank that sends the pieces.
+    """
     own: list[Piece] = []
     for index, piece in enumerate(pieces):
         own.append(piece)
@@ -690,7 +716,7 @@ def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
 
 
 def file_buckets(sender: int, num_bytes: int) -> Iterator[Bucket]:
-    """Yield the buckets of a delta file."""
+    """Yield the buckets (what one transfer sends) of a delta file: parts of at most `SPAN_BYTES`."""
     for first in range(0, num_bytes, SPAN_BYTES):
         yield Bucket(sender=sender, first=first, end=min(first + SPAN_BYTES, num_bytes))
 
@@ -700,7 +726,7 @@ def _in_file_order(parts: Iterable[Iterator[Bucket]]) -> Iterator[Bucket]:
 
 
 def interface_address(interface: str) -> str:
-    """Return the IPv4 address of a network interface. Raises `ValueError` if it has none."""
+    """Return the IPv4 address of a network interface, such as ``"eth0"``. Raises `ValueError` if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
@@ -713,6 +739,9 @@ def interface_address(interface: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return an error's message without torch's stack."""
+    """Return the first line of an error's message, at most 300 characters.
+
+    The name of the error's type is put in front, except for a `WeightsError`.
+    """
     text = str(error).partition("\n")[0][:300]
     return text if isinstance(error, WeightsError) else f"{type(error).__name__}: {text}"
