@@ -347,8 +347,7 @@ class Account:
         self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all totals as a dict of plain values, except ``filtered_in_a_row``, which each server counts from 0.
-        """
+        """Return all totals as a dict of plain values, without ``filtered_in_a_row``: each server counts it from 0."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 

@@ -55,8 +55,7 @@ class Attempts:
         self._groups.requeue(group, keeps_progress=not group.is_evicted)
 
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
-        """Count the inherited prefix (saved tokens of an earlier attempt) as dropped, unless the worker has continued
-        it.
+        """Count the inherited prefix (saved tokens of an earlier attempt) as dropped, unless the worker continued it.
 
         The worker's report has ``num_tokens`` tokens. Fewer tokens than the prefix also mean that the prefix is
         dropped.
