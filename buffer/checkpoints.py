@@ -59,7 +59,7 @@ class Marks:
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
-        """Return the names of the remembered checkpoints, oldest version first; empty for the beginning of the run."""
+        """Return the names of the remembered checkpoints, oldest version first. The start of the run is named ''."""
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:

@@ -232,8 +232,7 @@ class LeaseIndex:
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Return leased groups to give up: for each k in order, ``numbers[k]`` groups due at ``version + k`` or
-        earlier.
+        """Return leased groups to give up: for each k in order, ``numbers[k]`` groups due at ``version + k`` or before.
 
         Groups with the latest deadline (last learner version that may consume the group) are chosen first. Among groups
         with equal deadlines, the newest leases are chosen first. No group is chosen twice.
