@@ -58,7 +58,7 @@ class FramesOnDisk(Sequence[Any]):
         self._at, self.place = (path, written), place
 
     def move_to(self, copy: "FramesOnDisk") -> None:
-        """Record that ``copy`` holds the same frames in another file."""
+        """Read the frames from the file of ``copy`` from now on. ``copy`` holds the same frames."""
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:

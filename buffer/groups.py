@@ -212,7 +212,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # Cleared, because the journal has no renewals. A restarted server could not restore the time.
+        # The time is cleared, because a restarted server could not restore it: the journal has no renewals.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -541,7 +541,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        Put the group at the head of the queue, or remove it if the learner has trained on it.
+        The group goes to the head of the queue. If the learner has trained on the group, it leaves the table instead.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1

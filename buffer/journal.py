@@ -418,7 +418,7 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the contents that the files had when they were opened.
+        """Return the state of an earlier server, which the files held when they were opened.
 
         Call this only once, because the journal then drops these contents from memory.
         """
@@ -499,7 +499,8 @@ class Journal:
             raise self._error("written", error) if isinstance(error, OSError) else error from error
 
     def flush(self) -> None:
-        """Write the recorded puts, before their clients get replies. Raises `ReplayBufferError` if the write fails."""
+        """Write the puts that `record` delayed, before replies are sent. Raises `ReplayBufferError` if the write fails.
+        """
         if self._later:
             self._write_log([])
 
@@ -558,9 +559,9 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
-        """Write frames on the journal's thread, together with other waiting frames. The frames are not copied.
+        """Write frames to the file of large frames, on the journal's thread. The frames are not copied.
 
-        After the write the loop calls ``then`` with the frames on disk, or with the error.
+        After the write, the event loop calls ``then`` with the frames on disk, or with the error.
         """
         views = [memoryview(frame) for frame in frames]
 
@@ -646,7 +647,7 @@ class Journal:
             raise self._error("written", error) from error
         self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
-        # The thread is still writing these frames to the old file.
+        # The journal's thread is still writing these frames to the old file.
         base += [kept for write in self._writing for kept in write.frames]
         self._former += [self._log, self._frames]
         self._log, self._frames = pair

@@ -62,7 +62,10 @@ class ClientKeys:
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
-        """Return these keys with the key pair that the file holds now, or unchanged keys if the file cannot be read."""
+        """Return a copy of these keys with the key pair that the file ``path`` holds now.
+
+        If the file cannot be read, the keys are returned unchanged.
+        """
         if self.path is None:
             return self
         try:
@@ -103,7 +106,7 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# The roles' keys are replaced in three steps. After a crash, the replacement can begin again.
+# The next three functions replace the roles' keys, one step each. After a crash, the replacement can begin again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
@@ -214,7 +217,7 @@ def check_exposure(host: str, keys: str) -> None:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    """Set up CURVE on a server's socket before the socket binds."""
+    """Set up CURVE (ZMQ's encryption) on a server's socket before the socket binds."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -222,7 +225,7 @@ def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
 
 
 def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Set up CURVE on a client's socket before the socket connects."""
+    """Set up CURVE (ZMQ's encryption) on a client's socket before the socket connects."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)

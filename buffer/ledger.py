@@ -133,12 +133,13 @@ class Ledger:
 
         Args:
             command: The command.
-            now: Seconds on the clock of the leases.
+            now: Current time in seconds on the clock of the leases.
             sender: The client that sent the command. None skips the check of the sender.
-            frames: The frames of the command. The log records them, except for a put that is not stored.
+            frames: The frames of the command. The log records them, except for a put (finished group) that is not
+                stored.
 
         Raises:
-            ReplayBufferError: The command is refused. Nothing has changed. Only the tokens of a late put
+            ReplayBufferError: The command is refused. Nothing has changed, except that the tokens of a late put
                 (`LeaseExpired`) or of a too old put (`VersionTooOld`) are counted.
         """
         is_put = type(command) is commands.Put

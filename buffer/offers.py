@@ -220,7 +220,7 @@ class OfferRequests:
             held.close()
 
     def show(self) -> None:
-        """Answer the requests for weights if there are newer weights to show."""
+        """Answer the workers' requests for weights, if there is a newer version that engines may load."""
         newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
         if newest != self._shown:
             self._shown = newest
@@ -328,7 +328,7 @@ class OfferRequests:
         return self._answer_evaluator(request) or self._evaluators.hold(request)
 
     def on_unpin(self, request: Message, unpin: commands.Unpin) -> Answer:
-        """Release the pinned engines."""
+        """Let the pinned engines load newer versions again."""
         self._log.unpin()
         self._write()
         if not self._log.failure:

@@ -349,6 +349,6 @@ def store_config(config: BufferConfig) -> BufferConfig:
     A store server begins empty if its journal belongs to another epoch (name of the run).
     """
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # otherwise the journal gives a restarted server its epoch
+    if config.durability is Durability.memory:  # with a journal, a restarted server finds its epoch there
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

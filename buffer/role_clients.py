@@ -528,14 +528,15 @@ class ControlClient:
         return (await self._client.call(commands.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
-        """Wait until a rollout worker connects from a host that is not in ``known``. Return the host.
+        """Wait until a rollout worker connects from a host that is not in ``known``. Return the name of the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
         return (await self._client.call(commands.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
-        """Add a store server that the workers of ``host`` prefer. Return its number. A repetition has no effect.
+        """Add a store server that the workers of ``host`` prefer. Return the store's number. A repetition has no
+        effect.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
@@ -549,9 +550,9 @@ class ControlClient:
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version``.
+        """Keep up to ``num_engines`` engines on ``version`` until `unpin`, for example for an evaluation.
 
-        Waits until the engines that serve this version differ from ``known``, and returns their names.
+        Waits until the names of the engines that serve this version differ from ``known``, and returns these names.
         """
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
@@ -590,7 +591,7 @@ class ControlClient:
         return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
     async def renew_keys(self) -> None:
-        """Let the server and the store servers read the keys of their clients again."""
+        """Make the server and the store servers read the clients' keys again."""
         await self._client.call(commands.RenewKeys())
         stores = (await self._client.call(commands.Inspect())).values["stores"]
         links = [self._client.store_link(store["address"]) for store in stores if store["address"]]

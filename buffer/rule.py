@@ -88,10 +88,10 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Return how many open groups the batch of ``version`` (w) must take by each deadline.
+        """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take, by deadline.
 
-        Returns ``max_lag + 1`` numbers. Entry k counts the groups due at w + k or earlier, minus the k·B groups that
-        the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
+        Open groups are leased, or stored and in no batch. Entry k counts the groups due at w + k or earlier, minus the
+        k·B groups that the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
         """
         due = 0
         required = []
@@ -103,10 +103,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Return how many running groups the batch of ``version`` (w) must take by each deadline.
+        """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take, by deadline.
 
-        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Returns ``max_lag + 1`` numbers.
-        Entry k counts groups due at w + k or earlier. No group counts in two entries.
+        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k counts groups due at w + k
+        or earlier. No group counts in two entries.
         """
         num_ready = num_missing = 0
         missing = []
@@ -183,7 +183,7 @@ class Room:
             StoreFull: The bytes do not fit now.
             ReplayBufferError: The group is larger than a store.
         """
-        if 0 < num_bytes <= group.num_bytes:  # reserved before
+        if 0 < num_bytes <= group.num_bytes:  # the bytes are reserved already
             return Reserved(store=group.store)
         if 0 < self._max_bytes < num_bytes:
             raise ReplayBufferError(

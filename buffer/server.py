@@ -281,7 +281,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # acknowledged even if refused, to free the sender's window
+                request_id = chunk.request_id  # a refused chunk is acknowledged too, to free the window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -351,7 +351,7 @@ class ServerSocket:
             request.client = client
             self._handle(role, request, epoch)
         if len(requests) > 1:
-            self._flush()  # at once, so the client can prepare its next requests meanwhile
+            self._flush()  # replies go out at once, so the client can prepare its next requests
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
         name = "a request"

@@ -1,7 +1,8 @@
 """Holds requests for leases, for places in the queue and for batches until the buffer can answer them.
 
-The service checks all held requests after each burst of messages. A timer ends each wait with `NothingYet`. After a
-commit, workers whose weights are now too old for any group get this answer at once.
+A lease is a worker's right to generate a group. The service checks all held requests after each burst of messages. A
+timer ends each wait with `NothingYet`. After a commit, workers whose weights are now too old for any group get this
+answer at once.
 """
 
 import asyncio
@@ -63,9 +64,9 @@ Handler = Callable[[Message, Any], Answer | None]
 
 
 def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
-    """Map each operation to the method ``on_<name>`` of one of the objects in ``parts``.
+    """Return a map from each operation to its handler: the method ``on_<name>`` of one of the objects in ``parts``.
 
-    The method returns the answer, or None to answer later.
+    The handler returns the answer, or None to answer later.
     """
     methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in commands.OPERATIONS}
     return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
@@ -139,7 +140,7 @@ class HeldRequests:
         return request
 
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
-        """Answer the given requests, or all of them.
+        """Answer ``requests``, or all held requests, if ``answer_to`` returns an answer for them.
 
         A request stays if ``answer_to`` returns None. If ``answer_to`` raises an error, the error is the answer.
         """
@@ -269,7 +270,7 @@ class PromptIntake:
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the summary of a finished group for the next answer to the controller."""
+        """Keep the metadata of a finished group for the next answer to the controller, if it wants them."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
@@ -414,7 +415,7 @@ class Admission:
         return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """Let faster workers take groups over, then grant leases until no more group is admitted.
+        """Let faster workers take running groups over from slow ones. Then grant leases until no more group may begin.
 
         Slow workers come last. Otherwise the worker with the fewest groups comes first, and workers with equally many
         groups take turns.
