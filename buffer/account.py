@@ -157,8 +157,7 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return how many attempts workers made at a group that is finished, or whose end was undone; 0 for another
-        group.
+        """Return how many attempts workers made at a finished or reopened group; 0 for any other group.
 
         Returns 1 for a finished group whose number was forgotten.
         """

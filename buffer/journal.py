@@ -499,8 +499,7 @@ class Journal:
             raise self._error("written", error) if isinstance(error, OSError) else error from error
 
     def flush(self) -> None:
-        """Write the puts that `record` delayed, before replies are sent. Raises `ReplayBufferError` if the write fails.
-        """
+        """Write the puts that `record` delayed, before replies are sent. Raises `ReplayBufferError` on failure."""
         if self._later:
             self._write_log([])
 

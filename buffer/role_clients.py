@@ -535,10 +535,9 @@ class ControlClient:
         return (await self._client.call(commands.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
-        """Add a store server that the workers of ``host`` prefer. Return the store's number. A repetition has no
-        effect.
+        """Add a store server that the workers of ``host`` prefer. Return the store's number.
 
-        Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
+        A repeated call has no effect. Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
         return (await self._client.call(commands.AddStore(address, host))).store
 

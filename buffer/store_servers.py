@@ -1,4 +1,6 @@
-"""A server that holds payloads (encoded trajectories). It runs beside the ledger's server, or on a host of rollout workers.
+"""A server that holds payloads (encoded trajectories).
+
+It runs beside the ledger's server, or on a host of rollout workers.
 
 A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove.
 A restarted store may lack acknowledged payloads, or hold removed payloads. So after each connection the ledger tells

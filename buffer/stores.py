@@ -141,8 +141,7 @@ class PayloadStore:
                 yield kind, group_id, frames
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
-        """Load the frames of the ledger's unfinished groups. ``frames`` holds a journal's frames by kind and group id.
-        """
+        """Load the frames of the ledger's unfinished groups from a journal's frames, by kind and group id."""
         for group_id, parts in frames.get("prompt", {}).items():
             if group_id in ledger.groups:
                 self.prompts.put(group_id, in_memory(parts))
