@@ -245,7 +245,7 @@ class Account:
         self._samples_per_group = max(1, len(summary.response_lengths))
 
     def leave_out(self, num_tokens: int) -> None:
-        """Count tokens of trajectories as dropped. They are not in a finished group, because their reward failed."""
+        """Count ``num_tokens`` tokens as dropped, because the reward of their trajectories failed."""
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:

@@ -579,7 +579,8 @@ class BufferClient:
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:
         """Close the connections. Pending calls raise `ReplayBufferError`.
 
-        Before that, ``goodbye`` is awaited with the connection to the server if the server can be reached.
+        Before the connections close, ``goodbye`` is awaited with the connection to the server, if the server can be
+        reached.
         """
         if self.is_closed:
             return
@@ -639,7 +640,7 @@ class BufferClient:
     ) -> commands.Reservation:
         """Wait until a server has reserved bytes for the payload of ``key``, a (group id, attempt number) pair.
 
-        Without ``link``, the buffer's server chooses a store, on this host if possible. Returns the answer with its
+        Without ``link``, the buffer's server chooses a store, on this host if possible. Its answer names the store's
         address.
         """
         num_bytes, host = sum(map(len, payload)), "" if link is not None else self.host

@@ -118,7 +118,7 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Return frames that are in memory: read frames from disk, and return other frames unchanged.
+    """Return frames in memory. Frames on disk are read, and other frames are returned unchanged.
 
     Raises `OSError` if frames on disk cannot be read or are damaged.
     """

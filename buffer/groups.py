@@ -511,7 +511,7 @@ class GroupTable:
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Add a group at the tail of the queue.
 
-        ``num_attempts`` is the number of earlier attempts, if the group was finished once and its end was undone.
+        ``num_attempts`` is the number of earlier attempts, if a return to a checkpoint has undone the group's end.
         """
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:

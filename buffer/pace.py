@@ -279,7 +279,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return the number of groups for which a worker keeps capacity free, because it will take them over."""
+        """Return for how many groups a worker keeps capacity free, because the worker takes these groups over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0

@@ -147,7 +147,7 @@ class WorkerClient:
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend the leases that are still valid. `revocation` returns the others."""
+        """Extend the leases that are still valid. `revocation` returns the lost ones."""
         keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
         for start in range(0, len(keys), MAX_LEASES):
             await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
@@ -521,7 +521,7 @@ class ControlClient:
         return serving.version, serving.seconds
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
-        """Declare a rollout worker dead. ``worker`` is its result of `WorkerClient.enter`.
+        """Declare a rollout worker dead. ``worker`` is the name that `WorkerClient.enter` returned.
 
         Returns the worker's number of generated tokens: ``num_generated`` or that of its last heartbeat, if larger.
         """
@@ -544,12 +544,13 @@ class ControlClient:
     async def drop_store(self, store: int) -> int:
         """Report that store server number ``store`` is lost.
 
-        Returns how many of its groups are generated again. Groups in planned batches do not count.
+        Returns how many of the store's groups are generated again. Groups in planned batches do not count.
         """
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version`` until `unpin`, for example for an evaluation.
+        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`, for example for an
+        evaluation.
 
         Waits until the names of the engines that serve this version differ from ``known``, and returns these names.
         """

@@ -416,7 +416,7 @@ class BufferService:
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
         """Take the buffer back to a checkpoint, because the learner continues from it."""
-        self._forget_finished()  # done before the rewind, because it may queue finished groups again
+        self._forget_finished()  # done first, because the rewind may queue finished groups again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._take_back(rewound)

@@ -79,7 +79,7 @@ class LoopClock:
         self._tick()
 
     def time(self) -> float:
-        """Return the current time in seconds, without the length of all stalls."""
+        """Return the current time in seconds, minus the total length of the stalls."""
         now = self._time()
         gap = now - self._last_seen
         self._last_seen = now

@@ -73,9 +73,10 @@ class StoreLinks:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell the stores to drop the payloads of finished groups, and of ended (group id, attempt number) pairs.
+        """Tell the stores to drop the payloads of ``finished`` groups and of ``ended`` attempts.
 
-        Every store gets the message, because two stores may hold the payload of one attempt.
+        Attempts are (group id, attempt number) pairs. Every store gets the message, because two stores may hold the
+        payload of one attempt.
         """
         for number, link in self.connected():
             link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))

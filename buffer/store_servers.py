@@ -173,7 +173,7 @@ class StoreService:
         self._fetches.send(request, fetch, parts)
 
     def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
-        """Drop payloads that the ledger does not need. Answer with the expected groups that this store lacks.
+        """Drop payloads that the ledger does not need. Answer with the ids of the groups that this store lacks.
 
         If the run resumed from a checkpoint, first load expected payloads from this store's files in the checkpoint.
         """

@@ -174,9 +174,9 @@ class PayloadStore:
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups. Store servers also drop the ``ended`` (group id, attempt number) pairs.
+        """Drop all frames of finished groups. Store servers also drop the payloads of ended attempts.
 
-        Returns whether bytes may have become free.
+        ``ended`` holds (group id, attempt number) pairs. Returns whether bytes may have become free.
         """
         self.evict(finished)
         for group_id in finished:

@@ -234,7 +234,7 @@ class FairQueue:
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
-        """Record that a worker got a lease. Its turn grows by 1."""
+        """Record that a worker got a lease. The worker's turn grows by 1."""
         turn = self.turn_of(client)
         self._serving = turn
         self._next[client] = turn + 1
@@ -270,7 +270,7 @@ class PromptIntake:
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the metadata of a finished group for the next answer to the controller, if it wants them."""
+        """Keep the metadata of a finished group for the next answer to the controller, if the controller wants it."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
