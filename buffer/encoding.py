@@ -104,7 +104,7 @@ def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tu
 
 
 def operation_of(request: Message) -> Operation[Any]:
-    """Return the decoded operation of a request. Raises `WireError` if it is unknown or has bad fields."""
+    """Decode a request's operation. Raises `WireError` if the operation is unknown or a field is out of range."""
     try:
         return _read_operation(request.body)
     except _UNREADABLE as error:

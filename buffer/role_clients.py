@@ -549,8 +549,7 @@ class ControlClient:
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`, for example for an
-        evaluation.
+        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
 
         Waits until the names of the engines that serve this version differ from ``known``, and returns these names.
         """
