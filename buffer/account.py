@@ -1,4 +1,4 @@
-"""The ledger's account: counts of all tokens, the attempts that still owe a report, and the finished groups.
+"""The ledger's account: counts of all tokens, the attempts that ended without a result, and the finished groups.
 
 A repeated message counts only once. The memory for past attempts and groups is bounded.
 """
@@ -50,7 +50,7 @@ class IdSet:
         return sum(end - start for start, end in self.ranges())
 
     def add(self, value: int) -> None:
-        """Add an integer."""
+        """Add an integer to the set."""
         i = bisect_right(self._starts, value)
         if i > 0 and value < self._ends[i - 1]:
             return
@@ -68,7 +68,7 @@ class IdSet:
             self._ends.insert(i, value + 1)
 
     def minus(self, others: "IdSet") -> list[int]:
-        """Return the integers that are not in ``others``, ascending."""
+        """Return a sorted list of the integers in this set that are not in ``others``."""
         missing: list[int] = []
         for start, end in self.ranges():
             i = bisect_right(others._ends, start)
@@ -79,7 +79,7 @@ class IdSet:
         return missing
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Return the ranges in order, end excluded. Example: {1, 2, 5} gives [(1, 3), (5, 6)]."""
+        """Return the set as sorted (start, end) pairs, end excluded. Example: {1, 2, 5} gives [(1, 3), (5, 6)]."""
         return list(zip(self._starts, self._ends, strict=True))
 
 
@@ -114,17 +114,20 @@ class AttemptHistory:
         return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
-        """Remember an attempt that ended without a stored result."""
+        """Remember ``ended``, the record of an attempt that ended without a stored result."""
         self._ended[group_id, attempt] = ended
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
     def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return an attempt that ended without a stored result; None if it is unknown or forgotten."""
+        """Return the record of an attempt that ended without a stored result; None if it is unknown or forgotten."""
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return an ended attempt that owes a report, and forget it. Return None if the attempt owes no report."""
+        """Return the record of an ended attempt whose worker must still report the tokens, and forget the record.
+
+        Returns None if no report is expected.
+        """
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
             return None
@@ -132,7 +135,10 @@ class AttemptHistory:
         return ended
 
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
-        """Remember a consumed or dropped group. ``stored``: whether the put of its last attempt was accepted."""
+        """Remember a group that was consumed or dropped, with its number of attempts.
+
+        ``stored`` is whether the result of the group's last attempt was accepted.
+        """
         self.finished.add(group_id)
         self._reopened.pop(group_id, None)
         if num_attempts != 1 or not stored:
@@ -141,14 +147,17 @@ class AttemptHistory:
                 self._unusual.popitem(last=False)
 
     def reopen(self, finished: IdSet) -> None:
-        """Allow the groups that are not in ``finished`` to be queued again. Their attempt numbers continue."""
+        """Replace the set of finished groups by ``finished``, an earlier state of the set.
+
+        The groups that are no longer in the set may be queued again. Their attempt numbers continue.
+        """
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
             self._unusual.pop(group_id, None)
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return the number of attempts at a finished or reopened group; 0 for any other group.
+        """Return how many attempts workers made at a finished or reopened group; 0 for any other group.
 
         Returns 1 for a finished group whose number was forgotten.
         """
@@ -157,11 +166,11 @@ class AttemptHistory:
         return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
-        """Return whether the group is finished and a put of this attempt was accepted."""
+        """Return whether the group is finished and the result of its attempt number ``attempt`` was accepted."""
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the history as plain values."""
+        """Return the history as a dict of plain values, for `restore`."""
         return {
             "finished": self.finished.ranges(),
             "unusual": [[group_id, *counts] for group_id, counts in self._unusual.items()],
@@ -170,7 +179,7 @@ class AttemptHistory:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load a snapshot."""
+        """Replace the history by ``values``, a result of `snapshot`."""
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
         self._reopened = dict(values["reopened"])
@@ -204,40 +213,46 @@ class Account:
 
     @property
     def num_tokens(self) -> int:
-        """Number of all tokens in the account."""
+        """Number of all counted policy tokens: trained, buffered and dropped."""
         return self.tokens_trained + self.tokens_buffered + self.tokens_dropped.total()
 
     @contextmanager
     def settling(self, owner: bytes) -> Iterator[None]:
-        """Attribute the tokens that are counted inside the block to ``owner``."""
+        """Attribute the tokens that are counted inside the ``with`` block to the worker ``owner`` (a client id)."""
         before = self.num_tokens
         yield
         if settled := self.num_tokens - before:
             self._settled[owner] += settled
 
     def settled_by(self, owner: bytes) -> int:
-        """Return the number of tokens attributed to ``owner``."""
+        """Return how many tokens `settling` has attributed to the worker ``owner``."""
         return self._settled[owner]
 
     def bury(self, owner: bytes, num_lost: int) -> None:
-        """Count ``num_lost`` unreported tokens of an owner that died."""
+        """Record that the worker ``owner`` died, and count its ``num_lost`` unreported tokens as lost."""
         self._drop_tokens(num_lost, LOST)
         self.buried[owner] = self._settled.pop(owner, 0) + num_lost
         if len(self.buried) > MAX_REMEMBERED:
             del self.buried[next(iter(self.buried))]
 
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
-        """Count an accepted put. The put contains the inherited prefix."""
+        """Count the tokens of a stored group as buffered.
+
+        ``num_inherited`` of these tokens come from an earlier attempt, and were counted before.
+        """
         self.tokens_buffered += summary.num_tokens - num_inherited
         self.filtered_in_a_row = 0
         self._samples_per_group = max(1, len(summary.response_lengths))
 
     def leave_out(self, num_tokens: int) -> None:
-        """Count tokens of trajectories that are not in a finished group, because their reward failed."""
+        """Count ``num_tokens`` tokens as dropped, because the reward of their trajectories failed."""
         self._drop_tokens(num_tokens, REWARD)
 
     def consume(self, summary: GroupSummary, version: int) -> None:
-        """Count a group that the learner consumed at ``version``. Its tokens count as trained at its first use."""
+        """Count a group that the learner step ``version`` trained on.
+
+        At the first use, the group's tokens move from buffered to trained. At a later use, they count as reused.
+        """
         self.lags[version - summary.oldest_version] += 1
         if summary.num_uses:
             self.tokens_reused += summary.num_tokens
@@ -250,7 +265,10 @@ class Account:
         self._kept_samples += len(summary.response_lengths)
 
     def filter(self, summary: GroupSummary, reason: str, *, num_inherited: int) -> None:
-        """Count a finished group that a filter dropped. The group contains the inherited prefix."""
+        """Count a finished group as dropped by the filter ``reason``.
+
+        ``num_inherited`` of the group's tokens come from an earlier attempt, and counted as buffered before.
+        """
         self.tokens_buffered -= num_inherited
         self.groups_dropped[reason] += 1
         self.filtered_in_a_row += 1
@@ -258,14 +276,17 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Drop the uncounted tokens of a finished group that is late or too old."""
+        """Count a finished group that is refused, because it came late or has too old tokens.
+
+        The group's tokens count as dropped, except the ``num_counted`` tokens that were counted before.
+        """
         self.puts_refused[reason] += 1
         self._drop_tokens(summary.num_tokens - num_counted, reason)
         if num_counted == 0:
             self._drop_lengths(summary, reason)
 
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
-        """Drop the tokens of an unfinished attempt, except the ``num_counted`` tokens counted before.
+        """Count the tokens of an unfinished attempt as dropped, except the ``num_counted`` tokens counted before.
 
         If ``num_counted`` is 0, the tokens also enter the mean dropped length. There they count as one group, with as
         many samples as the last stored group.
@@ -276,22 +297,28 @@ class Account:
             self._dropped_samples[reason] += self._samples_per_group
 
     def give_up(self, reason: str, *, num_saved: int, num_inherited: int) -> None:
-        """Drop the tokens of a revoked group, including its prefix."""
+        """Count the ``num_saved`` saved tokens of a revoked attempt as dropped.
+
+        ``num_inherited`` of these tokens come from an earlier attempt, and counted as buffered before.
+        """
         self.tokens_buffered -= num_inherited
         self.abandon(num_saved, reason, num_counted=0)
 
     def hand_on(self, *, num_saved: int, num_inherited: int) -> None:
-        """Count the saved prefix of an ended attempt as buffered."""
+        """Count the ``num_saved`` saved tokens of an ended attempt as buffered.
+
+        ``num_inherited`` of these tokens come from an earlier attempt, and were counted before.
+        """
         self.tokens_buffered += num_saved - num_inherited
 
     def evict(self, summary: GroupSummary, reason: str) -> None:
-        """Drop the tokens of a stored group that was lost or evicted."""
+        """Move the tokens of a stored group from buffered to dropped, because the group was lost or evicted."""
         self.tokens_buffered -= summary.num_tokens
         self._drop_tokens(summary.num_tokens, reason)
         self._drop_lengths(summary, reason)
 
     def drop_prefix(self, num_tokens: int, reason: str) -> None:
-        """Drop the tokens of a saved prefix."""
+        """Move ``num_tokens`` tokens of an unfinished group's saved prefix from buffered to dropped."""
         self.tokens_buffered -= num_tokens
         self._drop_tokens(num_tokens, reason)
 
@@ -301,7 +328,10 @@ class Account:
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Go back to the totals of a checkpoint, and drop the tokens trained since then. The mean lengths stay."""
+        """Go back to the totals of a checkpoint. The tokens trained since then count as dropped.
+
+        ``lags`` maps each lag in learner steps to its number of uses of groups. The mean lengths do not go back.
+        """
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
         self.tokens_reused, self.groups_reused = tokens_reused, groups_reused
@@ -309,17 +339,20 @@ class Account:
         self.groups_consumed = self.lags.total() - groups_reused
 
     def begin_life(self, tokens_generated: int) -> None:
-        """Drop the unreported tokens from before a resume. Forget the earlier workers."""
+        """Prepare the account for a resumed run, and forget the workers from before the resume.
+
+        Those of the ``tokens_generated`` earlier tokens that were never reported count as dropped.
+        """
         self._drop_tokens(tokens_generated - self.num_tokens, RESUME)
         self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return every total as plain values, except ``filtered_in_a_row``, which each server counts from 0."""
+        """Return all totals as a dict of plain values, without ``filtered_in_a_row``: each server counts it from 0."""
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load the totals of a snapshot."""
+        """Set the totals to ``values``, a result of `snapshot`."""
         for name, value in values.items():
             setattr(self, name, Counter(value) if isinstance(value, dict) else value)
 
@@ -332,7 +365,10 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """Return the totals. ``groups`` has the current number of groups by state, ``held`` other current numbers."""
+        """Return the totals as one record.
+
+        ``groups`` maps each state to its current number of groups. ``held`` gives the record's other current numbers.
+        """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
             groups={**groups, "consumed": self.groups_consumed, "dropped": self.groups_dropped.total()},

@@ -1,4 +1,4 @@
-"""The steps that end attempts at prompt groups, and that end the groups themselves."""
+"""Ends attempts (the tries of workers to generate a prompt group), and ends groups that are consumed or dropped."""
 
 from collections.abc import Mapping
 
@@ -18,9 +18,10 @@ class Attempts:
         self._newly_finished: list[int] = []
 
     def held(self, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
-        """Return the group if this attempt is running, else None.
+        """Return the record of a group if a worker generates it now as attempt number ``attempt``, else None.
 
-        Raises `NotLeaseOwner` if ``sender`` does not hold the lease.
+        Raises `NotLeaseOwner` if the attempt's lease (the right to generate the group) belongs to another client than
+        ``sender``. A ``sender`` of None skips this check.
         """
         group = self._groups.running(group_id, attempt)
         ended = self._history.of(group_id, attempt) if group is None else group
@@ -33,14 +34,20 @@ class Attempts:
         return group
 
     def check_was_leased(self, group_id: int, attempt: int, remedy: str) -> None:
-        """Raise `UnknownGroup` unless the attempt was leased."""
+        """Check that attempt number ``attempt`` at the group was given to a worker.
+
+        Raises `UnknownGroup` otherwise. Its message ends with ``remedy``.
+        """
         group = self._groups.get(group_id)
         known = self._history.num_attempts(group_id) if group is None else group.num_attempts
         if not 0 <= attempt < known:
             raise UnknownGroup(f"group {group_id} attempt {attempt} was never leased; {remedy}")
 
     def hand_on(self, group: Group) -> None:
-        """Queue the prompt of a lease that ended. Keep the saved prefix unless it was evicted."""
+        """End the lease of a running group, and put the group's prompt at the head of the queue.
+
+        The saved prefix (the tokens so far) stays with the prompt unless the prefix was evicted.
+        """
         if group.is_evicted:
             self._account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
         else:
@@ -48,24 +55,37 @@ class Attempts:
         self._groups.requeue(group, keeps_progress=not group.is_evicted)
 
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
-        """Count the inherited prefix of a lease as dropped, unless the worker's report contains the prefix."""
+        """Count the inherited prefix (saved tokens of an earlier attempt) as dropped, unless the worker continued it.
+
+        The worker's report has ``num_tokens`` tokens. Fewer tokens than the prefix also mean that the prefix is
+        dropped.
+        """
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the attempt that owed this report. Return None if no attempt did, or if its owner is dead."""
+        """Return the record of an ended attempt whose worker now reports its tokens, and forget the record.
+
+        Returns None if no report of this attempt is expected, or if the worker was declared dead.
+        """
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
     def revoke(self, group: Group, reason: str) -> None:
-        """Revoke a lease. Its worker still has to report the tokens of the attempt."""
+        """Record that a running group's attempt ended early, and queue a notice to its worker for `drain_revocations`.
+
+        The worker still has to report the attempt's tokens. They count as dropped for ``reason``.
+        """
         ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
         self._history.end(group.group_id, group.attempt, ended)
         self._revocations.append((group.owner, commands.Revoked(group.group_id, group.attempt)))
 
     def give_up(self, group: Group, *, is_dropped: bool, reason: str) -> None:
-        """Revoke a running group and drop its tokens. Drop its prompt if ``is_dropped``; otherwise queue the prompt."""
+        """Revoke the lease of a running group, and count the group's saved tokens as dropped for ``reason``.
+
+        If ``is_dropped``, the group ends. Otherwise its prompt goes to the head of the queue.
+        """
         self.revoke(group, reason)
         with self._account.settling(group.owner):
             self._account.give_up(reason, num_saved=group.num_saved, num_inherited=group.num_inherited)
@@ -76,20 +96,28 @@ class Attempts:
             self._groups.requeue(group, keeps_progress=False)
 
     def drop(self, group: Group, *, stored: bool) -> None:
-        """Finish a running group."""
+        """Remove a running group, and remember it as finished.
+
+        ``stored`` is whether the last attempt's result was accepted.
+        """
         self._groups.finish(group)
         self.finish(group, stored=stored)
 
     def finish(self, group: Group, *, stored: bool, is_kept: bool = False) -> None:
-        """Remember a group that was consumed or dropped. If ``is_kept``, its frames stay for a further use."""
+        """Remember a group as finished, because it was consumed or dropped.
+
+        ``stored`` is whether the result of the last attempt was accepted. If ``is_kept``, the prompt and the
+        trajectories stay for a further training step.
+        """
         self._history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
         if not is_kept:
             self._newly_finished.append(group.group_id)
 
     def evict(self, group: Group, reason: str) -> None:
-        """Drop the trajectories of a stored group, or the saved prefix of a queued or running group.
+        """Drop the trajectories of a stored group, or the saved prefix (tokens so far) of a queued or running group.
 
-        If the learner has already trained on the group, only its further uses are lost.
+        ``reason`` names the cause in the counts of dropped tokens. If the learner has already trained on the group,
+        only the group's further uses are lost.
         """
         if group.uses:
             self._groups.evict(group)
@@ -106,7 +134,8 @@ class Attempts:
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
         """Evict a group that has no lease. For a leased group, end the lease and queue the prompt.
 
-        ``lost`` maps group ids to reasons. The tokens of these groups are dropped.
+        ``lost`` maps group ids to reasons. The tokens of the groups in ``lost`` are dropped. A group without a lease
+        must be in ``lost``.
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])
@@ -118,7 +147,10 @@ class Attempts:
                 self.hand_on(group)
 
     def forget_uses(self, version: int) -> None:
-        """Forget the uses of stored groups at ``version`` and later."""
+        """Forget that the learner steps ``version`` and later trained on the stored groups.
+
+        If no earlier step trained on a group, the group's tokens count as buffered again, not as trained.
+        """
         for group in self._groups:
             kept = tuple(use for use in group.uses if use < version)
             if len(kept) < len(group.uses):
@@ -127,11 +159,17 @@ class Attempts:
                     self._account.unlearn(group.result)
 
     def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
-        """Return the leases revoked since the last call, each with its owner."""
+        """Return (client id, message) pairs for the leases revoked since the last call.
+
+        Each message tells the client which lease the client has lost.
+        """
         revocations, self._revocations = self._revocations, []
         return revocations
 
     def drain_finished(self) -> list[int]:
-        """Return the groups finished since the last call. The caller may delete their prompts and trajectories."""
+        """Return the ids of the groups finished since the last call.
+
+        The caller may delete the prompts and trajectories of these groups.
+        """
         finished, self._newly_finished = self._newly_finished, []
         return finished

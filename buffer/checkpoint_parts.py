@@ -1,9 +1,10 @@
 """Writes the buffer's checkpoint while training and generation continue.
 
-The folder ``v00000012/`` holds the part ``journal`` of the ledger's server, and a part ``storeN`` per store server.
-Each part is a journal that begins with a snapshot, so a server opens it like its own journal. A server with a journal
-on the same disk makes hard links to its files. Other servers copy their frames on a thread. The folder is named
-``.v00000012.partial`` until all parts are on the disk. A failed store server has no part.
+Each server of the buffer writes a *part*, its files in the checkpoint's folder ``v00000012/``. The ledger's server
+writes the part ``journal``, and store server N the part ``storeN``. A part is a journal that begins with a snapshot, so
+a server opens a part like its own journal. A server with a journal on the same disk makes hard links to the journal's
+files. Other servers copy their frames on a thread. The folder is named ``.v00000012.partial`` until all parts are on
+the disk. A failed store server has no part.
 """
 
 import asyncio
@@ -36,7 +37,7 @@ _MAX_REMEMBERED = 4
 
 
 def store_part(number: int) -> str:
-    """Return the name of the part of a store server."""
+    """Return the name of a store server's part (files in a checkpoint). Example: ``store0``."""
     return f"store{number}"
 
 
@@ -55,10 +56,11 @@ class PartWriter:
         snapshot: dict[str, Any] | None,
         frames: Iterable[tuple[str, int, Frames]],
     ) -> Awaitable[Checkpointed]:
-        """Begin to write a part. Its files are ``PATH.N.log`` and ``PATH.N.frames``.
+        """Begin to write this server's files of a checkpoint: ``PATH.N.log`` and ``PATH.N.frames``.
 
         Returns an awaitable that is done when the files are on the disk. It raises `ReplayBufferError` if a file cannot
-        be written. ``frames`` holds (kind, group id, frames) of each item. Do not change the frames until then.
+        be written. ``values`` and ``snapshot`` are plain values for the log. ``frames`` holds (kind, group id, frames)
+        of each item. Do not change the frames until the awaitable is done.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -90,7 +92,7 @@ class PartWriter:
         return 1, ()
 
     def close(self) -> None:
-        """Wait until the current part is written."""
+        """Wait until the current write is complete. Cancel the writes that have not begun."""
         self._pool.shutdown(cancel_futures=True)
 
 
@@ -136,7 +138,11 @@ class PendingWrites:
         self._writes: dict[str, asyncio.Task[Checkpointed]] = {}
 
     def wait(self, request: Message, begin: Callable[[], Coroutine[Any, Any, Checkpointed]]) -> None:
-        """Hold a request until its write is complete. Call ``begin`` unless the write has begun."""
+        """Answer a request when its write is complete.
+
+        ``begin`` returns the coroutine that writes. It is not called if an earlier copy of the request has begun the
+        write.
+        """
         key = request.body.key
         if key not in self._writes:
             self._writes[key] = write = asyncio.get_running_loop().create_task(begin())
@@ -181,9 +187,10 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Claim the journal. Return the state in the journal or in the checkpoint; None if this server has neither.
+        """Return the state that this server continues, from the journal or from the checkpoint; None if it has neither.
 
-        A new journal begins with a copy of the checkpoint. A resumed run takes over the journal of ``earlier_epoch``.
+        A new journal begins with a copy of the checkpoint. A resumed run takes over the journal of ``earlier_epoch``,
+        the name of the run that wrote this journal. The journal then names this run as its owner.
 
         Raises:
             ReplayBufferError: The checkpoint cannot be read, prompts are lost, or the journal cannot be written.
@@ -223,7 +230,7 @@ class CheckpointRequests:
                 )
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Begin to write a checkpoint, unless an earlier copy of the request did. Answer after the write."""
+        """Begin to write a checkpoint, unless an earlier copy of the request did. Answer when it is written."""
         self._ledger.apply(checkpoint)
         self.note_marks()
         self._pending.wait(request, lambda: self._write(checkpoint))
@@ -237,7 +244,7 @@ class CheckpointRequests:
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
-            async with self._turn:  # one after the other, because two checkpoints may have the same folder
+            async with self._turn:  # one checkpoint after the other, because two may have the same folder
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = await self._parts(partial, checkpoint)
@@ -252,7 +259,7 @@ class CheckpointRequests:
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
-        await asyncio.sleep(0)  # lets the tasks send their requests
+        await asyncio.sleep(0)  # lets the tasks above send their requests to the stores
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
         snapshot, frames = self._ledger.snapshot(), self._store.frames()
         own = await self._writer.write(folder / LEDGER_PART, values=values, snapshot=snapshot, frames=frames)

@@ -1,8 +1,9 @@
 """The learner's checkpoints that the ledger remembers, and the return of the ledger to one of them.
 
 A *mark* holds the ledger's totals at the commit of a checkpoint's last step. The ledger goes back to a mark when the
-learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then drops the trajectories and saved
-prefixes that have a token of a lost version. ``docs/staleness.md`` proves that every lag stays within ``max_lag``.
+learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then drops the trajectories, and the saved
+tokens of unfinished groups, that have a token of a lost version. ``docs/staleness.md`` proves that every lag stays
+within ``max_lag``.
 """
 
 from collections.abc import Sequence
@@ -54,21 +55,24 @@ class Marks:
         self._by_version = {first_version: Mark(version=first_version, is_reached=True)}
 
     def has(self, version: int, key: str) -> bool:
-        """Return whether the ledger remembers this checkpoint."""
+        """Return whether the checkpoint ``key`` of learner version ``version`` is remembered."""
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
-        """Return the keys of the remembered checkpoints, oldest first."""
+        """Return the names of the remembered checkpoints, oldest version first. The start of the run is named ''."""
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:
-        """Remember a checkpoint. `reach` sets its totals."""
+        """Remember the checkpoint ``key`` of learner version ``version``, without totals. `reach` adds the totals."""
         self._by_version[version] = Mark(version=version, key=key)
         for old in sorted(self._by_version)[:-MAX_MARKS]:
             del self._by_version[old]
 
     def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
-        """Record the current totals in the mark of ``version``. A missing mark, or one with totals, is ignored."""
+        """Record the current totals in the mark (remembered checkpoint) of ``version``.
+
+        Does nothing if there is no such mark, or if the mark has totals already.
+        """
         mark = self._by_version.get(version)
         if mark is not None and not mark.is_reached:
             self._by_version[mark.version] = Mark(
@@ -83,7 +87,10 @@ class Marks:
             )
 
     def at(self, version: int) -> Mark:
-        """Return the mark of a version. Raises `ReplayBufferError` if there is none with totals."""
+        """Return the mark (remembered checkpoint) of a version.
+
+        Raises `ReplayBufferError` if there is none with totals.
+        """
         mark = self._by_version.get(version)
         if mark is None or not mark.is_reached:
             known = sorted(mark.version for mark in self._by_version.values() if mark.is_reached)
@@ -94,23 +101,24 @@ class Marks:
         return mark
 
     def forget_after(self, version: int) -> None:
-        """Forget the marks of versions after ``version``."""
+        """Forget the checkpoints of versions after ``version``."""
         self._by_version = {known: mark for known, mark in self._by_version.items() if known <= version}
 
     def snapshot(self) -> list[Any]:
-        """Return the marks as plain values."""
+        """Return the marks as a list of plain values, for `restore`."""
         return to_builtins(list(self._by_version.values()))
 
     def restore(self, values: Sequence[Any]) -> None:
-        """Load a snapshot."""
+        """Replace the marks by ``values``, a result of `snapshot`."""
         self._by_version = {mark.version: mark for mark in convert(values, list[Mark])}
 
 
 def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> outcomes.Rewound:
-    """Decide which groups stay when the learner goes back to ``version``.
+    """Decide which groups the buffer keeps when the learner goes back to ``version``. Change nothing yet.
 
-    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups are dropped if they
-    cannot be consumed in time, or have all their uses. Groups with earlier deadlines are consumed first.
+    Returns the ids of the groups that must be dropped or revoked, and new deadlines of other groups. A run may resume
+    with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups are dropped if they cannot be consumed
+    in time, or have all their uses. Groups with earlier deadlines are consumed first.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

@@ -1,8 +1,8 @@
 """The connections of one process to the buffer: requests, deadlines, and resending after a reconnect.
 
-A client has a control socket and a bulk socket. A request that is large, or may have a large answer, waits until both
-sockets are connected. Other requests need only the control socket. Each transferred chunk restarts the deadline of its
-request.
+A client has a control socket, and a bulk socket for large messages. A request that is large, or may have a large
+answer, waits until both sockets are connected. Other requests need only the control socket. Each transferred chunk
+restarts the deadline of its request.
 """
 
 import asyncio
@@ -109,7 +109,7 @@ class Connection:
         self._monitor = Channel(monitor, on_event)
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Pass a message to ZMQ."""
+        """Send a message: a sequence of frames (bytes, or views of bytes)."""
         self._channel.send(frames)
 
     def close(self) -> None:
@@ -194,17 +194,21 @@ class ClientSocket:
         )
 
     def next_id(self) -> int:
-        """Return a new request id. A caller that may cancel the request needs its id."""
+        """Return an unused request id, for a `request` that the caller may cancel later."""
         return next(self._ids)
 
     async def request(
         self, operation: Operation[Any], payload: Sequence[Any] = (), *, request_id: int | None = None, caller: str = ""
     ) -> Message:
-        """Send a request and return its answer. Errors name ``caller``, by default the operation.
+        """Send a request, and return the message that answers it.
+
+        ``payload`` holds the request's frames (bytes, or views of bytes). Error messages name ``caller``, by default
+        the operation.
 
         Raises:
             DeadlineError: No answer came in time.
-            ReplayBufferError: The answer is an error, or the connection was closed.
+            AsyncRLError: The answer is an error.
+            ReplayBufferError: The connection was closed.
         """
         caller = caller or operation.name
         if self._closed:
@@ -219,16 +223,19 @@ class ClientSocket:
         return answer
 
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = (), *, caller: str = "") -> Reply:
-        """Send a request, and repeat it while the server answers `NothingYet`. Raises as `request` does."""
+        """Send a request, and return the body of its answer (a record of `buffer.commands`).
+
+        The request is repeated while the server answers `NothingYet`. Raises the errors of `request`.
+        """
         while isinstance(answer := (await self.request(operation, payload, caller=caller)).body, NothingYet):
             if answer.warning:
                 logger.warning("waiting for the next batch: %s", answer.warning)
         return answer
 
     def post(self, operation: Operation[Any], on_answer: Callable[[Any], None] = lambda answer: None) -> None:
-        """Send a request without waiting for its answer. It is repeated after a reconnect.
+        """Send a request without waiting for its answer. The request is repeated after a reconnect.
 
-        ``on_answer`` is called with the answer unless the answer is an error.
+        ``on_answer`` is called with the body of the answer, unless the answer is an error.
         """
         if self._closed:
             return
@@ -321,7 +328,7 @@ class ClientSocket:
             unanswered.due = due
 
     def fail_all(self, error: Exception) -> None:
-        """Fail every pending request with ``error``."""
+        """Make every unanswered request raise ``error``."""
         for unanswered in self._unanswered.values():
             if not unanswered.reply.done():
                 unanswered.reply.set_exception(error)
@@ -520,9 +527,9 @@ class BufferClient:
 
     @property
     def link(self) -> ClientSocket:
-        """The connection to the buffer's server.
+        """The connection to the buffer's server. The first access opens it.
 
-        Raises `ReplayBufferError` if the client is closed or belongs to another loop.
+        Raises `ReplayBufferError` if the client is closed or belongs to another event loop.
         """
         if self.is_closed:
             raise self.closed_error()
@@ -536,7 +543,10 @@ class BufferClient:
         return self._link
 
     def store_link(self, address: str) -> ClientSocket:
-        """Return the connection to a store server. Raises `ValueError` if this process may not open so many files."""
+        """Return the connection to the store server at ``address``. The first call opens it.
+
+        Raises `ValueError` if this process may not open so many files.
+        """
         if address not in self._store_links:
             keys = self._keys.for_stores() if self._keys is not None else None
             allow_clients(0, num_links=len(self._store_links) + 2)
@@ -563,13 +573,14 @@ class BufferClient:
             on_push(push)
 
     def closed_error(self) -> ReplayBufferError:
-        """Return the error of calls on a closed client."""
+        """Return the error that calls on this client raise after `close`."""
         return ReplayBufferError(f"the client of the buffer at {self.address} is closed")
 
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:
         """Close the connections. Pending calls raise `ReplayBufferError`.
 
-        ``goodbye`` is awaited first, and may send a last request.
+        Before the connections close, ``goodbye`` is awaited with the connection to the server, if the server can be
+        reached.
         """
         if self.is_closed:
             return
@@ -586,16 +597,19 @@ class BufferClient:
     # Requests
 
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = ()) -> Reply:
-        """Send a request to the server and return its answer. Raises as `ClientSocket.request` does."""
+        """Send a request to the buffer's server, and return the body of its answer (a record of `buffer.commands`).
+
+        ``payload`` holds the request's frames. Raises the errors of `ClientSocket.request`.
+        """
         return await self.link.call(operation, payload)
 
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
-        """Send a request.
+        """Send a request, and return the body of its answer. Repeat the request while the buffer is full.
 
-        While the buffer is full, repeat the request when bytes become free, or after half of ``timeout_s``.
+        It is repeated as soon as the server reports free bytes, at the latest after half of ``timeout_s``.
         """
         while True:
-            space = self._space  # taken before the request, so a push during the request counts too
+            space = self._space  # taken before the request, so a report of free bytes meanwhile counts too
             try:
                 return await self.call(operation, payload)
             except StoreFull:
@@ -606,9 +620,11 @@ class BufferClient:
     async def call_with_payload(
         self, operation: Operation[Reply], payload: Sequence[Any], key: Key, *, link: ClientSocket | None = None
     ) -> Reply:
-        """Send a request with a payload. Reserve bytes first if the payload is large, or after `StoreFull`.
+        """Send a worker's request with a payload, and return the body of its answer.
 
-        If the worker has lost its lease, send the request without the payload.
+        The client first reserves bytes on the server if the payload is large, or if the server answered `StoreFull`.
+        ``key`` is the payload's (group id, attempt number) pair. ``link`` is the connection to use, by default that to
+        the buffer's server. If the worker has lost its lease on the group, the request is sent without the payload.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:
@@ -622,13 +638,17 @@ class BufferClient:
     async def reserve(
         self, key: Key, payload: Sequence[Any], *, link: ClientSocket | None = None
     ) -> commands.Reservation:
-        """Wait until a server has reserved bytes for a payload, on the store of this host if possible."""
+        """Wait until a server has reserved bytes for the payload of ``key``, a (group id, attempt number) pair.
+
+        Without ``link``, the buffer's server chooses a store, on this host if possible. Its answer names the store's
+        address.
+        """
         num_bytes, host = sum(map(len, payload)), "" if link is not None else self.host
         reserve = commands.Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)
         return await (link or self.link).call(reserve, caller="put")
 
     async def hello(self, hello: commands.Hello, caller: str) -> commands.Welcome:
-        """Send a greeting, and return the server's settings for clients. Errors name ``caller``."""
+        """Send a greeting, and return the server's settings for clients. Error messages name ``caller``."""
         sent_ns = time.monotonic_ns()
         welcome = await self.link.call(hello, caller=caller)
         self.note_clock(sent_ns, welcome)
@@ -640,7 +660,10 @@ class BufferClient:
             await self.hello(commands.Hello(), caller)
 
     def note_clock(self, sent_ns: int, welcome: commands.Welcome) -> None:
-        """Record the offset between this host's clock and the server's if they differ."""
+        """Record how far the server's clock is from this host's clock, if they are different clocks.
+
+        ``sent_ns`` is when the request for ``welcome`` was sent, by `time.monotonic_ns`.
+        """
         self._has_other_clock = welcome.clock != record.clock_id()
         if self._has_other_clock:
             now_ns = time.monotonic_ns()

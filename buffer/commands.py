@@ -1,4 +1,4 @@
-"""Every message between clients and servers: operations, answers and pushes.
+"""Every message between clients and servers: operations, answers, and pushes (messages without a request).
 
 The server refuses a client if the operation's ``roles`` lack the client's role. A `Command` is an operation that the
 ledger decides. For a new operation, add a record here, a method ``on_<name>`` of the service, and its caller.
@@ -103,7 +103,7 @@ class LeasedGroup(Row, frozen=True):
 
     @property
     def key(self) -> Key:
-        """The group id and the number of the attempt."""
+        """The (group id, attempt number) pair."""
         return self.group_id, self.attempt
 
 
@@ -324,7 +324,7 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
 
     @property
     def key(self) -> Key:
-        """The group id and the number of the attempt."""
+        """The (group id, attempt number) pair."""
         return self.summary.group_id, self.summary.attempt
 
 
@@ -424,13 +424,15 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
 
 
 class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
-    """Resume the run at the checkpoint of ``version``. The effect is that of `Rewind`, with incarnation 0.
+    """Restore the ledger from a checkpoint of an earlier process of the run.
+
+    Groups are kept or revoked like in `Rewind`. The learner's incarnation (number of rewinds) becomes 0.
 
     Attributes:
         version: Learner version to continue from. The steps before it are committed.
         key: Key of the `Checkpoint`.
-        tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the account lacks
-            count as dropped (``resume``).
+        tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the account lacks count
+            as dropped (``resume``).
     """
 
     roles = _CONTROLLER

@@ -183,5 +183,5 @@ class BufferConfig:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only clients on the same host can reach ``buffer.host``."""
+    """Return whether only clients on the same host can reach a server that binds ``host``."""
     return host in ("", "lo") or host.startswith(_LOOPBACK)

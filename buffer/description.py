@@ -13,10 +13,10 @@ _SHOWN_GROUPS = 8
 
 
 def plan_wait(ledger: Ledger, now: float) -> dict[str, Any]:
-    """Describe why the next batch is not planned yet.
+    """Return a JSON object that tells why the next batch is not planned yet.
 
-    ``now`` is in seconds on the clock of the leases. Returns the batch's ``version``, the reason ``why`` as a sentence,
-    and the running ``groups`` that the batch waits for.
+    Its values are the batch's ``version``, the reason ``why`` as a sentence, and ``groups``, descriptions of the
+    running groups that the batch waits for. ``now`` is the current time in seconds on the clock of the leases.
     """
     version, groups = ledger.next_plan, ledger.groups
     waits_for: Sequence[Group] = ()
@@ -66,7 +66,10 @@ def _why_none_begins(ledger: Ledger) -> str:
 
 
 def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
-    """Describe a group and the ends of its remembered attempts."""
+    """Return a JSON object that describes a group: its state, and how its past attempts ended.
+
+    ``now`` is the current time in seconds on the clock of the leases.
+    """
     group = ledger.groups.get(group_id)
     known: dict[str, Any] = {"group_id": group_id}
     if group is None:

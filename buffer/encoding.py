@@ -1,7 +1,8 @@
 """The encoding of messages, and of prompts and trajectory groups as payloads.
 
 A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
-of its records (`buffer.commands`). The epoch names the run. Request id 0 is a push.
+of its records (`buffer.commands`). The epoch is the name of the run. Request id 0 marks a push, a message without a
+request.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
 per column. This takes a third of the codec's time.
@@ -83,15 +84,18 @@ Send = Callable[[bytes, Message], None]
 
 
 def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
-    """Join messages into the frames of one message, because fewer messages cost less."""
+    """Join messages into one ZMQ message, and return its frames: a header, then all payloads.
+
+    Fewer messages cost less. ``epoch`` is the name of the run.
+    """
     heads = [(message.request_id, len(message.payload), message.body) for message in messages]
     return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
 
 
 def parse_requests(frames: Sequence[Any], *, max_frames: int = MAX_FRAMES) -> tuple[str, list[Message]]:
-    """Return the epoch and the requests of a client's message. The bodies of the requests stay encoded.
+    """Return the epoch (name of the run) and the requests in a client's ZMQ message.
 
-    Raises `WireError` if the message is malformed.
+    The bodies of the requests stay encoded. Raises `WireError` if the message is malformed.
     """
     epoch, requests = _parse(frames, max_frames, MAX_HEADER_BYTES)
     if len(requests) > MAX_BATCH:
@@ -108,7 +112,10 @@ def operation_of(request: Message) -> Operation[Any]:
 
 
 def parse_answers(frames: Sequence[Any]) -> list[Message]:
-    """Decode a server's message, which may be larger than a client's. Raises `WireError` if it is malformed."""
+    """Return the answers and pushes in a server's ZMQ message, which may be larger than a client's message.
+
+    Raises `WireError` if the message is malformed.
+    """
     _, messages = _parse(frames, MAX_REPLY_FRAMES, MAX_REPLY_HEADER_BYTES)
     try:
         for message in messages:
@@ -161,7 +168,7 @@ def error_of(failure: Failure) -> AsyncRLError:
 
 
 def prompt_frames(prompt: Prompt) -> list[Any]:
-    """Encode a prompt as a payload."""
+    """Encode a prompt as a list of frames (bytes, or views of bytes)."""
     values = {
         "group_id": prompt.group_id,
         "prompt_ids": prompt.prompt_ids,
@@ -177,7 +184,7 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
-    """Decode a prompt. Raises `WireError` if the payload is not a prompt."""
+    """Decode a prompt from the frames that `prompt_frames` made. Raises `WireError` if they do not hold a prompt."""
     values = codec.decode(unpack(frames))
     try:
         return Prompt(**values)
@@ -186,7 +193,7 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
 
 
 def group_frames(group: TrajectoryGroup) -> list[Any]:
-    """Encode a trajectory group as a payload: a head, the turns, and one buffer per column.
+    """Encode a trajectory group as a list of frames: a head, the turns, and one buffer per column.
 
     The head holds the ids and the schema: names, dtypes and shapes without the first dimension. Large arrays are not
     copied. Raises `TypeError` if a column is not an array of numbers.
@@ -207,7 +214,10 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
-    """Decode a trajectory group into read-only views of the payload. Raises `WireError` if it is malformed."""
+    """Decode a trajectory group from the frames that `group_frames` made. Raises `WireError` if they are malformed.
+
+    The arrays are read-only views of the frames. Only a column that was sent in several parts is copied.
+    """
     head, *buffers = unpack([memoryview(frame).toreadonly() for frame in frames])
     if head[: len(_GROUP)] != _GROUP:
         raise WireError(f"payload is not a TrajectoryGroup of this release: it begins with {bytes(head[:4])!r}")
@@ -266,7 +276,7 @@ def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memo
 
 
 def pack(frames: Sequence[Any]) -> list[Any]:
-    """Pack frames (bytes, or views of bytes).
+    """Pack frames (bytes, or views of bytes) into parts of a suitable size for ZMQ, and return the parts.
 
     Frames of less than ``JOIN_BELOW_BYTES`` in total become one part. Other frames become a header, and parts of at
     most ``CHUNK_BYTES``.
@@ -286,7 +296,7 @@ def pack(frames: Sequence[Any]) -> list[Any]:
 
 
 def unpack(parts: Sequence[Any]) -> list[Any]:
-    """Return the frames of a packed payload, as views if possible. Raises `WireError` if the payload is malformed."""
+    """Return the frames that `pack` packed, as views if possible. Raises `WireError` if the payload is malformed."""
     if not parts:
         raise WireError("a payload must have at least one part, got none")
     header, *pieces = (memoryview(part).cast("B") for part in parts)

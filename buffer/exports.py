@@ -108,7 +108,9 @@ class BufferContents:
 
 
 def read_part(part: Path) -> BufferContents:
-    """Read the buffer's files in the folder ``part`` of a checkpoint. The files stay unchanged.
+    """Return the contents of the buffer that a checkpoint holds. The files stay unchanged.
+
+    ``part`` is the folder of the buffer's files in the checkpoint.
 
     Raises:
         ReplayBufferError: A file cannot be read.
@@ -167,7 +169,7 @@ def _exported(
 
 
 def write_export(contents: BufferContents, folder: Path) -> None:
-    """Write the files of an export into a new or empty folder.
+    """Write ``contents`` to a new or empty folder, as parquet files.
 
     Raises:
         ValueError: The folder is not empty, or a column has different types in two groups.
@@ -325,7 +327,9 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
 
 
 def read_export(folder: Path) -> BufferContents:
-    """Read an export. The user may have removed rows from ``groups.parquet``.
+    """Return the contents of a buffer from a folder that `write_export` wrote.
+
+    The user may have removed rows from ``groups.parquet``. The groups of these rows are left out.
 
     Raises:
         ValueError: ``folder`` holds no export of this format, or rows of a group are missing.
@@ -408,9 +412,9 @@ def _values(lists: pa.ChunkedArray) -> np.ndarray:
 
 
 def export_part(part: Path, folder: Path) -> BufferContents:
-    """Export the buffer's files in the folder ``part`` of a checkpoint to ``folder``. Return the exported contents.
+    """Write the contents of the buffer that a checkpoint holds to ``folder``, as parquet files. Return the contents.
 
-    Raises as `read_part` and `write_export` do.
+    ``part`` is the folder of the buffer's files in the checkpoint. Raises the errors of `read_part` and `write_export`.
     """
     contents = read_part(part)
     write_export(contents, folder)

@@ -1,4 +1,7 @@
-"""Answers fetches. A thread reads payloads on disk, so they do not block the loop."""
+"""Answers fetches (requests for stored trajectories).
+
+A thread reads the trajectories that are on disk, so reading does not block the event loop.
+"""
 
 import asyncio
 import logging
@@ -33,7 +36,10 @@ class FetchReplies:
         self._reads: set[asyncio.Task[None]] = set()
 
     def send(self, request: Message, fetch: commands.Fetch, parts: Sequence[Frames]) -> None:
-        """Answer a fetch. Raises `StoreFull` if the client must read earlier replies first."""
+        """Answer a fetch with ``parts``, the frames of each requested group. Read parts on disk first.
+
+        Raises `StoreFull` if the client must read earlier replies first.
+        """
         self._window.add(request.client, request.request_id, sum(map(size_of, parts)), read=fetch.read)
         if any(isinstance(part, FramesOnDisk) for part in parts):
             read = asyncio.get_running_loop().create_task(self._read(request, fetch.group_ids, parts))
@@ -57,7 +63,7 @@ class FetchReplies:
         self._replies.answer(request, commands.Payloads(tuple(map(len, parts))), payload)
 
     def close(self) -> None:
-        """Answer no further fetch."""
+        """Cancel the pending reads. Their fetches get no answer."""
         for read in self._reads:
             read.cancel()
         self._pool.shutdown()
@@ -81,10 +87,10 @@ class FetchWindow:
         self._replies: OrderedDict[bytes, deque[tuple[int, int]]] = OrderedDict()
 
     def add(self, client: bytes, request_id: int, num_bytes: int, *, read: int) -> None:
-        """Record a reply of ``num_bytes`` before it is sent.
+        """Count a reply of ``num_bytes`` bytes to the request ``request_id``, before the reply is sent.
 
-        ``read`` is the largest request id that the client has read. Raises `StoreFull` if the client would have more
-        than ``limit`` unread bytes. A single reply may be larger.
+        ``read`` is the largest id of a request whose reply the client has read. Raises `StoreFull` if the client would
+        have more than ``limit`` unread bytes. A single reply may be larger.
         """
         replies = self._replies.setdefault(client, deque())
         self._replies.move_to_end(client)

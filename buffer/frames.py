@@ -1,4 +1,4 @@
-"""Frames that stay in a file of a journal until they are needed."""
+"""Frames (the encoded bytes of a payload) that stay in a file of a journal until they are needed."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the position of frames without a head."""
+        """Return the position of ``frames`` that begin at byte ``start``. The checksum covers only the frames."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -51,15 +51,18 @@ class FramesOnDisk(Sequence[Any]):
         self.num_bytes = sum(self._lengths)
 
     def move(self, path: Path, written: Written, *, place: int) -> None:
-        """Record that the frames were copied to another file. Another thread may read the frames meanwhile."""
+        """Record that the frames were copied to the file ``path``. Another thread may read the frames meanwhile.
+
+        ``written`` is the new position, and ``place`` the new number of the frames in their journal.
+        """
         self._at, self.place = (path, written), place
 
     def move_to(self, copy: "FramesOnDisk") -> None:
-        """Record that ``copy`` holds the same frames in another file."""
+        """Read the frames from the file of ``copy`` from now on. ``copy`` holds the same frames."""
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:
-        """Read the frames and verify their checksum."""
+        """Read the frames, and return them as a list of bytes. Raises `OSError` if they are damaged or unreadable."""
         while True:
             path, written = at = self._at
             begin, lengths = written.start - written.head_bytes, (written.head_bytes, *self._lengths)
@@ -95,7 +98,10 @@ class FramesOnDisk(Sequence[Any]):
 
 
 def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -> Frames:
-    """Read consecutive frames from a file. Raises `OSError` if the file cannot be read or is too short."""
+    """Return consecutive frames of an open file, from byte ``start`` on, as a list of bytes.
+
+    ``lengths`` holds the size of each frame. Raises `OSError` if the file cannot be read or is too short.
+    """
     ends = [*accumulate(lengths, initial=start)]
     return [_bytes_at(descriptor, begin, end - begin, path) for begin, end in pairwise(ends)]
 
@@ -112,7 +118,10 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Read frames that are on disk; return other frames unchanged. Raises `OSError` as `FramesOnDisk` does."""
+    """Return frames in memory. Frames on disk are read, and other frames are returned unchanged.
+
+    Raises `OSError` if frames on disk cannot be read or are damaged.
+    """
     return frames.read() if isinstance(frames, FramesOnDisk) else frames
 
 

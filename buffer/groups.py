@@ -99,17 +99,17 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def attempt(self) -> int:
-        """The current or last attempt."""
+        """Number of the current or last attempt; -1 before the first attempt."""
         return self.num_attempts - 1
 
     @property
     def past_attempt(self) -> int:
-        """The last attempt that ended; -1 if no attempt has ended."""
+        """Number of the last attempt that ended and has no stored result; -1 if there is none."""
         return self.attempt - (self.state is not GroupState.queued)
 
     @property
     def num_saved(self) -> int:
-        """Number of policy tokens in the saved prefix."""
+        """Number of policy tokens in the saved prefix (the tokens that an unfinished group has so far)."""
         return 0 if self.progress is None else self.progress.num_tokens
 
     @property
@@ -125,7 +125,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def result_at(self, version: int) -> GroupSummary:
-        """Return the metadata of a stored or planned group, with only its uses before ``version``."""
+        """Return the metadata of a stored or planned group, without its uses by learner steps from ``version`` on."""
         num_uses = sum(use < version for use in self.uses)
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
@@ -135,7 +135,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         self.summary = replace(self.result, num_uses=len(uses))
 
     def granted(self) -> GrantedLease:
-        """Return a copy of the current lease."""
+        """Return the current lease (a worker's right to generate the group) as a record of its own."""
         return GrantedLease(
             group_id=self.group_id,
             attempt=self.attempt,
@@ -148,7 +148,10 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         )
 
     def describe(self, learner_version: int, now: float) -> dict[str, Any]:
-        """Describe a leased, stored or planned group for `asyncrl inspect`."""
+        """Return a JSON object that describes a leased, stored or planned group, for `asyncrl inspect`.
+
+        ``now`` is the current time in seconds on the clock of the leases.
+        """
         known = {
             "group_id": self.group_id,
             "state": str(self.state),
@@ -209,29 +212,30 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # Cleared, because the journal has no renewals. A restarted server could not restore the time.
+        # The time is cleared, because a restarted server could not restore it: the journal has no renewals.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
-        """Return the leased groups, the oldest lease first."""
+        """Return the records of the leased groups, the oldest lease first."""
         return sorted(self._groups.values(), key=attrgetter("place"))
 
     def of_owner(self, owner: bytes) -> list[Group]:
-        """Return the groups that an owner has leased."""
+        """Return the records of the groups that the client ``owner`` has leased."""
         return [self._groups[group_id] for group_id in self._by_owner.get(owner, ())]
 
     def num_of_owner(self, owner: bytes) -> int:
-        """Return the number of groups that an owner has leased."""
+        """Return the number of groups that the client ``owner`` has leased."""
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """Return the running groups with reserved bytes in a store, and their attempts."""
+        """Return (group id, attempt number) pairs of the running groups with reserved bytes in the store ``store``."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Choose leased groups. For each k in order, add ``numbers[k]`` groups due at ``version + k`` or earlier.
+        """Return leased groups to give up: for each k in order, ``numbers[k]`` groups due at ``version + k`` or before.
 
-        Groups with the latest deadline are chosen first. Among these, the newest leases are chosen first.
+        Groups with the latest deadline (last learner version that may consume the group) are chosen first. Among groups
+        with equal deadlines, the newest leases are chosen first. No group is chosen twice.
         """
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
@@ -242,7 +246,7 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """Return the time of the next expiry of a lease; None without leases."""
+        """Return the time when the next lease expires, in seconds on the clock of the leases; None without leases."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -256,7 +260,7 @@ class LeaseIndex:
         return None
 
     def expired(self, now: float) -> list[Group]:
-        """Return the groups whose leases have expired, the earliest expiry first."""
+        """Return the groups whose leases have expired at the time ``now``, the earliest expiry first."""
         due = {(group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now}
         running = ((self._groups.get(group_id), attempt) for group_id, attempt in due)
         groups = [group for group, attempt in running if group is not None and group.attempt == attempt]
@@ -264,7 +268,7 @@ class LeaseIndex:
         return [group for group in groups if group.expires_at <= now]
 
     def extend(self, group: Group, expires_at: float) -> None:
-        """Change the expiry of a lease."""
+        """Change the time when a group's lease expires, in seconds on the clock of the leases."""
         is_earlier = expires_at < group.expires_at
         group.expires_at = expires_at
         if is_earlier:
@@ -288,7 +292,7 @@ class ReadyIndex:
         self._entries.setdefault(group.deadline, []).append((group.rank, group.place, group.group_id))
 
     def remove(self, deadline: int, group_ids: Container[int]) -> None:
-        """Remove those of ``group_ids`` that have this deadline."""
+        """Remove the groups in ``group_ids`` that have the deadline ``deadline``."""
         entries = [entry for entry in self._entries[deadline] if entry[2] not in group_ids]
         if entries:
             self._entries[deadline] = entries
@@ -296,13 +300,13 @@ class ReadyIndex:
             del self._entries[deadline]
 
     def by_rank(self) -> Mapping[int, Sequence[Entry]]:
-        """Return the groups of each deadline, sorted by rank."""
+        """Return a map from each deadline to its groups: (rank, place, group id) entries, sorted by rank."""
         for entries in self._entries.values():
             entries.sort()
         return self._entries
 
     def counts(self) -> dict[int, int]:
-        """Return the number of groups of each deadline."""
+        """Return a map from each deadline to its number of groups."""
         return {deadline: len(entries) for deadline, entries in self._entries.items()}
 
 
@@ -322,7 +326,7 @@ class StoreSpace:
         self.prefix_bytes = self.expected_bytes = 0
 
     def add_store(self, address: str, host: str) -> None:
-        """Add a store at the end of the list."""
+        """Add a store (a process that holds trajectories) at the end of the list."""
         self.stores.append(StorePlace(address=address, host=host))
         self.stored_bytes.append(0)
 
@@ -348,7 +352,10 @@ class StoreSpace:
         return [number for number, place in enumerate(self.stores) if not (place.is_gone or place.is_awaited)]
 
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
-        """Record the size of a group's trajectories, and its new ``store`` if the store changes."""
+        """Record the size of a group's trajectories in bytes.
+
+        ``store`` is the number of the store that holds them. None leaves the store unchanged.
+        """
         if group.num_bytes:
             self.stored_bytes[group.store] -= group.num_bytes
         group.num_bytes = num_bytes
@@ -358,21 +365,21 @@ class StoreSpace:
             self.stored_bytes[group.store] += num_bytes
 
     def expect(self, num_bytes: int) -> None:
-        """Update the expected size with the size of a stored group."""
+        """Update the expected size of trajectories, because a group of ``num_bytes`` bytes was stored."""
         self.expected_bytes = max(num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
 
     def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
-        """Record the saved prefix of a group."""
+        """Record the saved prefix (tokens so far) of an unfinished group, and its size in bytes; None for no prefix."""
         self.prefix_bytes += num_bytes - group.prefix_bytes
         group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
 
     def evict_prefix(self, group: Group) -> None:
-        """Free the bytes of a saved prefix. Its tokens stay counted."""
+        """Record that a group's saved prefix was evicted to free bytes. The prefix's tokens stay counted."""
         self.prefix_bytes -= group.prefix_bytes
         group.prefix_bytes, group.is_evicted = 0, True
 
     def restore(self, places: Iterable[StorePlace], expected_bytes: int, groups: Iterable[Group]) -> None:
-        """Load the stores of a snapshot, and compute the bytes from the groups."""
+        """Load the stores ``places`` of a snapshot, and compute the bytes in each store from ``groups``."""
         self.stores, self.expected_bytes = list(places), expected_bytes
         self.stored_bytes = [0] * len(self.stores)
         for group in groups:
@@ -419,29 +426,29 @@ class GroupTable:
 
     @property
     def num_queued(self) -> int:
-        """Number of groups that wait for admission."""
+        """Number of groups in the queue."""
         return len(self._queue)
 
     @property
     def num_leased(self) -> int:
-        """Number of leased groups."""
+        """Number of leased groups (groups that workers generate now)."""
         return len(self.leases)
 
     # Looking up
 
     def get(self, group_id: int) -> Group | None:
-        """Return the group; None if it is finished or unknown."""
+        """Return the record of the group with this id; None if the group is finished or unknown."""
         return self._groups.get(group_id)
 
     def running(self, group_id: int, attempt: int) -> Group | None:
-        """Return the group if this attempt holds a lease on it, else None."""
+        """Return the record of a group if a worker has leased it as attempt number ``attempt``, else None."""
         group = self._groups.get(group_id)
         if group is None or group.state is not GroupState.leased or group.num_attempts != attempt + 1:
             return None
         return group
 
     def stored(self, group_id: int) -> Group:
-        """Return the group. Raises `UnknownGroup` if its trajectories are not stored."""
+        """Return the record of a group. Raises `UnknownGroup` if the group's trajectories are not stored."""
         group = self._groups.get(group_id)
         if group is None or group.summary is None:
             raise UnknownGroup(
@@ -450,7 +457,7 @@ class GroupTable:
         return group
 
     def in_store(self, group_id: int) -> Group:
-        """Return the group. Raises `UnknownGroup` if no running store holds its trajectories."""
+        """Return the record of a group. Raises `UnknownGroup` if no running store holds the group's trajectories."""
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
@@ -462,22 +469,25 @@ class GroupTable:
         return group
 
     def is_planned(self, group_id: int) -> bool:
-        """Return whether a batch holds the group."""
+        """Return whether the group is in a planned batch."""
         group = self._groups.get(group_id)
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """Return the groups and attempts that a store holds. ``None`` means all stores."""
+        """Return (group id, attempt number) pairs of the groups whose trajectories store number ``store`` holds.
+
+        None means all stores.
+        """
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
     def of_state(self, state: GroupState) -> list[Group]:
-        """Return the groups of a state, in order."""
+        """Return the records of the groups in a state, sorted by `Group.place`."""
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
-        """Return the first groups of the queue that an owner may lease.
+        """Return the first ``number`` groups of the queue that the client ``owner`` may lease.
 
         A group is a suspect if ``suspect_deaths`` or more workers died while they held it; 0 makes no group a suspect.
         An owner holds at most one suspect, so the owner's death shows which suspect killed it.
@@ -499,14 +509,20 @@ class GroupTable:
     # State changes
 
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
-        """Add a new or reopened group at the tail of the queue."""
+        """Add a group at the tail of the queue.
+
+        ``num_attempts`` is the number of earlier attempts, if a return to a checkpoint has undone the group's end.
+        """
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
             self.ended_attempts.append((group_id, num_attempts - 1))
         self._queue.append(group_id)
 
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
-        """End a lease, and put the group at the head of the queue."""
+        """End the lease of a group, and put the group at the head of the queue.
+
+        With ``keeps_progress``, the saved prefix (the tokens so far) stays.
+        """
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
         self._to_head(group, keeps_progress=keeps_progress)
@@ -515,7 +531,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Recorded even without reserved bytes, because a late payload of this attempt may still reach a store.
+        # The attempt is listed even without reserved bytes, because its late payload may still reach a store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -525,7 +541,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        Put the group at the head of the queue, or remove it if the learner has trained on it.
+        The group goes to the head of the queue. If the learner has trained on the group, it leaves the table instead.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1
@@ -537,7 +553,7 @@ class GroupTable:
         self._to_head(group, keeps_progress=False)
 
     def lease(self, group: Group, granted: GrantedLease) -> None:
-        """Begin a lease on a queued group."""
+        """Move a group from the queue to the leased groups. ``granted`` is its new lease."""
         self._queue.remove(group.group_id)
         group.state, group.place = GroupState.leased, self._place()
         group.num_attempts = granted.attempt + 1
@@ -551,7 +567,7 @@ class GroupTable:
         self.leases.add(group)
 
     def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
-        """Store a finished group."""
+        """Move a leased group to the stored groups, with its metadata and its rank in the selection order."""
         self.leases.remove(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
@@ -563,7 +579,7 @@ class GroupTable:
         self._make_ready(group)
 
     def plan(self, version: int, group_ids: tuple[int, ...]) -> None:
-        """Put stored groups into a batch."""
+        """Move stored groups into the batch of the learner step ``version``, in the order of ``group_ids``."""
         chosen = set(group_ids)
         for deadline, number in Counter(self._groups[group_id].deadline for group_id in group_ids).items():
             self._count_open(deadline, -number)
@@ -576,7 +592,7 @@ class GroupTable:
         self.plans[version] = group_ids
 
     def dissolve(self, versions: Iterable[int]) -> None:
-        """Return the groups of these batches to the stored groups."""
+        """Dissolve the planned batches of these versions. Their groups count as stored again."""
         for version in versions:
             for group_id in self.plans.pop(version):
                 self._return_to_stored(self._groups[group_id])
@@ -590,7 +606,7 @@ class GroupTable:
         self.ready.add(group)
 
     def count_death(self, group: Group) -> None:
-        """Count the death of the worker that held the group."""
+        """Record that a worker died, or became silent, while it held a lease on the group."""
         group.num_deaths += 1
         self._present_at_deaths.add(group.group_id)
 
@@ -605,9 +621,9 @@ class GroupTable:
         self.ready.add(group)
 
     def finish_batch(self, version: int, again: Mapping[int, float]) -> None:
-        """Remove the groups of a committed batch.
+        """Remove the batch of the committed learner step ``version``, and its groups.
 
-        The groups in ``again`` (group id to new rank) stay stored for a further use.
+        The groups in ``again`` (a map from group id to new rank) stay stored for a further use.
         """
         for group_id in self.plans.pop(version):
             group = self._groups[group_id]
@@ -624,7 +640,7 @@ class GroupTable:
         del self._groups[group.group_id]
 
     def finish(self, group: Group) -> None:
-        """Remove a leased group that was dropped."""
+        """Remove a leased group from the table, because the group was dropped."""
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
         self.space.set_progress(group, None, 0)
@@ -645,7 +661,7 @@ class GroupTable:
     # Snapshot
 
     def snapshot(self) -> dict[str, Any]:
-        """Return every record as plain values."""
+        """Return the table as a dict of plain values, for `restore`."""
         return {
             "places": [self._head_place, self._next_place],
             "expected_bytes": self.space.expected_bytes,
@@ -654,7 +670,7 @@ class GroupTable:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load a snapshot into this empty table, and compute the indexes."""
+        """Load ``values``, a result of `snapshot`, into this empty table, and compute the indexes."""
         self._head_place, self._next_place = values["places"]
         for group in convert(values["rows"], list[Group]):
             self._groups[group.group_id] = group

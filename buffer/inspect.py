@@ -19,7 +19,11 @@ from .role_clients import BufferConnection, ControlClient, LearnerClient
 
 
 async def read(connection: BufferConnection, *, group_id: int = -1, with_payload: bool = False) -> dict[str, Any]:
-    """Request a server's report, or the report of one group. Trajectories are included if they are stored."""
+    """Request a report from a buffer's server, and return it as a JSON object.
+
+    A ``group_id`` of 0 or more requests the report of one group. With ``with_payload``, this report contains the
+    group's trajectories if they are stored.
+    """
     client = connection.client()
     try:
         report = await ControlClient(client).inspect(group_id)
@@ -32,7 +36,7 @@ async def read(connection: BufferConnection, *, group_id: int = -1, with_payload
 
 
 def trajectories_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
-    """Return the trajectories of a group as plain values, with all turns after the prompt."""
+    """Return one JSON object per trajectory of a group: its reward, and all turns after the prompt."""
     tokens = {name: group.token_columns[name] for name in ("token_ids", "logprobs", "versions")}
     rewards = group.trajectory_columns["rewards"].tolist()
     trajectories: list[dict[str, Any]] = [{"reward": reward, "turns": []} for reward in rewards]
@@ -49,7 +53,7 @@ def trajectories_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
 
 
 def render(report: dict[str, Any]) -> str:
-    """Format a server's report as text."""
+    """Format a server's report (a result of `read`) as text for people."""
     stats, groups = report["stats"], report["groups"]
     lines = [
         f"learner version {stats['learner_version']}, max_lag {report['max_lag']}, B {report['groups_per_step']}",
@@ -87,7 +91,7 @@ def render(report: dict[str, Any]) -> str:
 
 
 def render_group(report: dict[str, Any]) -> str:
-    """Format the report of one group as text."""
+    """Format the report of one group (a result of `read`) as text for people."""
     parts = ("summary", "ended_attempts", "trajectories")
     lines = [", ".join(f"{name} {value}" for name, value in report.items() if name not in parts)]
     if "summary" in report:

@@ -1,8 +1,9 @@
 """Keeps on disk what a restarted server needs: the ledger's last snapshot, the commands since then, and frames.
 
-``NAME.N.log`` holds the commands and their outcomes in order, with small frames. The journal writes a command before
-any client gets a reply. The puts of one burst share a write. ``NAME.N.frames`` holds large frames. A thread writes them
-before the journal writes the command that refers to them.
+Frames are the encoded bytes of prompts and trajectories. ``NAME.N.log`` holds the commands and their outcomes in order,
+with small frames. The journal writes a command before any client gets a reply. The puts (finished groups) that arrive
+in one burst share a write. ``NAME.N.frames`` holds large frames. A thread writes them before the journal writes the
+command that refers to them.
 
 Written records survive the death of the process, but a power failure may lose the last writes. So every record has a
 checksum, and a reader stops at the first broken record. When the files have grown, `Journal.compact` begins a new pair.
@@ -111,7 +112,7 @@ class AppendOnlyFile:
         self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, int]]:
-        """Yield the head of each record, and the offset of its frames. Verify every checksum.
+        """Yield (head, offset of the frames in bytes) for each record. Verify every checksum.
 
         A writable file is truncated after the last complete record. Raises `ValueError` if the file is not a journal of
         this format.
@@ -150,13 +151,16 @@ class AppendOnlyFile:
         return _decode(data[body : body + head_bytes]), body + head_bytes, end
 
     def frames_at(self, start: int, lengths: Sequence[int]) -> Frames:
-        """Read consecutive frames from the file. Raises `OSError` if the file cannot be read."""
+        """Return consecutive frames of the file, from byte ``start`` on, as a list of bytes.
+
+        ``lengths`` holds the size of each frame. Raises `OSError` if the file cannot be read.
+        """
         return frames_at(self._descriptor, start, lengths, self.path)
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> list[Written]:
-        """Write all records, or none.
+        """Write (head, frames) records at the end of the file: all of them, or none.
 
-        Return the position of each record's frames. Raises `OSError` if the write fails.
+        Returns the position of each record's frames. Raises `OSError` if the write fails.
         """
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
@@ -177,7 +181,7 @@ class AppendOnlyFile:
         return written
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` more bytes, and some for later records. Raises `OSError` if this fails."""
+        """Reserve disk space for ``num_bytes`` more bytes, and some for later records. Raises `OSError` on failure."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -190,7 +194,7 @@ class AppendOnlyFile:
         self._num_reserved += more
 
     def cut(self, num_bytes: int) -> None:
-        """Truncate the file after ``num_bytes``."""
+        """Truncate the file after ``num_bytes`` bytes. A read-only file stays unchanged."""
         if not self._is_read_only:
             os.ftruncate(self._descriptor, num_bytes)
         self.num_bytes = self._num_reserved = num_bytes
@@ -212,7 +216,10 @@ class AppendOnlyFile:
 
 
 def write_all(descriptor: int, parts: list[Any], offset: int) -> None:
-    """Write all buffers consecutively from ``offset``. Raises `OSError` if a write fails, possibly after some bytes."""
+    """Write the buffers ``parts`` one after the other, from byte ``offset`` of an open file.
+
+    Raises `OSError` if a write fails, possibly after some bytes.
+    """
     first = 0
     while first < len(parts):
         written = os.pwritev(descriptor, parts[first : first + _MAX_PARTS], offset)
@@ -267,9 +274,9 @@ class Contents:
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
-    """Update ``places`` with references to frames, and return the place of each reference.
+    """Update ``places``, a map from (kind, group id) to the place of the frames (their number in the journal).
 
-    A reference with place 0 removes the frames from ``places``.
+    A reference with place 0 removes the frames from ``places``. Returns the place of each reference.
     """
     for name, key, place, _ in references:
         if place:
@@ -285,12 +292,15 @@ def numbers_of(path: Path) -> list[int]:
 
 
 def read_values(path: Path) -> dict[str, Any]:
-    """Return the values that `Journal.write` stored in the files ``PATH.N.log``. Raises as `read_contents` does."""
+    """Return the named values that `Journal.write` stored in the files ``PATH.N.log``, as a dict.
+
+    Raises the errors of `read_contents`.
+    """
     return _read(path, with_frames=False).values
 
 
 def read_contents(path: Path) -> Contents:
-    """Read the files ``PATH.N.log`` of an ended server or of a checkpoint. The files stay unchanged.
+    """Return the state in the files ``PATH.N.log`` of an ended server or of a checkpoint. The files stay unchanged.
 
     Raises:
         ReplayBufferError: The files cannot be read, or hold no complete log.
@@ -408,7 +418,7 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the contents that the files had when they were opened.
+        """Return the state of an earlier server, which the files held when they were opened.
 
         Call this only once, because the journal then drops these contents from memory.
         """
@@ -416,12 +426,12 @@ class Journal:
         return recovered
 
     def begin_anew(self) -> None:
-        """Drop the state of an earlier server. Raises `ReplayBufferError` if the write fails."""
+        """Drop all values and frames of an earlier server. Raises `ReplayBufferError` if the write fails."""
         self._recovered, self._values = Recovered(), {}
         self.compact(None, ())
 
     def begin_from(self, recovered: Recovered) -> None:
-        """Begin with a copy of another journal, and wait until the copy is on the disk.
+        """Begin with a copy of ``recovered``, the contents of another journal. Wait until the copy is on the disk.
 
         Raises `ReplayBufferError` if the copy cannot be written.
         """
@@ -443,16 +453,16 @@ class Journal:
     # The writes of this server
 
     def read(self, name: str) -> Any:
-        """Return a stored value, or None."""
+        """Return the value that `write` stored under ``name``, or None."""
         return self._values.get(name)
 
     def write(self, name: str, value: Any) -> None:
-        """Store a value. Raises `ReplayBufferError` if the write fails."""
+        """Store a value under a name. Raises `ReplayBufferError` if the write fails."""
         self._write_log([(Value(name=name, value=value), ())])
         self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
-        """Record the owner in a new journal.
+        """Record in a new journal which run owns it, and with which options. In an existing journal, check them.
 
         ``owner`` maps names to plain values. Example: ``{"run": "4f1c", "max_lag": 2}``. Raises `ValueError` if an
         existing journal has another value.
@@ -471,7 +481,8 @@ class Journal:
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
         """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the write fails.
 
-        For a put, this call only reserves bytes in the file. `flush` or the next command writes the put.
+        For a put (a finished group), this call only reserves bytes in the file. `flush` or the next command writes the
+        put.
         """
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
         for parts in frames.values():
@@ -488,23 +499,24 @@ class Journal:
             raise self._error("written", error) if isinstance(error, OSError) else error from error
 
     def flush(self) -> None:
-        """Write the recorded puts, before their clients get replies. Raises `ReplayBufferError` if the write fails."""
+        """Write the puts that `record` delayed, before replies are sent. Raises `ReplayBufferError` on failure."""
         if self._later:
             self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
-        """Record frames that the server now holds. The value 0 instead of frames records that they were dropped.
+        """Write that the server now holds ``frames``, a map from (kind, group id) to frames.
 
-        Raises `ReplayBufferError` if the write fails.
+        The value 0 instead of frames records that they were dropped. Raises `ReplayBufferError` if the write fails.
         """
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
         refer(self._places, references)
 
     def adopt(self, kind: str, key: int, frames: FramesOnDisk) -> FramesOnDisk:
-        """Write frames of another journal into this journal. Return the written frames.
+        """Copy frames of another journal into this journal, and return the copied frames.
 
-        Raises `OSError` if the frames cannot be read, and `ReplayBufferError` if the write fails.
+        ``kind`` and ``key`` identify the frames in this journal. Raises `OSError` if the frames cannot be read, and
+        `ReplayBufferError` if the write fails.
         """
         read = frames.read()
         references, inline = self._references([((kind, key), read)])
@@ -546,9 +558,9 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
-        """Write frames on the journal's thread, together with other waiting frames. The frames are not copied.
+        """Write frames to the file of large frames, on the journal's thread. The frames are not copied.
 
-        After the write the loop calls ``then`` with the frames on disk, or with the error.
+        After the write, the event loop calls ``then`` with the frames on disk, or with the error.
         """
         views = [memoryview(frame) for frame in frames]
 
@@ -584,10 +596,10 @@ class Journal:
     # A copy for a checkpoint
 
     def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the journal's files.
+        """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the journal's files, for a checkpoint.
 
-        Returns a free file number N, and references to the held frames. The checkpoint's own log takes this number and
-        contains these references.
+        Returns a free file number N, and references to the frames that the server holds. The checkpoint's own log takes
+        this number and contains these references.
 
         Raises:
             OSError: A link fails, for example on another disk.
@@ -613,8 +625,9 @@ class Journal:
     def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin a new pair of files, with a snapshot (plain values) instead of all commands.
 
-        The journal's thread copies the held frames later. Until then the old files stay. If the snapshot cannot be
-        written, the journal continues with the old files, and `ReplayBufferError` is raised.
+        ``frames`` holds (kind, group id, frames) of each item that the server holds. The journal's thread copies them
+        later. Until then the old files stay. If the snapshot cannot be written, the journal continues with the old
+        files, and `ReplayBufferError` is raised.
         """
         self.flush()
         held = {
@@ -633,7 +646,7 @@ class Journal:
             raise self._error("written", error) from error
         self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
-        # The thread is still writing these frames to the old file.
+        # The journal's thread is still writing these frames to the old file.
         base += [kept for write in self._writing for kept in write.frames]
         self._former += [self._log, self._frames]
         self._log, self._frames = pair

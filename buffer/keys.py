@@ -1,4 +1,6 @@
-"""The CURVE keys of a run, one per role. The run makes them at its start, and only their owner can read them.
+"""The CURVE keys (ZMQ's encryption) of a run, one per role.
+
+The run makes the keys at its start, and only their owner can read them.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role, such as
 ``rollout.json``. Copy to each host only the files of the roles that run there. The server refuses unknown keys. It also
@@ -60,7 +62,10 @@ class ClientKeys:
         return replace(self, server_public=self.store_public)
 
     def newest(self) -> "ClientKeys":
-        """Return these keys with the key pair that the file holds now, or unchanged keys if the file cannot be read."""
+        """Return a copy of these keys with the key pair that the file ``path`` holds now.
+
+        If the file cannot be read, the keys are returned unchanged.
+        """
         if self.path is None:
             return self
         try:
@@ -101,13 +106,14 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# The roles' keys are replaced in three steps. After a crash, the replacement can begin again.
+# The next three functions replace the roles' keys, one step each. After a crash, the replacement can begin again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
     """Make new keys for all roles, and add them to the servers' files. Return the new keys by role.
 
-    The servers must read their files again before you call `put_keys`. Raises as `server_keys` does.
+    The servers must read their files again before you call `put_keys`. Raises `ValueError` if a file is missing or
+    malformed, or if another user owns it or can read it.
     """
     new = {role.value: _pair() for role in BufferRole}
     server, store = server_keys(directory), store_keys(directory)
@@ -122,13 +128,13 @@ def add_keys(directory: Path) -> dict[str, ClientKeys]:
 
 
 def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
-    """Replace the files of the roles. Clients that connect later use the new keys."""
+    """Write each role's new keys to the role's file in ``directory``. Clients that connect later use the new keys."""
     for role, own in keys.items():
         _replace(directory / f"{role}.json", _plain(own))
 
 
 def retire_keys(directory: Path) -> None:
-    """Remove old keys from the servers' files. The servers must then read their files again."""
+    """Remove the roles' old keys from the servers' files. The servers must then read their files again."""
     for name, read in ((SERVER_KEYS, server_keys), (STORE_KEYS, store_keys)):
         _replace(directory / name, asdict(replace(read(directory), former_publics={})))
 
@@ -156,7 +162,7 @@ def ensure_keys(directory: Path) -> None:
 
 
 def server_keys(directory: Path) -> ServerKeys:
-    """Read the server's keys.
+    """Return the keys of the ledger's server, read from its file in ``directory``.
 
     Raises `ValueError` if the file is missing or malformed, or if another user owns it or can read it.
     """
@@ -164,12 +170,18 @@ def server_keys(directory: Path) -> ServerKeys:
 
 
 def store_keys(directory: Path) -> ServerKeys:
-    """Read the store servers' keys. Raises as `server_keys` does."""
+    """Return the keys of the store servers, read from their file in ``directory``.
+
+    Raises `ValueError` in the same cases as `server_keys`, for example if the file is missing.
+    """
     return ServerKeys(**_read(directory / STORE_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
-    """Read the keys of a role. Raises as `server_keys` does."""
+    """Return the keys of a client with this role, read from the role's file in ``directory``.
+
+    Raises `ValueError` in the same cases as `server_keys`, for example if the file is missing.
+    """
     return _client_keys(directory / f"{role}.json")
 
 
@@ -193,7 +205,10 @@ def _read(path: Path, names: Collection[str], *, optional: Collection[str] = ())
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Raise `ValueError` for a port without keys. Every user of the host can reach even a loopback port."""
+    """Check that a server with a port (``host`` is not empty) has keys. Raises `ValueError` otherwise.
+
+    Every user of the host can reach even a loopback port.
+    """
     if host and not keys:
         raise ValueError(
             f"buffer.host={host} is reachable by other users or machines and buffer.keys is empty; name a directory "
@@ -202,7 +217,7 @@ def check_exposure(host: str, keys: str) -> None:
 
 
 def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
-    """Set up CURVE on a server's socket before the socket binds."""
+    """Set up CURVE (ZMQ's encryption) on a server's socket before the socket binds."""
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -210,7 +225,7 @@ def secure_server(socket: zmq.Socket[Any], keys: ServerKeys) -> None:
 
 
 def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
-    """Set up CURVE on a client's socket before the socket connects."""
+    """Set up CURVE (ZMQ's encryption) on a client's socket before the socket connects."""
     socket.setsockopt_string(zmq.CURVE_SERVERKEY, keys.server_public)
     socket.setsockopt_string(zmq.CURVE_PUBLICKEY, keys.public)
     socket.setsockopt_string(zmq.CURVE_SECRETKEY, keys.secret)
@@ -231,7 +246,7 @@ class KeyGate:
         self._channel = Channel(socket, self._answer)
 
     def renew(self, keys: ServerKeys) -> None:
-        """Accept only these keys from now on."""
+        """Accept only the clients' public keys in ``keys`` from now on."""
         self._newest = {public: role for role, public in keys.role_publics.items()}
         former = {public: role for role, publics in keys.former_publics.items() for public in publics}
         self._roles = former | self._newest
@@ -245,7 +260,7 @@ class KeyGate:
         return public in self._newest
 
     def close(self) -> None:
-        """Stop the authentication."""
+        """Stop the authentication. ZMQ gets no further answers."""
         self._channel.close()
 
     def _answer(self, frames: list[zmq.Frame]) -> None:

@@ -1,7 +1,8 @@
-"""The log of weight offers. The learner adds offers, and the workers request the newest offer.
+"""The log of weight offers (messages that tell engines where to load a new policy version).
 
-The buffer shows a version to the workers after the commit of the step that made the version. For an evaluation, the
-controller can pin a few engines to a version. The buffer shows these engines no newer offers until they are unpinned.
+The learner adds offers, and the workers request the newest offer. The buffer shows a version to the workers after the
+commit of the step that made the version. For an evaluation, the controller can pin a few engines to a version. The
+buffer shows these engines no newer offers until they are unpinned.
 
 - A worker's request waits for newer weights. An offer, a commit, a change of the pin, or a failed publish wakes it.
 - A controller's request waits until enough engines have loaded a version, or until the set of pinned engines changes.
@@ -55,14 +56,17 @@ class OfferLog:
         self._slowest_s: dict[int, float] = {}
 
     def append(self, offer: WeightOffer) -> None:
-        """Add an offer. It replaces an earlier offer of the same version."""
+        """Add an offer of weights. An earlier offer of the same version is replaced."""
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            # The oldest offer stays, because engines may be loading it.
+            # The oldest offer stays in the log, because engines may be loading its weights.
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]
 
     def pin(self, version: int, num_engines: int) -> bool:
-        """Pin the first ``num_engines`` engines that accept ``version`` to it. Return whether the pin changed."""
+        """Keep ``num_engines`` engines on ``version``: the first ones that request weights and accept this version.
+
+        Returns whether this changes the current pin.
+        """
         is_new = (version, num_engines) != (self._pin, self._num_wanted)
         if is_new:
             self.unpin()
@@ -70,7 +74,7 @@ class OfferLog:
         return is_new
 
     def unpin(self) -> None:
-        """Release every pinned engine."""
+        """Let every pinned engine load newer versions again."""
         self._pin, self._num_wanted = None, 0
         self._pinned.clear()
 
@@ -121,16 +125,19 @@ class OfferLog:
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
-        """Return the oldest offered version; 0 without offers."""
+        """Return the oldest version in the log; 0 without offers."""
         return min(self._offers, default=0)
 
     def check(self) -> None:
-        """Raise `WeightsError` if a publish failed."""
+        """Check that the learner has published every version so far. Raises `WeightsError` if a publish failed."""
         if self.failure:
             raise WeightsError(self.failure)
 
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
-        """Record that an engine serves a version after a load of ``took_s`` seconds."""
+        """Record that an engine serves a version after a load of ``took_s`` seconds.
+
+        ``engine`` is the client id of the engine's worker, and ``name`` the engine's name for the controller.
+        """
         if self._serving.get(engine) != version:
             self._stop_counting(engine)
             self._serving[engine] = version
@@ -139,7 +146,7 @@ class OfferLog:
             self._slowest_s[version] = max(took_s, self._slowest_s.get(version, 0.0))
 
     def forget(self, engine: bytes) -> None:
-        """Forget a lost engine."""
+        """Forget an engine that is lost or serves no version."""
         self._stop_counting(engine)
         self._names.pop(engine, None)
         self._pinned.discard(engine)
@@ -153,9 +160,9 @@ class OfferLog:
             del self._num_serving[version], self._slowest_s[version]
 
     def served(self, num_engines: int) -> tuple[int, float] | None:
-        """Return the oldest served version, and the seconds of its slowest load.
+        """Return the oldest version that any engine serves, and the seconds of the slowest load of this version.
 
-        Returns None until ``num_engines`` engines have loaded.
+        Returns None until ``num_engines`` engines have loaded a version.
         """
         if not self._serving or len(self._serving) < num_engines:
             return None
@@ -164,11 +171,11 @@ class OfferLog:
 
     @property
     def num_pinned(self) -> int:
-        """Number of pinned engines, loaded or not."""
+        """Number of pinned engines, including those that have not loaded the pinned version yet."""
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state that a restarted server needs, as plain values."""
+        """Return the state that a restarted server needs as a dict of plain values, for `restore`."""
         return {
             "offers": to_builtins(list(self._offers.values())),
             "pin": [self._pin, self._num_wanted, sorted(self._pinned)],
@@ -176,7 +183,7 @@ class OfferLog:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Load a snapshot."""
+        """Load ``values``, a result of `snapshot`."""
         self._offers = {offer.version: offer for offer in convert(values["offers"], list[WeightOffer])}
         self._pin, self._num_wanted, pinned = values["pin"]
         self._pinned, self.failure = set(pinned), values["failure"]
@@ -195,7 +202,10 @@ class OfferRequests:
         self._receivers, self._followers, self._evaluators = shared.held(), shared.held(), shared.held()
 
     def recover(self) -> None:
-        """Load the log of an earlier server if it belongs to the recovered ledger's incarnation."""
+        """Load the offers that an earlier server wrote to the journal.
+
+        Offers from before the learner's last return to a checkpoint are ignored.
+        """
         journaled = None if self._journal is None else self._journal.read(_JOURNALED_AS)
         incarnation, values = journaled or (0, None)
         if values is not None and incarnation == self._ledger.incarnation:
@@ -210,7 +220,7 @@ class OfferRequests:
             held.close()
 
     def show(self) -> None:
-        """Answer the requests for weights if there are newer weights to show."""
+        """Answer the workers' requests for weights, if there is a newer version that engines may load."""
         newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
         if newest != self._shown:
             self._shown = newest
@@ -228,17 +238,20 @@ class OfferRequests:
 
     @property
     def receivers(self) -> Container[bytes]:
-        """Clients that wait for weights."""
+        """Ids of the clients whose requests wait for weights."""
         return self._receivers.clients
 
     def note_loaded(self, client: bytes, loaded: commands.Loaded) -> None:
-        """Record the version that an engine serves."""
+        """Record the version that the engine of a worker serves.
+
+        A report about weights of a replaced learner is ignored.
+        """
         if self.is_current(loaded):
             self._log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """Forget a client that is gone or whose engine serves no version."""
+        """Forget the engine of a worker that is gone or whose engine serves no version."""
         self._log.forget(client)
         self._tell_controllers()
 
@@ -249,11 +262,14 @@ class OfferRequests:
         self._write()
 
     def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
-        """Return whether a message belongs to the learner's current incarnation."""
+        """Return whether a message is about weights of the current learner, not of one that was replaced."""
         return message.incarnation == self._ledger.incarnation
 
     def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
-        """Add an offer, or fail the waiting requests because a publish failed."""
+        """Add an offer, or fail the waiting requests because a publish failed. Answer with the oldest offered version.
+
+        Raises `WrongEpoch` if another learner has replaced the sender.
+        """
         if not self.is_current(offer):
             raise WrongEpoch(
                 f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "
@@ -275,7 +291,7 @@ class OfferRequests:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
     def on_next_offer(self, request: Message, wanted: commands.NextOffer) -> Answer | None:
-        """Answer with newer weights, now or later."""
+        """Answer a worker's request with newer weights, now or as soon as there are any."""
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
@@ -287,7 +303,7 @@ class OfferRequests:
         return None if offer is None else commands.Offered(offer)
 
     def on_served(self, request: Message, served: commands.Served) -> Answer | None:
-        """Answer with the oldest served version, as soon as enough engines serve ``at_least`` or newer."""
+        """Answer with the oldest served version, as soon as it is ``at_least`` or newer and enough engines serve."""
         self._log.check()
         return self._answer_follower(request) or self._followers.hold(request)
 
@@ -301,7 +317,10 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def on_pin(self, request: Message, pin: commands.Pin) -> Answer | None:
-        """Pin engines to a version. Answer with the engines that serve it, now or later."""
+        """Pin engines to a version. Answer with the names of the engines that serve this version.
+
+        The answer waits until these names differ from the names that the controller knows.
+        """
         self._log.check()
         if self._log.pin(pin.version, pin.num_engines):
             self._write()
@@ -309,7 +328,7 @@ class OfferRequests:
         return self._answer_evaluator(request) or self._evaluators.hold(request)
 
     def on_unpin(self, request: Message, unpin: commands.Unpin) -> Answer:
-        """Release the pinned engines."""
+        """Let the pinned engines load newer versions again."""
         self._log.unpin()
         self._write()
         if not self._log.failure:

@@ -194,7 +194,7 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def dropped(self) -> tuple[int, ...]:
-        """Groups that lost their trajectories or saved prefix."""
+        """Ids of the groups that lost their trajectories or saved prefix."""
         return tuple(dict.fromkeys((*self.group_ids, *self.missing, *self.unfit)))
 
 

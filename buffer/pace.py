@@ -1,8 +1,8 @@
 """The pace and the last message of each worker, and the running groups that faster workers take over.
 
-A *place* is a worker's capacity for one group. A worker is *slow* if even the fastest of its last groups took at least
-twice as long per token as another worker's median group. The fastest group counts, because tools and long answers slow
-down single groups only, but a slow engine slows down all.
+A worker's *pace* is its seconds per token. A *place* is a worker's capacity for one group. A worker is *slow* if even
+the fastest of its last groups took at least twice as long per token as another worker's median group. The fastest group
+counts, because tools and long answers slow down single groups only, but a slow engine slows down all.
 
 A worker with a free place takes over a slow worker's group in two cases:
 
@@ -110,11 +110,11 @@ class WorkerPaces:
     # Events
 
     def granted(self, lease: GrantedLease, now: float) -> None:
-        """Record that a worker begins or continues a group."""
+        """Record at the time ``now`` that a worker got the lease ``lease``, and begins or continues the group."""
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
-        """Record a lease that an earlier server granted."""
+        """Record a group that a worker had leased from an earlier server. Its start counts as ``now``."""
         self._begin(lease, None, now)
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
@@ -139,7 +139,10 @@ class WorkerPaces:
         self._look_later(lease.owner, worker)
 
     def saved(self, group_id: int, attempt: int, num_tokens: int) -> None:
-        """Record that a worker saved a prefix. Its longest sample has ``num_tokens`` tokens."""
+        """Record that a worker saved the tokens so far of a group.
+
+        The group's longest sample has ``num_tokens`` tokens.
+        """
         running = self._running.get(group_id)
         if running is not None and running.attempt == attempt:
             running.num_saved = self._num_saved[group_id] = num_tokens
@@ -194,7 +197,7 @@ class WorkerPaces:
             self._leave(group_id)
 
     def forget(self, name: bytes) -> None:
-        """Forget a lost worker."""
+        """Forget a worker that is gone, and its running groups."""
         if (worker := self._workers.pop(name, None)) is not None:
             self._remove_pace(name, worker)
             for group_id in worker.groups:
@@ -209,7 +212,7 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Find workers that have ended no group for twice the time of their longest group. They count as slow."""
+        """Mark those workers as slow that have ended no group for twice the time of their longest group."""
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
             worker = self._workers.get(name)
@@ -237,8 +240,8 @@ class WorkerPaces:
     def usual_pace(self, name: bytes, now: float) -> float:
         """Return a worker's median seconds per token.
 
-        For an unknown worker, return the fastest worker's pace, or 0 if no pace is known. The pace of an idle worker is
-        forgotten after a long time, so a slow worker is measured again.
+        For an unknown worker, return the fastest worker's median, or 0 if no worker was measured. The pace of an idle
+        worker is forgotten after a long time, so a slow worker is measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -257,7 +260,7 @@ class WorkerPaces:
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
     def first_on_offer(self) -> RunningGroup | None:
-        """Return the next group that a faster worker should take over, or None."""
+        """Return the running group that a faster worker should take over next, or None."""
         while self._on_offer:
             _, _, group_id, attempt = self._on_offer[0]
             if self._is_on_offer(group_id, attempt):
@@ -266,7 +269,7 @@ class WorkerPaces:
         return None
 
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
-        """Record that ``taker`` takes over ``running``, the first group on offer.
+        """Record that the worker ``taker`` takes over ``running``, a result of `first_on_offer`.
 
         The taker keeps capacity for one group free until it gets the group, for at most ``_PLACE_KEPT_S`` seconds.
         """
@@ -276,7 +279,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return for how many groups a worker keeps capacity free, because it takes them over."""
+        """Return for how many groups a worker keeps capacity free, because the worker takes these groups over."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -357,20 +360,20 @@ class Heartbeats:
         self._num_generated: dict[bytes, int] = {}
 
     def enter(self, client: bytes, now: float) -> None:
-        """Register a producer."""
+        """Register a client as a producer (a worker that sends heartbeats)."""
         if client not in self._producers:
             self._producers[client] = _Producer(last_heard=now)
         self.hear(client, now)
 
     def hear(self, client: bytes, now: float) -> None:
-        """Record a message of a client. Clients that did not `enter` are ignored."""
+        """Record that a client sent a message at the time ``now``. Clients that did not `enter` are ignored."""
         producer = self._producers.pop(client, None)
         if producer is not None:
             producer.last_heard = now
             self._producers[client] = producer
 
     def count_put(self, client: bytes, num_tokens: int) -> None:
-        """Count a group that a producer stored."""
+        """Count a group of ``num_tokens`` policy tokens that a producer stored."""
         producer = self._producers.get(client)
         if producer is not None:
             producer.num_puts += 1
@@ -381,7 +384,7 @@ class Heartbeats:
         self._num_generated[client] = num_tokens
 
     def num_generated(self, client: bytes) -> int:
-        """Return the number of tokens in a producer's last heartbeat."""
+        """Return the number of generated tokens in a producer's last heartbeat; 0 if there was none."""
         return self._num_generated.get(client, 0)
 
     def leave(self, client: bytes) -> None:
@@ -395,7 +398,7 @@ class Heartbeats:
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 
     def take_silent(self, now: float) -> list[bytes]:
-        """Remove and return the producers that are gone."""
+        """Remove the producers that were silent for ``silent_s`` seconds, and return their client ids."""
         gone = []
         for client, producer in self._producers.items():
             if producer.last_heard + self._silent_s > now:
@@ -406,7 +409,10 @@ class Heartbeats:
         return gone
 
     def describe(self, now: float, num_leases: Mapping[bytes, int]) -> list[dict[str, Any]]:
-        """Describe every producer for `asyncrl inspect`."""
+        """Return one JSON object per producer, for `asyncrl inspect`.
+
+        ``num_leases`` maps client ids to numbers of leases.
+        """
         return [
             {
                 "owner": client.hex()[:8],

@@ -88,7 +88,7 @@ class BufferProcess:
 
         Raises:
             DeadlineError: The address did not come in time.
-            WorkerDiedError: The server ended before that.
+            WorkerDiedError: The server ended before it announced its address.
         """
         try:
             self.address = self._read_line(self._start_timeout_s)
@@ -112,7 +112,7 @@ class BufferProcess:
 
     @property
     def connection(self) -> BufferConnection:
-        """The connection data of the server."""
+        """What a client needs to connect to the server: the address, the folder of keys, and the run's name."""
         return BufferConnection(
             address=self.address,
             request_timeout_s=self._config.request_timeout_s,
@@ -236,7 +236,10 @@ class BufferSupervisor:
             self.read_address()
 
     def read_address(self) -> str:
-        """Wait until the server announces its address. Raises as `BufferProcess.read_address` does."""
+        """Wait until the server announces its address, and return the address.
+
+        Raises `DeadlineError` if the address does not come in time, and `WorkerDiedError` if the server ends before.
+        """
         self._server.read_address()
         self.connection = self._server.connection
         if self._store is not None and self._config.host:  # without a journal, this process must remember the address
@@ -247,7 +250,7 @@ class BufferSupervisor:
         return BufferProcess(self._config, groups_per_step=self._groups_per_step, waits=False, **self._options)
 
     async def begin(self) -> None:
-        """Start a new server at the old address."""
+        """Start a new server at the old address, and wait until it announces this address."""
         self.num_restarts += 1
         self._server = self._launch()
         await asyncio.to_thread(self._server.read_address)
@@ -327,7 +330,7 @@ class StoreServers:
         self._watches = [asyncio.get_running_loop().create_task(self._watch(server)) for server in self._servers]
 
     def close(self) -> None:
-        """End the servers."""
+        """Stop the servers."""
         for watch in self._watches:
             watch.cancel()
         for server in self._servers:
@@ -341,8 +344,11 @@ class StoreServers:
 
 
 def store_config(config: BufferConfig) -> BufferConfig:
-    """Return the options of one store server. The server begins empty if its journal has another epoch."""
+    """Return the options of a store server, made from the options ``config`` of the whole buffer.
+
+    A store server begins empty if its journal belongs to another epoch (name of the run).
+    """
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # otherwise the journal gives a restarted server its epoch
+    if config.durability is Durability.memory:  # with a journal, a restarted server finds its epoch there
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

@@ -20,7 +20,7 @@ Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
 Seconds = Annotated[float, Meta(ge=0, le=1e18)]
 Text = Annotated[str, Meta(max_length=200)]
 Key = tuple[Int64, Int64]
-"""A group and an attempt."""
+"""A group id, and the number of an attempt (a worker's try to generate the group)."""
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_LEASES)]
 Result = TypeVar("Result", covariant=True)
 Reply = TypeVar("Reply", covariant=True)
@@ -77,7 +77,7 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
 
     @property
     def num_parts(self) -> int:
-        """The weight of this operation in the limit of requests per second: 1, or its number of leases."""
+        """Weight of this operation in the limit of requests per second: its number of leases, at least 1."""
         return max(1, len(getattr(self, "leases", ())))
 
 

@@ -88,7 +88,11 @@ class WorkerClient:
         return (await self._entered("enter")).identity.hex()
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
-        """Wait for leases. If the call is cancelled, leases granted meanwhile go back to the buffer."""
+        """Wait for leases: prompts that this worker may generate with an engine that serves ``engine_version``.
+
+        Returns at most ``max_groups`` leases, or none if the server's time limit ends first. If the call is cancelled,
+        leases granted meanwhile go back to the buffer.
+        """
         link = await self._entered("lease")
         request_id = link.next_id()
         asked = commands.LeaseGroups(
@@ -115,11 +119,14 @@ class WorkerClient:
         return leases
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """Return the saved prefix of this lease's group, if there is one."""
+        """Return the saved prefix of this lease's group: the tokens that an earlier attempt saved.
+
+        Returns None if there is no prefix, or in a second call.
+        """
         return self._prefixes.pop((lease.prompt.group_id, lease.attempt), None)
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
-        """Save the prefix of a running group."""
+        """Save the tokens so far of a running group. If the lease ends, the next worker can continue them."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         progress = outcomes.Progress(
             num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
@@ -140,13 +147,16 @@ class WorkerClient:
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend the leases that are still valid."""
+        """Extend the leases that are still valid. `revocation` returns the lost ones."""
         keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
         for start in range(0, len(keys), MAX_LEASES):
             await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
-        """Store a finished group. While the store is full, wait until a batch leaves, and send again."""
+        """Store a finished group. While the store is full, wait until a batch leaves, and send again.
+
+        ``num_left_out`` is the number of tokens in trajectories that are not in ``group``, because their reward failed.
+        """
         summary = replace(group.summary, data_source=data_source) if data_source else group.summary
         async with self._window:
             payload: Sequence[Any] = group_frames(group)
@@ -183,7 +193,11 @@ class WorkerClient:
                 failure = error
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Return a lease without a result, or report the tokens of a revoked lease."""
+        """Return a lease without a result, or report the ``num_tokens`` tokens of a revoked lease.
+
+        If ``max_failures`` is not 0, the attempt failed, and the group is dropped after this number of failures.
+        Returns whether the group was dropped.
+        """
         key = lease.prompt.group_id, lease.attempt
         release = commands.Release(
             group_id=key[0],
@@ -210,7 +224,7 @@ class WorkerClient:
         self._begun_afresh.discard(key)
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait for the next (group_id, attempt) to abort."""
+        """Wait until the buffer revokes a lease. Return its (group id, attempt number) pair."""
         await self._client.connect()
         while not self._revocations:
             if self._client.is_closed:
@@ -224,26 +238,35 @@ class WorkerClient:
         self._pushed.set()
 
     async def hand_on_request(self) -> list[Key]:
-        """Wait for groups to hand over to a faster worker."""
+        """Wait for groups to hand over to a faster worker.
+
+        Returns a (group id, attempt number) pair for each group.
+        """
         await self._client.connect()
         return await self._hand_on.get()
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait for weights newer than ``after``. The call has no time limit as long as the server answers."""
+        """Wait for weights newer than version ``after``, and return where to load them.
+
+        The call has no time limit as long as the server answers.
+        """
         link = await self._entered("next_offer")
         offer = (await link.call(commands.NextOffer(after + 1, self._offered_incarnation), caller="next_offer")).offer
         self._offered_incarnation = offer.incarnation
         return offer
 
     async def loaded(self, version: int, took_s: float) -> None:
-        """Report the version that the engine serves. Each heartbeat repeats the report."""
+        """Report that the engine serves ``version``, after a load of ``took_s`` seconds.
+
+        Each heartbeat repeats the report.
+        """
         await self._entered("loaded")
         self._client.incarnation = incarnation = self._offered_incarnation
         self._serves = commands.Loaded(version=version, seconds=took_s, engine=self._name, incarnation=incarnation)
         await self._client.call(self._serves)
 
     async def fenced(self) -> None:
-        """Report that the engine serves no version."""
+        """Report that the engine serves no version until the next `loaded`."""
         self._serves = None
         await (await self._entered("fenced")).call(commands.Fenced())
 
@@ -298,7 +321,7 @@ class LearnerClient:
         return (await self._client.call(commands.Offer(offer=named, incarnation=incarnation))).value
 
     async def publish_failed(self, reason: str) -> None:
-        """Report a failed publish."""
+        """Report that the learner could not publish a version, with the reason as text."""
         await self._client.call(
             commands.Offer(failure=reason[: commands.MAX_REASON] or "no reason", incarnation=self._client.incarnation)
         )
@@ -352,7 +375,7 @@ class LearnerClient:
         return _groups_of(payloads, group_ids)
 
     async def stats(self) -> BufferStats:
-        """Return the ledger's current counts."""
+        """Return the buffer's current counts of groups, tokens and bytes."""
         return (await self._client.call(commands.Stats())).stats
 
     async def close(self) -> None:
@@ -410,19 +433,19 @@ class SyncBufferClient:
             raise
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """Call `LearnerClient.fetch`."""
+        """Fetch stored groups in the order of ``group_ids``, with `LearnerClient.fetch`."""
         return self._call("fetch", partial(self._learner.fetch, group_ids))
 
     def offer(self, offer: WeightOffer) -> int:
-        """Call `LearnerClient.offer`."""
+        """Offer weights to the engines. Return the oldest version that the buffer may still offer."""
         return self._call("offer", partial(self._learner.offer, offer))
 
     def publish_failed(self, reason: str) -> None:
-        """Call `LearnerClient.publish_failed`."""
+        """Report that the learner could not publish a version, with the reason as text."""
         self._call("publish_failed", partial(self._learner.publish_failed, reason))
 
     def stats(self) -> BufferStats:
-        """Call `LearnerClient.stats`."""
+        """Return the buffer's current counts of groups, tokens and bytes."""
         return self._call("stats", self._learner.stats)
 
     def close(self) -> None:
@@ -455,10 +478,10 @@ class ControlClient:
         self._client = client
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> list[GroupSummary]:
-        """Queue prompts. While the store is full, wait until groups leave.
+        """Queue prompts. While the queue or the store is full, wait until groups leave.
 
-        Returns the groups that were finished since the last call with ``wants_outcomes``. Without prompts, the call
-        returns at once.
+        Returns the metadata of the groups that were finished since the last call with ``wants_outcomes``. Without
+        prompts, the call returns at once.
         """
         outcomes: list[GroupSummary] = []
 
@@ -482,44 +505,53 @@ class ControlClient:
         return outcomes
 
     async def plan(self, version: int) -> Plan:
-        """Wait for the batch that the learner consumes at ``version``."""
+        """Wait for the batch that the learner consumes at ``version``, and return the metadata of its groups."""
         return Plan(version=version, groups=(await self._client.call(commands.PlanBatch(version))).groups)
 
     async def commit(self, version: int) -> BufferStats:
-        """Mark the plan of ``version`` as consumed."""
+        """Mark the batch of ``version`` as consumed. Return the buffer's counts of groups, tokens and bytes."""
         return (await self._client.call(commands.Commit(version))).stats
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
-        """Wait until ``num_engines`` engines serve versions newer than ``after``."""
+        """Wait until there are ``num_engines`` engines, and all engines serve versions newer than ``after``.
+
+        Returns the oldest version that an engine serves, and the seconds of the slowest load of this version.
+        """
         serving = await self._client.call(commands.Served(after + 1, num_engines))
         return serving.version, serving.seconds
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
-        """Declare a rollout worker dead."""
+        """Declare a rollout worker dead. ``worker`` is the name that `WorkerClient.enter` returned.
+
+        Returns the worker's number of generated tokens: ``num_generated`` or that of its last heartbeat, if larger.
+        """
         return (await self._client.call(commands.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
-        """Wait until a rollout worker connects from a host that is not in ``known``. Return the host.
+        """Wait until a rollout worker connects from a host that is not in ``known``. Return the name of the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
         return (await self._client.call(commands.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
-        """Add a store server that the workers of ``host`` prefer. Return its number. A repetition has no effect.
+        """Add a store server that the workers of ``host`` prefer. Return the store's number.
 
-        Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
+        A repeated call has no effect. Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
         return (await self._client.call(commands.AddStore(address, host))).store
 
     async def drop_store(self, store: int) -> int:
-        """Report that a store server is lost. Return the number of its groups, which are generated again."""
+        """Report that store server number ``store`` is lost.
+
+        Returns how many of the store's groups are generated again. Groups in planned batches do not count.
+        """
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version``.
+        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
 
-        Waits until the engines that serve this version differ from ``known``, and returns their names.
+        Waits until the names of the engines that serve this version differ from ``known``, and returns these names.
         """
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
@@ -528,34 +560,51 @@ class ControlClient:
         await self._client.call(commands.Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
-        """Report planned groups that the stores lack."""
+        """Report planned groups that the stores lack. These groups are generated again.
+
+        The batches of these groups and all later batches are planned again.
+        """
         await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
-        """Return the learner to the checkpoint of ``version``."""
+        """Take the buffer back to the checkpoint of ``version``, from which a new learner continues.
+
+        ``incarnation`` is the number of this return, from 1. A repeated number has no effect.
+        """
         await self._client.call(commands.Rewind(version=version, incarnation=incarnation))
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
-        """Resume the run at the checkpoint ``key`` of ``version``. The steps before it are committed."""
+        """Take the buffer of a resumed run back to the checkpoint ``key`` of ``version``.
+
+        The steps before ``version`` are committed. ``tokens_generated`` is the number of policy tokens up to the
+        checkpoint.
+        """
         await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> commands.Checkpointed:
-        """Write the state for a resumed run to ``folder``, an absolute path. Wait until the folder is complete."""
+        """Write the state for a resumed run to ``folder``, an absolute path. Wait until the folder is complete.
+
+        ``key`` is a random name of the checkpoint. Returns the numbers of groups, saved prefixes and bytes in the
+        checkpoint.
+        """
         return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
     async def renew_keys(self) -> None:
-        """Let the server and the store servers read the keys of their clients again."""
+        """Make the server and the store servers read the clients' keys again."""
         await self._client.call(commands.RenewKeys())
         stores = (await self._client.call(commands.Inspect())).values["stores"]
         links = [self._client.store_link(store["address"]) for store in stores if store["address"]]
         await asyncio.gather(*(link.call(commands.RenewKeys()) for link in links))
 
     async def stats(self) -> BufferStats:
-        """Return the ledger's current counts."""
+        """Return the buffer's current counts of groups, tokens and bytes."""
         return (await self._client.call(commands.Stats())).stats
 
     async def inspect(self, group_id: int = -1) -> dict[str, Any]:
-        """Return every unfinished group and every producer, or describe one group."""
+        """Return a JSON object that describes the buffer: its leased, stored and planned groups, and its workers.
+
+        A ``group_id`` of 0 or more describes only this group.
+        """
         return (await self._client.call(commands.Inspect(group_id))).values
 
     async def finished(self) -> list[tuple[int, int]]:
@@ -584,11 +633,14 @@ class BufferConnection:
     incarnation: int = 0
 
     def for_role(self, role: commands.BufferRole) -> "BufferConnection":
-        """Return the same connection for another role."""
+        """Return a copy of this connection for clients of another role."""
         return replace(self, role=role)
 
     def client(self, *, host: str = "") -> BufferClient:
-        """Make a client. Raises as `client_keys` does."""
+        """Return a new client. ``host`` is the name of the host that the client runs on.
+
+        Raises `ValueError` if the file of keys is missing or malformed, or if other users can read it.
+        """
         return BufferClient(
             self.address,
             request_timeout_s=self.request_timeout_s,
@@ -599,5 +651,8 @@ class BufferConnection:
         )
 
     def sync_client(self) -> SyncBufferClient:
-        """Make the client of a learner rank. Raises as `client` does, and `ValueError` if the address is malformed."""
+        """Return a new client of a learner rank.
+
+        Raises `ValueError` if the address is malformed, or if the keys cannot be read.
+        """
         return SyncBufferClient(self.client())

@@ -60,14 +60,14 @@ class StalenessRule:
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether one more group may begin on an engine that serves ``engine_version`` (u).
 
-        The new group has the deadline d = u + η. For each k from d - w to η, at most (k + 1)·B open groups may be due
-        at w + k or earlier, including the new group. The check costs O(η).
+        The new group has the deadline d = u + η, the last learner version that may consume it. For each k from d - w to
+        η, at most (k + 1)·B open groups may be due at w + k or earlier, including the new group. The check costs O(η).
 
-        ``open_by_deadline`` counts the leased and stored groups that are not planned, by deadline. No open group may
-        be due before ``version`` (w), and u is at most the learner's version.
+        ``open_by_deadline`` maps each deadline to its number of open groups: leased and stored groups that are not
+        planned. No open group may be due before ``version`` (w), and u is at most the learner's version.
 
-        Example: B = 4, max_lag = 1, and no batch is planned. An engine at the learner's version may begin a group
-        while fewer than 8 groups are open. An engine one version behind also needs fewer than 4 groups due at w.
+        Example: B = 4, max_lag = 1, and no batch is planned. An engine at the learner's version may begin a group while
+        fewer than 8 groups are open. An engine one version behind also needs fewer than 4 groups due at w.
         """
         first = self.deadline(engine_version) - version
         if first < 0:
@@ -80,7 +80,7 @@ class StalenessRule:
         return True
 
     def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
-        """Return the number of further groups that `admits` would admit on this engine."""
+        """Return how many further groups `admits` would admit on an engine that serves ``engine_version``."""
         first = self.deadline(engine_version) - version
         if first < 0:
             return 0
@@ -88,10 +88,10 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Return how many open groups the batch of ``version`` (w) must take by each deadline.
+        """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take, by deadline.
 
-        Returns ``max_lag + 1`` numbers. Entry k counts the groups due at w + k or earlier, minus the k·B groups that
-        the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
+        Open groups are leased, or stored and in no batch. Entry k counts the groups due at w + k or earlier, minus the
+        k·B groups that the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
         """
         due = 0
         required = []
@@ -103,10 +103,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Return how many running groups the batch of ``version`` (w) must take by each deadline.
+        """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take, by deadline.
 
-        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Returns ``max_lag + 1`` numbers.
-        Entry k counts groups due at w + k or earlier. No group counts in two entries.
+        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k counts groups due at w + k
+        or earlier. No group counts in two entries.
         """
         num_ready = num_missing = 0
         missing = []
@@ -134,14 +134,14 @@ class Room:
 
     @property
     def max_bytes(self) -> int:
-        """Largest number of bytes in all stores together."""
+        """Largest number of bytes in all running stores together."""
         return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Return whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
-        ``num_granted`` is the number of leases that the caller will grant first. They count as running groups, and free
-        ``num_freed_bytes`` of saved prefixes.
+        ``num_granted`` is the number of leases that the caller will grant first. The groups of these leases count as
+        running, and free ``num_freed_bytes`` of saved prefixes.
 
         If no group runs and no batch is planned or can be filled, only a new group can free bytes. Then one group may
         always begin.
@@ -157,9 +157,9 @@ class Room:
         return num_bytes <= self.max_bytes
 
     def fits(self, num_bytes: int) -> bool:
-        """Return whether a put of ``num_bytes`` fits now, so it needs no reservation.
+        """Return whether trajectories of ``num_bytes`` bytes fit now without a reservation.
 
-        With several stores, every put needs one.
+        With several stores, all trajectories need a reservation.
         """
         space = self._groups.space
         return self.is_shared and space.stored_bytes[0] + space.prefix_bytes + num_bytes <= self._max_bytes
@@ -174,16 +174,16 @@ class Room:
         return self._max_bytes - num_held
 
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
-        """Choose the store for ``num_bytes`` of a running group, and the groups to evict there.
+        """Choose the store for ``num_bytes`` bytes of a running group's trajectories, and the groups to evict there.
 
         The store on ``host`` comes first. If the bytes do not fit there, choose the emptiest store. Evict groups only
-        if ``may_evict``.
+        if ``may_evict``. The result has the store's number and the ids of the groups to evict; nothing is changed yet.
 
         Raises:
             StoreFull: The bytes do not fit now.
             ReplayBufferError: The group is larger than a store.
         """
-        if 0 < num_bytes <= group.num_bytes:  # reserved before
+        if 0 < num_bytes <= group.num_bytes:  # the bytes are reserved already
             return Reserved(store=group.store)
         if 0 < self._max_bytes < num_bytes:
             raise ReplayBufferError(
@@ -225,7 +225,10 @@ class Room:
         return None
 
     def check_prefix(self, group: Group, num_bytes: int) -> None:
-        """Raise `StoreFull` if the saved prefix of a running group does not fit now."""
+        """Check that the saved prefix (tokens so far) of a running group fits now, with a size of ``num_bytes``.
+
+        Raises `StoreFull` otherwise.
+        """
         if not self._max_bytes:
             return
         num_held = self._groups.space.prefix_bytes - group.prefix_bytes
@@ -282,7 +285,7 @@ def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> floa
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Map each name to its filter, in order. Raises `ValueError` if a name has no filter."""
+    """Return a dict from each name to its filter, in order. Raises `ValueError` if a name has no filter."""
     return {name: _find(FILTERS, name) for name in names}
 
 
@@ -292,14 +295,14 @@ def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | No
 
 
 def find_order(name: str) -> Preference:
-    """Return the order with this name. Raises `ValueError` if there is none."""
+    """Return the function that ranks stored groups under this name. Raises `ValueError` if there is none."""
     return _find(ORDERS, name)
 
 
 def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
-    """Return the rank of a group in the selection order.
+    """Return the rank of a group in the selection order: the number that ``prefer`` returns for it.
 
-    Raises `ReplayBufferError` if the order does not return a number.
+    Raises `ReplayBufferError` if ``prefer`` does not return a number.
     """
     rank = prefer(summary, deadline)
     if not isinstance(rank, int | float) or rank != rank:
@@ -320,7 +323,7 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Largest k such that a group due at w + k may be taken now."""
+        """Largest k such that the batch may take a group due at w + k now."""
         return self._last
 
     def take(self, k: int) -> None:
@@ -334,10 +337,11 @@ class Window:
 def choose_batch(
     ready: Mapping[int, Sequence[Entry]], required: Sequence[int], *, version: int, seats: int
 ) -> list[int]:
-    """Choose ``seats`` groups for a batch. Each time, take the best-ranked group that the `Window` allows.
+    """Choose ``seats`` groups for a batch, and return their ids.
 
-    ``ready`` holds the stored groups by deadline, sorted by rank. ``required`` is the result of
-    `StalenessRule.required`. There must be enough stored groups to fulfil it.
+    Each time, take the best-ranked group that the `Window` allows. ``ready`` holds the stored groups by deadline,
+    sorted by rank. ``required`` is the result of `StalenessRule.required`. There must be enough stored groups to fulfil
+    it.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]

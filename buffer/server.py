@@ -110,7 +110,7 @@ class Service(Protocol):
         """Answer a request, now or later."""
 
     def settle(self) -> None:
-        """Do the work after a burst of messages."""
+        """Do the work after a burst of messages, such as answering held requests."""
 
     def close(self) -> None:
         """Cancel every pending request."""
@@ -234,7 +234,7 @@ class ServerSocket:
         return listener.address
 
     def counters(self) -> dict[str, int]:
-        """Return the counts of refused and undelivered messages."""
+        """Return the number of refused or undelivered messages, by cause."""
         return dict(self._counts)
 
     def _count(self, what: str) -> None:
@@ -281,7 +281,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # acknowledged even if refused, to free the sender's window
+                request_id = chunk.request_id  # a refused chunk is acknowledged too, to free the window
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -351,7 +351,7 @@ class ServerSocket:
             request.client = client
             self._handle(role, request, epoch)
         if len(requests) > 1:
-            self._flush()  # at once, so the client can prepare its next requests meanwhile
+            self._flush()  # replies go out at once, so the client can prepare its next requests
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
         name = "a request"
@@ -400,7 +400,7 @@ class ServerSocket:
     # Replies
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send to a client at the end of the burst, together with its other replies.
+        """Send a message to a client at the end of the burst, together with the client's other replies.
 
         A reply with a payload is sent at once, so the client does not wait for the other replies.
         """
@@ -602,7 +602,10 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
 
 
 async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> None:
-    """Serve until SIGTERM, SIGINT or SIGUSR1. Raises `WorkerDiedError` if a store server cannot be restarted."""
+    """Serve until SIGTERM, SIGINT or SIGUSR1. Write the server's address to the file descriptor ``announce_fd``.
+
+    Raises `WorkerDiedError` if a store server cannot be restarted.
+    """
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
@@ -624,7 +627,7 @@ def calm_collector() -> None:
 
 
 def main() -> None:
-    """Run the server."""
+    """Run the server with the options of the command line."""
     parser = argparse.ArgumentParser(prog="python -m buffer.server", description="Serve the replay buffer.")
     parser.add_argument("--groups-per-step", type=int, required=True, help="prompt groups per learner step")
     parser.add_argument("--config", default="{}", help='options of buffer/config.py as JSON, e.g. {"max_lag": 2}')

@@ -109,7 +109,7 @@ class BufferService:
         self._offers.recover()
 
     def handle(self, request: Message) -> None:
-        """Run an operation. An `AsyncRLError` becomes its answer."""
+        """Run the operation of a request. An `AsyncRLError` is sent as the answer."""
         self._admission.heartbeats.hear(request.client, self._clock.time())
         kind = type(request.body)
         try:
@@ -157,7 +157,7 @@ class BufferService:
         self._journal.keep(request.payload, then)
 
     def settle(self) -> None:
-        """Answer pending requests until no more can be answered."""
+        """Answer the held requests that can be answered now, report revoked leases, and set the timers anew."""
         ledger, before = self.ledger, None
         try:
             while before != (
@@ -168,7 +168,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # comes first, otherwise a batch may lack a group that it waited for
+                self._admission.grant_saved()  # first, because a batch may wait for a saved group
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -240,8 +240,8 @@ class BufferService:
         Args:
             store: Number of the store.
             group_ids: Groups that the store lacks.
-            stored: Groups and attempts that were stored on this server when it was asked.
-            reserved: Groups and attempts that had reserved bytes on this server when it was asked.
+            stored: (group id, attempt number) pairs that were stored on this server when it was asked.
+            reserved: (group id, attempt number) pairs that had reserved bytes on this server when it was asked.
 
         Returns:
             True if a reserved group was stored since then. The caller must then ask the store server again.
@@ -304,7 +304,7 @@ class BufferService:
     # Results
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
-        """Reserve bytes for a group before it is sent. Requests wait in order of arrival."""
+        """Reserve bytes for a group's trajectories before they are sent. Requests wait in order of arrival."""
         self._reserving.hold(request)
 
     def _grant_reservation(self, request: Message) -> commands.Reservation | None:
@@ -335,7 +335,7 @@ class BufferService:
         return reserved.store
 
     def on_put(self, request: Message, put: commands.Put) -> None:
-        """Store a group, or record that a store server holds it."""
+        """Store a finished group, or record that a store server holds its trajectories."""
         check_counts(put.summary)
         group = self.ledger.groups.running(*put.key)
         if not self._store.is_elsewhere:
@@ -369,13 +369,13 @@ class BufferService:
         self._replies.answer(request, Done())
 
     def on_release(self, request: Message, release: commands.Release) -> Answer:
-        """End a lease without a result."""
+        """End a lease without a result, or count the tokens of a revoked lease."""
         released = self.ledger.apply(release, sender=request.client)
         self._admission.ended(request.client, release)
         return released
 
     def on_save_prefix(self, request: Message, save: commands.SavePrefix) -> None:
-        """Save the prefix of a running group."""
+        """Save the prefix (tokens so far) of a running group."""
 
         def store(kept: Frames) -> None:
             command = replace(save, num_bytes=size_of(request.payload))
@@ -390,7 +390,7 @@ class BufferService:
     # Batches
 
     def on_fetch(self, request: Message, fetch: commands.Fetch) -> Answer | None:
-        """Reply with the payloads, or with the stores that hold them and the attempts to fetch there."""
+        """Reply with the trajectories of groups, or with the stores that hold them and the attempts to fetch there."""
         if self._links is not None:
             groups = map(self.ledger.groups.in_store, fetch.group_ids)
             places = tuple((group.store, group.result.attempt, group.digest) for group in groups)
@@ -400,23 +400,23 @@ class BufferService:
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
-        """Mark a batch as consumed."""
+        """Mark the batch of a learner step as consumed. Answer with the ledger's counts."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
             self._admission.answer_outdated(except_for=self._offers.receivers)  # the receivers wait for newer weights
             self._compact(is_urgent=False)  # compacting is cheap now, because the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
-        self._offers.show()  # comes after the reply to the controller, because many engines may wait
+        self._offers.show()  # offers follow the reply to the controller, because many engines may wait
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Plan a batch again, because the learner's ranks did not find some of its groups."""
+        """Plan a batch again, because the learner's ranks did not find some of its groups in the stores."""
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
-        """Return to the learner's checkpoint."""
-        self._forget_finished()  # before the rewind, which may queue finished groups again
+        """Take the buffer back to a checkpoint, because the learner continues from it."""
+        self._forget_finished()  # done first, because the rewind may queue finished groups again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._take_back(rewound)
@@ -424,7 +424,7 @@ class BufferService:
         return Done()
 
     def on_resume(self, request: Message, resume: commands.Resume) -> Answer:
-        """Resume the run at a checkpoint."""
+        """Take the buffer back to a checkpoint, because the run was resumed from it."""
         self._forget_finished()
         self._take_back(self.ledger.apply(resume))
         self._joins.leave_earlier()
@@ -448,11 +448,11 @@ class BufferService:
         )
 
     def on_stats(self, request: Message, stats: commands.Stats) -> Answer:
-        """Return the ledger's counts."""
+        """Answer with the ledger's counts of groups, tokens and bytes."""
         return commands.Totals(self._totals())
 
     def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
-        """Return all unfinished groups and all producers, or describe one group."""
+        """Answer with a description of all leased, stored and planned groups and all producers, or of one group."""
         now = self._clock.time()
         if inspect.group_id >= 0:
             return commands.Report(describe_group(self.ledger, inspect.group_id, now))
@@ -490,13 +490,19 @@ class WorkerRequests:
         self._admission, self._offers, self._joins = admission, offers, joins
 
     def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
-        """Return the buffer's options. A producer is registered, and must send heartbeats from then on."""
+        """Answer with the server's settings for clients.
+
+        A client that produces groups is registered, and must send heartbeats from then on.
+        """
         if hello.produces:
             self._enter(request.client, hello.host)
         return self._welcome()
 
     def on_beat(self, request: Message, beat: commands.Beat) -> Answer:
-        """Record a heartbeat. It also registers a producer that a restarted server does not know yet."""
+        """Record a heartbeat. Answer with the server's settings for clients.
+
+        The heartbeat also registers a producer that a restarted server does not know yet.
+        """
         self._enter(request.client, beat.host)
         self._admission.heartbeats.count_generated(request.client, beat.generated)
         if beat.serves is not None:
@@ -513,10 +519,10 @@ class WorkerRequests:
         return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
-        """Record that an engine serves a version.
+        """Record that a worker's engine serves a version. Ignore weights of a replaced learner.
 
-        The engine's waiting requests for leases at this version then count as requests with weights of the current
-        learner.
+        The worker's waiting requests for leases at this version may then get leases, even if they arrived before the
+        load.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
@@ -530,12 +536,15 @@ class WorkerRequests:
         return Done()
 
     def on_leave(self, request: Message, leave: commands.Leave) -> Answer:
-        """Forget a worker that leaves."""
+        """Forget a worker that leaves. Release its leases, except those that the message names."""
         self._offers.forget(request.client)
         return self._admission.leave(request.client, leave)
 
     def on_bury(self, request: Message, bury: commands.Bury) -> Answer:
-        """Declare a worker dead at the request of the controller that started it."""
+        """Declare a worker dead, at the request of the controller that started it.
+
+        Answers with the number of tokens that the worker generated.
+        """
         dead = bytes.fromhex(bury.worker)
         answer = commands.Number(self._admission.bury(dead, bury.generated))
         self._offers.forget(dead)
@@ -551,7 +560,7 @@ class LedgerNotes:
         self._planned: dict[int, tuple[int, ...]] = {}
 
     def note(self, command: Any, outcome: Any) -> None:
-        """Record the state changes of groups that a command caused."""
+        """Record in the profile which groups changed their state by a command. ``outcome`` is the command's outcome."""
         match outcome:
             case outcomes.Granted():
                 for lease in outcome.leases:
@@ -592,7 +601,7 @@ class LedgerNotes:
                 self._stamp_requeued(ended, reason=REWOUND)
 
     def levels(self, *, held_bytes: int) -> None:
-        """Record the ledger's current counts. The recorder ignores unchanged ones."""
+        """Record the ledger's current counts in the profile. The recorder ignores unchanged counts."""
         ledger = self._ledger
         for state in ("queued", "leased", "stored", "planned"):
             self._recorder.level(LevelName(state), getattr(ledger.groups, f"num_{state}"), lane=_LANE)
@@ -635,7 +644,10 @@ class LedgerNotes:
 
 
 def check_counts(summary: GroupSummary) -> None:
-    """Raise `WireError` if a count of a group is out of range. The ranges ensure that totals fit into 63 bits."""
+    """Check that every count in a group's metadata is in range, so that totals fit into 63 bits.
+
+    Raises `WireError` otherwise.
+    """
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     versions = summary.oldest_version, summary.newest_version
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))

@@ -79,7 +79,7 @@ class LoopClock:
         self._tick()
 
     def time(self) -> float:
-        """Return the current time in seconds."""
+        """Return the current time in seconds, minus the total length of the stalls."""
         now = self._time()
         gap = now - self._last_seen
         self._last_seen = now
@@ -89,7 +89,7 @@ class LoopClock:
         return now - self.stalled_s
 
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
-        """Call ``callback`` at ``when``.
+        """Call ``callback`` at ``when``, a time of this clock in seconds.
 
         After a stall the loop calls it too early, so ``callback`` must check the clock.
         """
@@ -119,7 +119,7 @@ class Deadline:
         self._when = 0.0
 
     def at(self, when: float | None) -> None:
-        """Call ``on_due`` at ``when`` or earlier. None has no effect."""
+        """Make sure that ``on_due`` is called at the time ``when`` or earlier. None changes nothing."""
         if when is None or (self._timer is not None and self._when <= when):
             return
         self.close()
@@ -161,7 +161,10 @@ class Channel:
         self._schedule()
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Pass a message to ZMQ. Raises `zmq.ZMQError` if the peer is unknown, or its queue is full."""
+        """Send a message, given as a sequence of frames, without blocking.
+
+        Raises `zmq.ZMQError` if the peer is unknown, or its queue is full.
+        """
         last = len(frames) - 1
         for i, frame in enumerate(frames):
             small = type(frame) is bytes and len(frame) < _COPY_BELOW_BYTES
@@ -229,7 +232,7 @@ class Chunk:
 
     @classmethod
     def parse(cls, frames: Sequence[Any]) -> "Chunk":
-        """Parse a chunk. Raises `WireError` if the frames are not a chunk."""
+        """Return the chunk that was encoded as ``frames``. Raises `WireError` if they are not a chunk."""
         head = memoryview(frames[0]) if frames else memoryview(b"")
         if head.nbytes != _CHUNK.size:
             raise WireError(f"a chunk must begin with {_CHUNK.size} bytes, got {head.nbytes}")
@@ -239,7 +242,7 @@ class Chunk:
         return cls(request_id=request_id, index=index, count=count, frames=frames[1:])
 
     def to_frames(self) -> list[Any]:
-        """Return the frames of the chunk."""
+        """Encode the chunk as a list of frames, for `parse`."""
         magic = _CHUNK_MAGIC if self.count else _ACK_MAGIC
         return [_CHUNK.pack(magic, self.request_id, self.index, self.count), *self.frames]
 
@@ -259,7 +262,7 @@ class ChunkSender:
         return not self._queue and not self._unacknowledged
 
     def push(self, request_id: int, frames: Sequence[Any]) -> None:
-        """Send a message. Its frames are not copied."""
+        """Send a message in chunks, as the window allows. The frames of the message are not copied."""
         pieces: list[tuple[list[Any], int]] = []
         for frame in frames:
             size = len(frame)
@@ -273,7 +276,7 @@ class ChunkSender:
         self._pump()
 
     def acknowledge(self, chunk: Chunk) -> None:
-        """Record that the peer acknowledged a chunk."""
+        """Record that the peer acknowledged a chunk, and send further chunks."""
         self._num_bytes -= self._unacknowledged.pop((chunk.request_id, chunk.index), 0)
         self._pump()
 
@@ -312,7 +315,7 @@ class ChunkReceiver:
         return not self._messages
 
     def add(self, chunk: Chunk) -> list[Any] | None:
-        """Add a chunk. Return the frames of its message if the message is complete.
+        """Add a chunk. Return all frames of its message if the message is complete, else None.
 
         If earlier chunks are missing, or if the incomplete messages are too large, drop the message and raise
         `WireError`.
@@ -391,7 +394,10 @@ def make_socket_folder() -> str:
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
-    """Return the options with a folder for the Unix sockets, and the folder's path if the caller must remove it."""
+    """Return a copy of the options that names a folder for the Unix sockets, and the path of this folder.
+
+    The path is empty if the options need no new folder. Otherwise the caller must remove the folder.
+    """
     if config.host or config.socket_folder:
         return config, ""
     folder = make_socket_folder()
@@ -405,7 +411,7 @@ def remove_socket_folder(folder: str) -> None:
 
 
 def unix_address(folder: str, name: str) -> str:
-    """Return the address of a server. Example: ``ipc:///tmp/asyncrl-4k2f9a1c/buffer``."""
+    """Return the address of the Unix socket ``name`` in a folder. Example: ``ipc:///tmp/asyncrl-4k2f9a1c/buffer``."""
     return f"{_SCHEME}{folder}/{name}"
 
 
@@ -415,7 +421,10 @@ def folder_of(address: str) -> str:
 
 
 def bulk_address(address: str, port: int) -> str:
-    """Return the bulk address that belongs to a control address. ``port`` is 0 for Unix sockets."""
+    """Return the address for the bulk connection to the server with the control address ``address``.
+
+    ``port`` is the server's port for large payloads, 0 for Unix sockets.
+    """
     return f"{address.rpartition(':')[0]}:{port}" if port else f"{address}.bulk"
 
 

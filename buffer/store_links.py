@@ -48,10 +48,9 @@ class StoreLinks:
         self._links: list[ClientSocket | None] = []
 
     def connect(self, address: str, number: int | None = None) -> None:
-        """Connect to a store.
+        """Connect to the store at ``address``.
 
-        ``number`` is the number of the earlier store that this one replaces; None for a new store. An empty address
-        only reserves a number.
+        ``number`` is the store's number; None takes the next free number. An empty address only reserves a number.
         """
         link, number = None, len(self._links) if number is None else number
         if address:
@@ -67,16 +66,17 @@ class StoreLinks:
         self.disk_bytes[number : number + 1] = [0]
 
     def disconnect(self, number: int) -> None:
-        """Close the connection to a lost store."""
+        """Close the connection to a lost store. The store keeps its number."""
         link, self._links[number] = self._links[number], None
         self.addresses[number], self.disk_bytes[number] = "", 0
         if link is not None:
             link.close()
 
     def remove(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> None:
-        """Tell the stores to drop finished groups and ended attempts.
+        """Tell the stores to drop the payloads of ``finished`` groups and of ``ended`` attempts.
 
-        Every store gets the message, because two stores may hold the payload of one attempt.
+        Attempts are (group id, attempt number) pairs. Every store gets the message, because two stores may hold the
+        payload of one attempt.
         """
         for number, link in self.connected():
             link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
@@ -86,13 +86,13 @@ class StoreLinks:
             self.disk_bytes[number] = answer.disk_bytes
 
     def connected(self) -> list[tuple[int, ClientSocket]]:
-        """Return the stores that are not lost, with their numbers."""
+        """Return (store number, connection) pairs of the stores that are not lost."""
         return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
     async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
-        """Tell a store to drop payloads. Return the groups that the store lacks.
+        """Send a store the request ``reconcile``: drop payloads, and report the missing ones.
 
-        Raises `AsyncRLError` if the store does not answer.
+        Returns the ids of the groups that the store lacks. Raises `AsyncRLError` if the store does not answer.
         """
         link = self._links[number]
         if link is None:
@@ -129,13 +129,13 @@ class StoreJoins:
                 self._links.connect("" if place.is_gone else place.address)
 
     def leave_earlier(self) -> None:
-        """Close the connections to the stores from before a resume. New stores take over their groups."""
+        """Close the connections to the stores from before a resume. New stores take over the groups of these stores."""
         for number in self._ledger.groups.space.awaited_stores():
             if self._links is not None:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer the requests that wait for a host without a store, if a worker has connected from one."""
+        """Answer the requests that wait for a host without a store, if a worker has connected from such a host."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)
@@ -144,7 +144,7 @@ class StoreJoins:
         self._wanted.answer(answer_to)
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe the store servers for `asyncrl inspect`."""
+        """Return one JSON object per store server, for `asyncrl inspect`."""
         if self._links is None:
             return []
         space, links = self._ledger.groups.space, self._links
@@ -166,7 +166,7 @@ class StoreJoins:
         self._wanted.hold(request)
 
     def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
-        """Add a store. A repetition has no effect."""
+        """Add a store. A repeated request has no effect."""
         links, added = self._joining(), self._ledger.apply(add)
         if added.is_new:
             links.connect(add.address, added.store)

@@ -1,4 +1,6 @@
-"""A server that holds payloads. It runs beside the ledger's server, or on a host of rollout workers.
+"""A server that holds payloads (encoded trajectories).
+
+It runs beside the ledger's server, or on a host of rollout workers.
 
 A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove.
 A restarted store may lack acknowledged payloads, or hold removed payloads. So after each connection the ledger tells
@@ -57,7 +59,7 @@ class StoreService:
                     logger.error("group %d is lost: %s", number >> 16, error)
 
     def handle(self, request: Message) -> None:
-        """Answer one request. An `AsyncRLError` becomes the answer."""
+        """Run the operation of a request. An `AsyncRLError` is sent as the answer."""
         kind = type(request.body)
         try:
             if (handler := self._handlers.get(kind)) is None:
@@ -75,7 +77,7 @@ class StoreService:
         self._fetches.close()
 
     def settle(self) -> None:
-        """Reserve bytes for held requests, in order of arrival."""
+        """Reserve bytes for held requests, in order of arrival. Before that, bring the journal up to date."""
         self._write_removals()
         if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
@@ -114,7 +116,7 @@ class StoreService:
             )
 
     def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
-        """Store a payload, unless it is stored already or its attempt has ended."""
+        """Store the trajectories of an attempt, unless they are stored already or the attempt has ended."""
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
         if not self._is_wanted(key):
@@ -160,7 +162,7 @@ class StoreService:
         self._unwritten_removals.discard(number_of(key))
 
     def on_fetch(self, request: Message, fetch: commands.Fetch) -> None:
-        """Send the payloads of some attempts."""
+        """Answer with the trajectories of some attempts, in the order of the request."""
         if len(fetch.attempts) != len(fetch.group_ids):
             raise WireError("a fetch from a store server must name one attempt per group")
         parts: list[Frames] = []
@@ -171,7 +173,7 @@ class StoreService:
         self._fetches.send(request, fetch, parts)
 
     def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
-        """Drop payloads that the ledger does not need. Return the expected groups that this store lacks.
+        """Drop payloads that the ledger does not need. Answer with the ids of the groups that this store lacks.
 
         If the run resumed from a checkpoint, first load expected payloads from this store's files in the checkpoint.
         """
@@ -208,7 +210,7 @@ class StoreService:
         self._pending.wait(request, write)
 
     def on_remove(self, request: Message, remove: commands.Remove) -> Answer:
-        """Drop payloads of finished groups and of attempts that ended."""
+        """Drop the payloads of finished groups, and of ended attempts at other groups."""
         for group_id in remove.group_ids:
             self._finished.add(group_id)
             self._ended.pop(group_id, None)
@@ -243,5 +245,5 @@ class StoreService:
 
 
 def number_of(key: Key) -> int:
-    """Return the integer that identifies an attempt in the store server's journal."""
+    """Return the integer that identifies a (group id, attempt number) pair in the store server's journal."""
     return key[0] << 16 | key[1]

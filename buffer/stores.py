@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """Return the digest of a payload, however it is divided into frames."""
+    """Return the XXH3 digest of a payload, 16 bytes. It does not depend on how the payload is divided into frames."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
@@ -48,13 +48,13 @@ class FrameTable(Generic[Key]):
         return ((key, frames) for key, (frames, _) in self._frames.items())
 
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
-        """Keep frames, and replace earlier frames of the key. ``size`` overrides the counted size."""
+        """Keep the frames of a key, instead of earlier ones. ``size`` overrides the counted size in bytes."""
         self.remove(key)
         self._frames[key] = frames, size_of(frames) if size is None else size
         self._count(*self._frames[key], 1)
 
     def get(self, key: Key) -> Frames:
-        """Return the frames of a key; empty if the table has none."""
+        """Return the frames of a key; an empty sequence if the table has none."""
         return self._frames.get(key, ((), 0))[0]
 
     def remove(self, key: Key) -> None:
@@ -63,7 +63,7 @@ class FrameTable(Generic[Key]):
             self._count(*self._frames.pop(key), -1)
 
     def move_to(self, other: "FrameTable[Key]", key: Key) -> None:
-        """Move the frames of a key to another table, if any."""
+        """Move the frames of a key, if any, to another table."""
         if key in self:
             other.put(key, *self._frames[key])
             self.remove(key)
@@ -101,21 +101,21 @@ class PayloadStore:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of trajectories and saved prefixes."""
+        """Size of all stored trajectories and saved prefixes in bytes, including those on store servers."""
         return self.prefixes.num_bytes + self.payloads.num_bytes
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of trajectories and saved prefixes in memory."""
+        """Size of the trajectories and saved prefixes in this server's memory, in bytes."""
         return self.prefixes.memory_bytes + self.payloads.memory_bytes
 
     def fits_in_memory(self, num_bytes: int) -> bool:
-        """Return whether a payload of this size may be in memory."""
+        """Return whether another payload of ``num_bytes`` bytes fits under the bound on memory."""
         return not self._max_memory_bytes or self.memory_bytes + num_bytes <= self._max_memory_bytes
 
     @property
     def prompt_bytes(self) -> int:
-        """Bytes of all prompts, including prompts of stored groups."""
+        """Size of all prompts in bytes, including the prompts of stored groups."""
         return self.prompts.num_bytes + self._stored_prompts.num_bytes
 
     @property
@@ -124,7 +124,7 @@ class PayloadStore:
         return self._remove_elsewhere is not None
 
     def trajectories(self, group_id: int) -> Frames:
-        """Return the trajectories of a group. Raises `UnknownGroup` if this server does not hold them."""
+        """Return the encoded trajectories of a group. Raises `UnknownGroup` if this server does not hold them."""
         if group_id not in self.payloads:
             raise UnknownGroup(
                 f"no trajectories of group {group_id} are stored; fetch only groups of a plan, before its commit"
@@ -132,7 +132,7 @@ class PayloadStore:
         return self.payloads.get(group_id)
 
     def frames(self) -> Iterator[tuple[str, int, Frames]]:
-        """Yield the kind, group id and frames of each item that this server holds."""
+        """Yield (kind, group id, frames) for each prompt, saved prefix and group that this server holds."""
         tables = [("prompt", self.prompts), ("prompt", self._stored_prompts), ("progress", self.prefixes)]
         if not self.is_elsewhere:
             tables.append(("payload", self.payloads))
@@ -141,7 +141,7 @@ class PayloadStore:
                 yield kind, group_id, frames
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
-        """Load the frames of unfinished groups from a journal."""
+        """Load the frames of the ledger's unfinished groups from a journal's frames, by kind and group id."""
         for group_id, parts in frames.get("prompt", {}).items():
             if group_id in ledger.groups:
                 self.prompts.put(group_id, in_memory(parts))
@@ -158,7 +158,7 @@ class PayloadStore:
                 self.prefixes.put(group_id, in_memory(parts))
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
-        """Keep the trajectories of a group, ``size`` bytes, and remove its prefix.
+        """Keep the trajectories of a group, ``size`` bytes, and remove the group's saved prefix.
 
         Trajectories on disk are read if they fit into memory. Raises `OSError` if they cannot be read.
         """
@@ -167,16 +167,16 @@ class PayloadStore:
         self.prompts.move_to(self._stored_prompts, group_id)
 
     def evict(self, group_ids: Iterable[int]) -> None:
-        """Drop the trajectories and prefixes of groups."""
+        """Drop the trajectories and saved prefixes of groups. The prompts stay."""
         for group_id in group_ids:
             self.prefixes.remove(group_id)
             self.payloads.remove(group_id)
             self._stored_prompts.move_to(self.prompts, group_id)
 
     def forget(self, finished: Sequence[int], ended: Sequence[tuple[int, int]]) -> bool:
-        """Drop all frames of finished groups. Store servers also drop the ``ended`` attempts (group id, attempt).
+        """Drop all frames of finished groups. Store servers also drop the payloads of ended attempts.
 
-        Returns whether bytes may have become free.
+        ``ended`` holds (group id, attempt number) pairs. Returns whether bytes may have become free.
         """
         self.evict(finished)
         for group_id in finished:

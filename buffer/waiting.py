@@ -1,7 +1,8 @@
 """Holds requests for leases, for places in the queue and for batches until the buffer can answer them.
 
-The service checks all held requests after each burst of messages. A timer ends each wait with `NothingYet`. After a
-commit, workers whose weights are now too old for any group get this answer at once.
+A lease is a worker's right to generate a group. The service checks all held requests after each burst of messages. A
+timer ends each wait with `NothingYet`. After a commit, workers whose weights are now too old for any group get this
+answer at once.
 """
 
 import asyncio
@@ -63,9 +64,9 @@ Handler = Callable[[Message, Any], Answer | None]
 
 
 def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
-    """Map each operation to the method ``on_<name>`` of one of the objects in ``parts``.
+    """Return a map from each operation to its handler: the method ``on_<name>`` of one of the objects in ``parts``.
 
-    The method returns the answer, or None to answer later.
+    The handler returns the answer, or None to answer later.
     """
     methods = {kind: f"on_{kind.__struct_config__.tag}" for kind in commands.OPERATIONS}
     return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
@@ -101,7 +102,7 @@ class HeldRequests:
 
     @property
     def clients(self) -> Container[bytes]:
-        """The clients with a held request."""
+        """Ids of the clients with a held request."""
         return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[Any]:
@@ -109,7 +110,10 @@ class HeldRequests:
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
-        """Hold a request instead of its earlier copy. Raises `ReplayBufferError` if too many requests are held."""
+        """Hold a request instead of its earlier copy, until it is answered or its time is over.
+
+        Raises `ReplayBufferError` if too many requests are held.
+        """
         key = request.client, request.request_id
         self.remove(*key)
         num_of_client = len(self._by_client.get(request.client, ()))
@@ -123,7 +127,7 @@ class HeldRequests:
         self.num_bytes += size_of(request.payload)
 
     def remove(self, client: bytes, request_id: int) -> Message | None:
-        """Remove a request."""
+        """Remove a held request, and return it; None if it is not held."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
@@ -136,7 +140,7 @@ class HeldRequests:
         return request
 
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
-        """Answer the given requests, or all of them.
+        """Answer ``requests``, or all held requests, if ``answer_to`` returns an answer for them.
 
         A request stays if ``answer_to`` returns None. If ``answer_to`` raises an error, the error is the answer.
         """
@@ -195,17 +199,17 @@ class WaitingWorkers(HeldRequests):
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
-        """Return the requests at a version, each with its place in the order of arrival."""
+        """Return (place in the order of arrival, request) pairs of the requests at an engine version."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
-        """Hold a request, and index it."""
+        """Hold a request, and index it by its engine version."""
         super().hold(request)
         self._next_place += 1
         self._by_version.setdefault(request.version, {})[request.client, request.request_id] = self._next_place
 
     def remove(self, client: bytes, request_id: int) -> Any:
-        """Remove a request from the list and the index."""
+        """Remove a held request from the list and the index. Return the request, or None if it is not held."""
         request: Any = super().remove(client, request_id)
         if request is not None:
             del self._by_version[request.version][client, request_id]
@@ -230,7 +234,7 @@ class FairQueue:
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
-        """Record that a worker got a lease."""
+        """Record that a worker got a lease. The worker's turn grows by 1."""
         turn = self.turn_of(client)
         self._serving = turn
         self._next[client] = turn + 1
@@ -248,7 +252,10 @@ class Collaborators:
     replies: Replies
 
     def held(self, late: Callable[[Message], Answer] = lambda request: NothingYet()) -> HeldRequests:
-        """Return an empty collection for the held requests of one operation."""
+        """Return an empty collection for the held requests of one operation.
+
+        ``late`` returns the answer to a request that has waited too long.
+        """
         return HeldRequests(self.replies, self.config.request_timeout_s / 2, late)
 
 
@@ -263,7 +270,7 @@ class PromptIntake:
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the summary of a finished group for the next answer to the controller."""
+        """Keep the metadata of a finished group for the next answer to the controller, if the controller wants it."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
@@ -275,18 +282,18 @@ class PromptIntake:
 
     @property
     def num_waiting(self) -> int:
-        """Number of waiting requests."""
+        """Number of requests whose prompts wait for room in the queue."""
         return len(self._held)
 
     @property
     def num_waiting_bytes(self) -> int:
-        """Bytes of the prompts in waiting requests."""
+        """Size of the prompts in waiting requests, in bytes."""
         return self._held.num_bytes
 
     def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
-        """Hold prompts until the queue has room for them. Known prompts are ignored.
+        """Hold a request until the queue has room for its prompts. Known prompts are ignored.
 
-        A request without prompts only asks for outcomes, and is answered at once.
+        A request without prompts only asks for finished groups, and is answered at once.
         """
         if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
             raise WireError("enqueue must name one group per prompt")
@@ -313,7 +320,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # after the journal's write, because prompts of a failed write must stay held
+            for _ in chosen:  # removed after the journal's write: prompts of a failed write must stay held
                 request.body.popleft()
             if request.body:
                 return
@@ -351,7 +358,7 @@ class Admission:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for admission."""
+        """Number of requests that wait for leases."""
         return len(self._held)
 
     def close(self) -> None:
@@ -360,19 +367,19 @@ class Admission:
         self._look.close()
 
     def recover(self, leases: Iterable[Group]) -> None:
-        """Load the leases of an earlier server."""
+        """Load the records of the groups that workers had leased from an earlier server."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
             self._paces.recover(lease, self.clock.time())
             self.heartbeats.enter(lease.owner, self.clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
-        """Describe every producer for `asyncrl inspect`."""
+        """Return one JSON object per producer (worker with heartbeats), for `asyncrl inspect`."""
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self.clock.time(), num_leases)
 
     def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
-        """Hold a request for leases, or answer a repeated request again."""
+        """Hold a request for leases. Answer a repeated request with the leases that were granted before."""
         granted = self._granted.get((request.client, request.request_id))
         if granted is not None:
             self._answer(request, granted)
@@ -383,7 +390,10 @@ class Admission:
         self._held.hold(WaitingWorker(**key, body=lease, incarnation=lease.incarnation))
 
     def adopt(self, client: bytes, version: int) -> None:
-        """Record that a client's engine loaded ``version`` from the current learner."""
+        """Record that a client's engine loaded ``version`` from the current learner.
+
+        The client's held requests at this version may then get leases.
+        """
         for request in self._held.of_client(client):
             if request.version == version:
                 request.incarnation = self._ledger.incarnation
@@ -391,7 +401,7 @@ class Admission:
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
         """After a commit, answer `NothingYet` to the workers whose weights are too old for any group.
 
-        Clients in ``except_for`` get no answer now, because newer weights will wake them.
+        Clients in ``except_for`` (client ids) get no answer now, because newer weights will wake them.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -405,7 +415,7 @@ class Admission:
         return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """Let faster workers take groups over, then grant leases until no more group is admitted.
+        """Let faster workers take running groups over from slow ones. Then grant leases until no more group may begin.
 
         Slow workers come last. Otherwise the worker with the fewest groups comes first, and workers with equally many
         groups take turns.
@@ -421,7 +431,7 @@ class Admission:
         self._look.at(self._paces.next_look(now))
 
     def grant_saved(self) -> None:
-        """Lease only groups with a saved prefix, from the head of the queue."""
+        """Grant leases while the group at the head of the queue has a saved prefix (tokens of an earlier attempt)."""
         if self._held and self._is_saved_first() and (versions := self._admitted(self._held.versions)):
             self._grant_to_waiting(versions, self.clock.time(), only_saved=True)
 
@@ -453,7 +463,7 @@ class Admission:
         finally:  # earlier grants are answered even if a later write to the journal fails
             for request in served:
                 self._held.remove(request.client, request.request_id)
-                # kept for a repeated request, because the answer may be lost
+                # The leases are kept for a repeated request, because the answer may be lost.
                 self._granted[request.client, request.request_id] = request.granted
                 if len(self._granted) > _MAX_REMEMBERED:
                     self._granted.popitem(last=False)
@@ -505,7 +515,10 @@ class Admission:
         self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """Record that a worker saved a prefix. Its longest sample has ``longest_response`` tokens."""
+        """Record that a worker saved the tokens so far of a group.
+
+        The group's longest sample has ``longest_response`` tokens.
+        """
         self._paces.saved(group_id, attempt, longest_response)
 
     def revoked(self, group_id: int, attempt: int) -> None:
@@ -565,7 +578,7 @@ class Admission:
         return Done()
 
     def leave(self, client: bytes, leave: commands.Leave) -> Answer:
-        """Release the leases that a leaving client does not name."""
+        """Release the leases of a leaving client, except those that ``leave`` names."""
         known = set(leave.leases)
         self._held.withdraw(client)
         for lease in self._ledger.groups.leases.of_owner(client):
@@ -623,7 +636,7 @@ class BatchRequests:
         self._held.hold(request)
 
     def make(self) -> None:
-        """Make and send every requested batch that can be made."""
+        """Make every requested batch that can be made, and answer its request."""
         self._held.answer(self._made, sorted(self._held.all(), key=lambda request: request.body.version))
 
     def _made(self, request: Message) -> Answer | None:
@@ -675,7 +688,10 @@ class BatchRequests:
         return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
     def fail(self, size: int) -> None:
-        """Fail every pending plan, because the stores cannot hold a batch."""
+        """Fail every pending request for a batch, because the stores cannot hold a batch.
+
+        ``size`` is the size in bytes of the group that does not fit.
+        """
         ledger = self._ledger
         self._held.fail_all(
             StoreFull(
