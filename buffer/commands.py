@@ -555,7 +555,7 @@ class Offer(Operation[Number], frozen=True, kw_only=True):
 
 
 class Served(Operation[Serving], frozen=True):
-    """Wait until ``num_engines`` engines serve versions of ``at_least`` or newer."""
+    """Wait until there are ``num_engines`` engines and all engines serve version ``at_least`` or newer."""
 
     roles = _CONTROLLER
     is_held = True
