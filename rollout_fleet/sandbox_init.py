@@ -75,7 +75,11 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def enter_namespaces(*, user: bool) -> None:
-    """Enter new mount, network, IPC and host-name namespaces. Children get a new process-id namespace."""
+    """Move this process into new Linux namespaces: mounts, network, IPC and host name.
+
+    Later child processes also get a new process-id namespace. ``user`` says whether to make a user namespace too, which
+    a process without root's rights needs.
+    """
     uid, gid = os.geteuid(), os.getegid()
     kinds = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     _call("unshare", kinds | (CLONE_NEWUSER if user else 0))
@@ -86,7 +90,13 @@ def enter_namespaces(*, user: bool) -> None:
 
 
 def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> None:
-    """Make a root with only read-only system folders, devices, ``/proc`` and a new scratch folder."""
+    """Replace the root of the file system by one with read-only system folders, devices, ``/proc`` and a scratch folder.
+
+    Args:
+        entries: The folders, devices and links of the new root, as (kind, path inside, path or target outside).
+        limits: Limits of the program; ``disk_bytes`` and ``files`` bound the scratch folder.
+        owner: User id that owns the scratch folder.
+    """
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", _BASE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for kind, target, source in entries:
@@ -115,7 +125,10 @@ def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> 
 
 
 def refuse_system_calls() -> None:
-    """Refuse some system calls of this process and its children: sockets, namespaces, mounts, and uncounted memory."""
+    """Make the kernel refuse some system calls of this process and its children, by a seccomp filter.
+
+    Refused are sockets, namespaces, mounts, and memory that no limit counts.
+    """
     machine = platform.machine()
 
     def step(code: int, if_true: int, if_false: int, value: int) -> bytes:
@@ -159,7 +172,10 @@ class Program:
         self.failure = ""
 
     def run(self) -> dict[str, Any]:
-        """Run the program to its end. Returns the report."""
+        """Start the program, wait for its end or an exceeded limit, and return a report as a dict.
+
+        The report has ``status``, ``ended_by`` and ``seconds``, or only ``failure`` if the program did not start.
+        """
         signals = {signal.SIGCHLD, signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         started = time.monotonic()
@@ -332,7 +348,7 @@ def _run_in_namespaces(job: dict[str, Any], report_fd: int) -> None:
 
 
 def main() -> None:
-    """Run the job on standard input and report its end."""
+    """Read a job from standard input, run its program in the sandbox, and write a report on its end."""
     kind, owner_pid, report_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     try:
         os.set_inheritable(report_fd, False)
