@@ -147,8 +147,9 @@ class MathVerify:
     def __call__(self, prompt: Prompt, response_text: str) -> float:
         r"""Return 1.0 if the response's final expression equals the ground truth mathematically, else 0.0.
 
-        A ground truth without ``$`` or ``\boxed`` is read as one expression in LaTeX or a number. Raises `ValueError` if
-        the ground truth is no expression.
+        A ground truth without ``$`` or ``\boxed`` is read as one expression in LaTeX or a number.
+
+        Raises `ValueError` if the ground truth is not an expression.
         """
         from math_verify import parse, verify
 

@@ -90,7 +90,7 @@ def enter_namespaces(*, user: bool) -> None:
 
 
 def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> None:
-    """Replace the root of the file system by one with read-only system folders, devices, ``/proc`` and a scratch folder.
+    """Replace the file system's root by one with read-only system folders, devices, ``/proc`` and a scratch folder.
 
     Args:
         entries: The folders, devices and links of the new root, as (kind, path inside, path or target outside).

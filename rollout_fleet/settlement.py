@@ -64,8 +64,8 @@ class Settlement:
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
         """Score and store a finished group, or save and release an unfinished one for another worker.
 
-        If the group fails and it is the ``max_failures_in_a_row``-th failure in a row, its error is raised. Earlier
-        failures only release the group. ``engine_failure`` is the failure of the engine, if it has failed.
+        ``engine_failure`` is the failure of the engine, if it has failed. A group whose reward or environment fails is
+        released. If this is the ``max_failures_in_a_row``-th failure in a row, its error is raised.
         """
         if group.end is GroupEnd.revoked:
             await self.release(group, group.end)

@@ -170,7 +170,7 @@ class EnvironmentChild:
         self._own_thread = ThreadPoolExecutor(1)
 
     async def serve(self, questions: BinaryIO) -> None:
-        """Run episodes until the parent's pipe closes."""
+        """Read the parent's requests from the pipe ``questions`` and run the episodes, until the pipe closes."""
         loop = asyncio.get_running_loop()
         _trace(loop)
         reader = asyncio.StreamReader()
@@ -306,7 +306,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def main(parent_pid: int) -> None:
-    """Run environments until the parent's pipe closes."""
+    """Run this child process: run environments for the parent until its pipe closes, then exit.
+
+    ``parent_pid`` is the parent's process id.
+    """
     questions, answers = open_pipes(parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent signals if the event loop is blocked
