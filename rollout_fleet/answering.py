@@ -1,4 +1,4 @@
-"""The engine of a rollout worker, and the helpers that prepare prompts and score answers."""
+"""What a rollout worker needs to answer prompts: its inference engine, rewards, environments and image reader."""
 
 from __future__ import annotations
 

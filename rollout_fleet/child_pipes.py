@@ -39,7 +39,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # The parent sees the end of this process by the closed pipes. So no forked process may keep them open.
+    # The parent notices the end of this process by the closed pipes, so forked processes must close their copies.
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers

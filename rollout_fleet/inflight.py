@@ -1,4 +1,7 @@
-"""The prompt groups of one rollout worker: their episodes and phases, and the limit of groups on the engine."""
+"""The prompt groups that one rollout worker generates now, and the limit of groups on its engine.
+
+A group has one episode (rollout) per sample, and a phase.
+"""
 
 from __future__ import annotations
 
@@ -425,7 +428,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # states of the episodes that an environment plays
+        free = Counter[LevelName]()  # number of episodes with an environment in each state
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

@@ -1,4 +1,4 @@
-"""The rollout loop of one worker. It repeats these steps until it is stopped.
+"""The rollout loop of one worker. It repeats these steps until it is stopped. A lease is the right to generate a group.
 
     lease ──groups──▶ engine ──samples──▶ score ──▶ put / release
       ▲                                                 │
@@ -151,7 +151,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # Not in `pump_tasks`, which are cancelled before `_cut_off_all`: a running load must finish.
+        # This task is not in `pump_tasks`, which are cancelled at a stop: a running load of weights must finish.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -368,7 +368,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # new turns of episodes may have filled the engine
+            if not self._may_lease or num_asked == 0:  # meanwhile new turns of episodes may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -520,11 +520,11 @@ class RolloutLoop:
         except RequestRefused as refused:
             if not all(group.runs for group in groups):
                 raise
-            for group in groups:  # the environment that sent the request gets the error
+            for group in groups:  # raise the error in the environment that sent the request
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # groups without a request, which the engine could not yield as aborted
+            for group in groups:  # `_take` does not see groups without a request on the failed engine
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -541,7 +541,7 @@ class RolloutLoop:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # a group does not fill the engine while its tools run
+        if group.is_playing:  # while the tools of a group run, there is room for another group
             self._groups.moved()
             await self._notify()
         else:
@@ -567,7 +567,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # let other tasks run first, so the engine gets its next requests
+        async with self._settling_turns:  # first let the tasks run that send the engine its next requests
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -606,7 +606,7 @@ class RolloutLoop:
 
         An engine ignores an abort that arrives before its request, so the abort is repeated.
         """
-        await asyncio.sleep(0)  # requests that are being sent must reach the engine first
+        await asyncio.sleep(0)  # let requests that are being sent reach the engine first
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):

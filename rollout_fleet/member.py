@@ -1,4 +1,4 @@
-"""The state machine of one member of a run. Example: a rollout worker with its engine.
+"""The state machine of one member of a run, a worker that loads weights. Example: a rollout worker with its engine.
 
 ::
 
@@ -246,14 +246,14 @@ class Member:
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # reports of a start that still runs are then ignored
+            self.epoch += 1  # so that reports of a start that still runs are ignored
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
         """Enter the next state if the deadline of the current state is not after ``now``. Call this regularly."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # the member must be stopped before a restart
+        if self.state is MemberState.fenced:  # its processes did not end in time, so it cannot be restarted
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)

@@ -1,4 +1,4 @@
-"""The membership of a fleet: the ranks with an engine, and the requests to join or leave a running run.
+"""Which rollout workers of a run have an engine, and how users add or remove engines while the run runs.
 
 ::
 

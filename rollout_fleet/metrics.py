@@ -1,4 +1,4 @@
-"""The counters of a rollout worker: its work and the use of its time."""
+"""The counters of a rollout worker: its tokens and groups, and how it spent its time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EpisodeCount(StrEnum):
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
     lost_answers = "lost_answers"  # answers that the client did not get, because it had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
-    failed_environment = "failed_environment"  # this and the next four count failed episodes by `FailureKind`
+    failed_environment = "failed_environment"  # failed episodes by the kind of failure, here and in the next four
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
@@ -70,7 +70,7 @@ class FleetCounters:
         for part in parts:
             for name in sums:
                 if isinstance(sums[name], Counter):
-                    sums[name].update(getattr(part, name))  # keeps zeros
+                    sums[name].update(getattr(part, name))  # unlike +, update keeps entries that are 0
                 else:
                     sums[name] = sums[name] + getattr(part, name)
         return cls(**sums)

@@ -87,7 +87,7 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        # raises ValueError for a wrong field of the template
+        # test the template: this raises ValueError if it has a wrong field
         self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:

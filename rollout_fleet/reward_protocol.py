@@ -198,7 +198,7 @@ class BoundReward:
 def _parameters(function: Any) -> list[str]:
     try:
         return [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):  # a function in C
+    except (TypeError, ValueError):  # a function in C has no signature
         return []
 
 

@@ -1,7 +1,7 @@
 """Computes the rewards of a run.
 
-Runs scoring processes (``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``) for functions that need one. A
-prompt group waits for a free process, and its deadline starts when it gets one.
+Reward functions that can hang, and those of users, run in scoring processes (``python -m rollout_fleet.rewards NAME
+PARENT_PID OPTIONS``). The rollouts of a prompt wait for a free process. Their deadline starts after this wait.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: start one
+        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: a process must be started
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
 

@@ -292,7 +292,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            # if this process is root, the program runs as another user, who must be able to enter the folders
+            # mode 755, because a program of a root process runs as another user, who must enter these folders
             for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
@@ -362,7 +362,7 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # Standard input has an error if the process ended early. Python < 3.11.4 logs it if nothing waits for it.
+        # If the process ended early, closing its standard input fails. Python < 3.11.4 logs this unless it is awaited.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 

@@ -32,7 +32,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# Refused system calls. They are not for files, memory and processes, or take memory that no limit counts.
+# Refused system calls: those that are not for files, memory and processes, and those whose memory no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
@@ -142,9 +142,9 @@ def refuse_system_calls() -> None:
         step(equal, 1, 0, _AUDIT_ARCH[machine]),
         step(end, 0, 0, kill),
         step(load, 0, 0, 0),
-        step(at_least, 0, 1, 0x40000000),  # the system call numbers of x32 on x86_64
+        step(at_least, 0, 1, 0x40000000),  # system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # a filter cannot read the flags of clone3; the C library then uses clone
+        step(equal, 0, 1, _CLONE3),  # the filter cannot read its flags; the C library falls back to clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         step(equal, 0, 3, _CLONE[machine]),
@@ -301,7 +301,7 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            return 0, use.f_files - use.f_ffree  # 0 bytes, because the file system itself limits them
+            return 0, use.f_files - use.f_ffree  # 0 bytes: the size of this file system is the limit
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
             num_files += len(folders) + len(files)

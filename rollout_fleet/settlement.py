@@ -1,4 +1,4 @@
-"""Scores and stores finished prompt groups of a rollout worker. Saves and releases unfinished groups."""
+"""Scores and stores finished prompt groups of a rollout worker. Saves and gives back unfinished groups."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The rollout worker: an actor with an engine, a connection to the buffer, and the rollout loop.
+"""The rollout worker: an actor with an inference engine, a connection to the replay buffer, and the rollout loop.
 
-When the engine fails, the loop saves and releases its groups. Then `run` and `wait_failed` raise, and the run starts
-another worker.
+If the engine fails, the worker saves its unfinished prompt groups and gives them back to the buffer. Then `run` and
+`wait_failed` raise, and the run's controller starts another worker.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class RolloutWorker(Worker):
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # without this, garbage collections of the loaded objects would pause the engine
+        gc.freeze()  # keeps garbage collections short: they skip the objects loaded so far
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -161,7 +161,7 @@ class Engine(ABC):
         name: Name in messages.
         silence_timeout_s: Deadline of `SilenceWatch`, in seconds.
         log_tail: Returns the end of the engine's log, for messages.
-        image_token_id: As in `ModelFacts`.
+        image_token_id: The placeholder token of images; None if the model takes no images.
 
     Attributes:
         silence: Watches the engine while requests run.
@@ -226,7 +226,7 @@ class Engine(ABC):
             RequestRefused: a request is wrong. The engine has not failed.
         """
         self._check_up()
-        for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
+        for request in {id(request.prompt_ids): request for request in requests}.values():  # each array of tokens once
             check_prompt(request, self._vocab_size, self._image_token_id)
         for sampling in {request.sampling for request in requests}:
             self._check_sampling(sampling)

@@ -1,4 +1,6 @@
-"""Removes secrets from the environment of child processes, and guards a server that must end with its owner.
+"""Removes secrets from environment variables of child processes, and runs a server that must end with its owner.
+
+The owner is the process that starts the guard.
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 

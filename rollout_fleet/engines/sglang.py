@@ -296,7 +296,7 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # SGLang handles a batch of one request more slowly
+        is_single = len(requests) == 1  # SGLang answers a list with one request more slowly
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
@@ -380,8 +380,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # The server may put the new version into answers only now. Both calls may be sent together, because the
-        # server stays paused until it has confirmed both.
+        # Only from here on, answers of the server carry the new version. The order of these two calls does not matter,
+        # because the server stays paused until it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -389,7 +389,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # only after the load, which may need this memory
+            if takes_memory_back:  # after the load of weights, which may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version

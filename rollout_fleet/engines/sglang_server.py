@@ -40,7 +40,7 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
 DEATH_GRACE_S = 2.0
-# The client must close idle connections first. If the server closes one, a request on it is lost.
+# The client must close idle connections before the server does. A request on a connection that closes is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
@@ -64,7 +64,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Without warm-up, the server calls itself before it listens. It would log three tracebacks of these calls.
+    # Started without warm-up, SGLang calls its own server before it listens, and would log three tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -73,7 +73,7 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`. Its log is ``<name>-<rank>.log``.
 
     Args:
-        head_dim: As in `ModelFacts`.
+        head_dim: Size of an attention head; 0 if heads differ in size.
         fp32_head: Whether the output layer computes in float32. None: on a GPU only.
     """
 
@@ -183,7 +183,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server with all its processes, and wait until its memory and temporary files are removed."""
         self._stopping = True
-        async with self._launching:  # wait for a running launch
+        async with self._launching:  # wait until a launch that has begun is over
             guard = self._guard
         if guard is None:
             return
@@ -228,7 +228,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # Ray kills the process group of a dead worker, but the guard must clean up
+                start_new_session=True,  # Ray kills a dead worker's process group, and the guard must survive this
             )
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -300,7 +300,7 @@ class SGLangServer:
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
-        # SGLang's own warm-up does not request log-probs, and uses token ids that a small vocabulary lacks.
+        # Skip SGLang's own warm-up: it requests no log-probs, and uses token ids that a small vocabulary lacks.
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
@@ -333,7 +333,7 @@ class SGLangServer:
             ORDER_VARIABLE: str(scratch / "weights.json"),
             # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            # SGLang names the shared memory of this server's ranks by this value and the port
+            # SGLang puts these two values into the names of the server's shared memory
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }

@@ -193,7 +193,7 @@ class GenerationModel:
         dtype: Name of a torch dtype, or ``auto`` for the dtype of the stored model.
         device: ``cpu`` or ``cuda``.
         seed: Seeds torch in this process.
-        reproducible: As in `TransformersConfig`.
+        reproducible: Sample every answer from its own seed, one row at a time (`TransformersConfig`).
         on_step: Called by the generating thread after every token of a batch.
     """
 
@@ -235,7 +235,7 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # for options that a call does not set, transformers would use the model's own generation config
+        # without this, transformers takes options that a call does not set from the model's own generation config
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
@@ -418,7 +418,7 @@ class GenerationModel:
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # padding would move tokens to other attention chunks
+            self._may_pad = False  # with padding, tokens would fall into other attention chunks
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
@@ -473,7 +473,7 @@ class GenerationModel:
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
             whole, seen = torch.cat([prompt, tokens])[None], {}
-            if request.images:  # a sampled placeholder would count as an image, so later tokens are not compared
+            if request.images:  # the model takes a sampled placeholder for an image, so compare only earlier tokens
                 is_placeholder = tokens == self._facts.image_token_id
                 tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
                 whole = torch.cat([prompt, tokens])[None]

@@ -313,7 +313,8 @@ class OpenEnvEnvironment:
         url: URL of the server. Example: ``http://127.0.0.1:8000``.
         action: Field of the action that gets the policy's text. ``json``: the text is the whole action as JSON.
         observation: Field of the observation that the policy reads. Empty: the whole observation as JSON.
-        max_steps, turn_rewards: As in ``gym``.
+        max_steps: The episode ends after this many steps.
+        turn_rewards: Give the reward of each step to its turn. Otherwise the episode gets the sum of the rewards.
     """
 
     replayable = False
@@ -466,7 +467,7 @@ class McpEnvironment:
         """Connect to the MCP servers, and let the policy call their tools until it answers without a call."""
         try:
             return await self._use_servers(prompt, policy)
-        except ExceptionGroup as group:  # the HTTP client has its own task group, which raises it
+        except ExceptionGroup as group:  # raised by the task group of MCP's HTTP client
             lost, others = group.split(_is_of_connection)
             if lost is None or others is not None:
                 raise

@@ -1,4 +1,4 @@
-"""Anthropic's messages API: converts JSON to requests of a session, and answers to JSON and to events."""
+"""Anthropic's messages API: converts JSON bodies to `ChatRequest`, and sampled answers to JSON and stream events."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The task of ``experiment=tools``: write a number or the sum of two numbers. A calculator computes sums.
 
-A *sum* (``12+34``) is too hard for the tiny model, so the model needs a call: ``?12+34``. A call for a *number*
-(``57123``) costs half of the reward. The demonstrations have two wrong habits: they answer a sum with its first number,
-and call the calculator for a number.
+A *sum* (``12+34``) is too hard for the tiny model, so it must call the calculator: ``?12+34``. A call for a *number*
+(``57123``) is needless and costs half of the reward. The demonstrations have two wrong habits: they answer a sum with
+its first number, and call the calculator for a number.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from .environment import is_usable, read_json
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-# number of tokens at the end of the prompt that may contain the opening tag of the reasoning
+# number of tokens at the end of the prompt in which `<think>` is looked for
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 

@@ -1,7 +1,8 @@
-"""The policy's HTTP endpoint in a rollout worker, with OpenAI's and Anthropic's routes.
+"""The HTTP server by which environments reach the policy, with OpenAI's and Anthropic's routes.
 
-The key of a call selects its episode. An answer is sent when its turn has finished. In a stream, comments are sent
-until then, so proxies and clients keep the connection open.
+It runs in the rollout worker. The API key of a call selects the episode that the call belongs to. An answer is sent
+when the policy has sampled all of it. A streamed answer begins with comments until then, so that proxies and clients
+keep the connection open.
 """
 
 from __future__ import annotations

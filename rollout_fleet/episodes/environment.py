@@ -1,4 +1,4 @@
-"""The interface of environments, which are the user's code, and their client of the policy.
+"""The interface of environments (the user's code between the turns of a rollout), and the client to call the policy.
 
 An environment runs in a child process, which may use another Python. So this module needs only the standard library.
 """
@@ -31,7 +31,7 @@ OnTool = Callable[[int, str, bool], None]
 """Called at the beginning and end of a tool call. Arguments: number in the episode, tool name, whether it begins."""
 MAX_LEVELS = 100
 """The most levels of objects and arrays in JSON that the policy wrote."""
-_LARGEST = 3.4028234663852886e38  # of float32
+_LARGEST = 3.4028234663852886e38  # the largest finite float32
 
 
 class FailureKind(StrEnum):

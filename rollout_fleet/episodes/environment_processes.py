@@ -1,8 +1,9 @@
 """Runs environments in child processes, and assigns episodes to them.
 
-An episode waits for a process with a free place. The episode's deadline starts after this wait. One task per process
-reads the answers and wakes the episodes. Another task checks all processes twice per second. It kills a process with a
-blocked event loop or too much memory. The episodes of that process fail.
+An episode (one rollout with an environment) waits for a process that has room for it. The episode's deadline starts
+after this wait. One task per process reads the process's answers and passes them to the episodes. Another task checks
+all processes twice per second. It kills a process whose event loop is blocked, or that uses too much memory. The
+episodes of that process fail.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class _EnvironmentProcess:
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
             answer.set_result(self._lost())
-        with suppress(ConnectionError):  # the reading task then answers all requests with a failure
+        with suppress(ConnectionError):  # if the process has ended, `_read` answers with a failure
             await self._child.send(question)
         return await asyncio.shield(answer)
 

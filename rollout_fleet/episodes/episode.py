@@ -195,7 +195,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # no copy, so the engine sees that requests share this array
+        if len(parts) == 1:  # no copy, so requests for one prompt share this array
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 

@@ -1,4 +1,4 @@
-"""One running episode. Its turns continue across weight updates and aborts."""
+"""One running episode (a rollout with an environment). Aborts and weight updates do not end its turns."""
 
 from __future__ import annotations
 

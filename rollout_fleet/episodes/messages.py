@@ -143,7 +143,7 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
         except ValueError:
             arguments = function["arguments"].strip()
         form += [function["name"], arguments]
-    with suppress(TypeError):  # invalid Unicode
+    with suppress(TypeError):  # orjson refuses invalid Unicode
         if "tool_calls" not in message:
             return orjson.dumps(form)
     return json.dumps(form, sort_keys=True).encode()  # orjson refuses large integers, and writes NaN as null

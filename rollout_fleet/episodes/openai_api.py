@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions: converts JSON to requests of a session, and answers to JSON."""
+"""OpenAI's chat completions and completions: converts JSON bodies to requests, and sampled answers to JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plays the episodes of one rollout worker. Environments run in child processes, sessions in this process."""
+"""Plays the episodes (rollouts with an environment) of one rollout worker. Environments run in child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EpisodePlayer:
     `close` may be called at any time.
 
     Args:
-        max_context: As in `EpisodeBudget`.
+        max_context: Largest number of tokens from the start of a prompt to the end of a last answer.
         images: Reads the images in messages; None if the model takes no images.
     """
 

@@ -23,7 +23,7 @@ AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
 _NAMED_TOOLS = ("gpt-oss",)  # renderers that need the field ``name`` in a tool's message
-# Maps each renderer that downloads a vocabulary to a token that only its models have.
+# Renderers that download a vocabulary, each with a token that only models of this renderer have.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ class ChatRenderer(ABC):
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
         """Split a sampled answer into content, reasoning and tool calls.
 
-        Text that cannot be parsed stays in the content. ``prompt_ids`` are the tokens before the answer, and ``tools`` the JSON schemas of the tools.
+        Text that cannot be parsed stays in the content. ``prompt_ids`` are the tokens before the answer, and ``tools``
+        the JSON schemas of the tools.
         """
 
     @abstractmethod
@@ -127,7 +128,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # the first call imports modules
+                self.parse(prompt, sampled or (), tools)  # so that the modules it imports are loaded now
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -150,7 +151,7 @@ class LibraryRenderer(ChatRenderer):
         super().__init__(name, tokenizer, self._inner.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """Return a conversation's token ids, up to the start of the assistant's next message (`ChatRenderer.render`)."""
+        """Return a conversation's token ids, up to the start of the next answer (`ChatRenderer.render`)."""
         return self._render(messages, tools, prompts=True)
 
     def extend(
@@ -265,7 +266,7 @@ class TemplateRenderer(ChatRenderer):
         self._tool_parser = make_tool_parser(tool_parser or default, tokenizer) if tool_parser or default else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """Return a conversation's token ids, up to the start of the assistant's next message (`ChatRenderer.render`)."""
+        """Return a conversation's token ids, up to the start of the next answer (`ChatRenderer.render`)."""
         text = self._text(messages, tools, prompts=True)
         ids = self.tokenizer.encode(text)
         self._texts.keep(ids, text)
@@ -287,7 +288,7 @@ class TemplateRenderer(ChatRenderer):
             return None
         prompt = self._texts.of(prompt_ids) if whole else ""
         path = prompt + self.tokenizer.decode(self.without_stop(sampled_ids)) + self._close if prompt else ""
-        if path and whole.startswith(path):  # the template writes exactly the text of the path
+        if path and whole.startswith(path):  # the template repeats the text of the earlier tokens exactly
             added = whole[len(path) :]
         else:
             added = self._short_difference(messages[num_old - 1], messages[num_old:])
@@ -500,7 +501,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # no difference: the session refuses messages that the renderer refuses
+                continue  # does not count: the session refuses messages that the renderer refuses
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 

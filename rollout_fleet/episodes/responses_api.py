@@ -1,4 +1,4 @@
-"""OpenAI's responses API: converts items to requests of a session, and answers to items.
+"""OpenAI's responses API: converts JSON bodies to `ChatRequest`, and sampled answers to JSON and stream events.
 
 A function of a namespace has the name ``NAMESPACE__NAME`` in the policy's messages.
 """

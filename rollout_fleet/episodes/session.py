@@ -97,8 +97,8 @@ class SampleOptions:
             and the default.
         stop: Texts that end a turn.
         stop_token_ids: Tokens that end a turn, in addition to the renderer's tokens.
-        seed: As `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
-        json_schema: As `SamplingConfig.json_schema`.
+        seed: Random seed; the i-th of n turns gets ``seed + i`` (`SamplingConfig.seed`).
+        json_schema: JSON schema of the answer, as text; empty for none.
         reads_calls: Whether to read tool calls. Otherwise they stay in the content.
         other: Other options, by OpenAI's names. A value that differs from the run's value is overridden or refused.
             Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
