@@ -27,8 +27,8 @@ _ROUNDS = 20
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     """Prepare this child process, and return two pipes: one with the parent's requests, and one for the answers.
 
-    From now on, the child ends when its parent ends. User code gets an empty standard input. Output that user code
-    prints goes to the worker's log.
+    From now on, this process ends as soon as its parent, the process ``parent_pid``, has ended. User code gets an empty
+    standard input. Output that user code prints goes to the worker's log.
     """
     end_with_parent()
     if os.getppid() != parent_pid:

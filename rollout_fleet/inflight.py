@@ -107,12 +107,13 @@ class InflightGroup:
         images: tuple[PlacedImage, ...] = (),
         seed: int | None = None,
     ) -> InflightGroup:
-        """Make the group of a leased prompt, with one episode (rollout) per sample.
+        """Make the group of a prompt that the worker has leased, with one episode (rollout) per sample.
 
-        If ``progress`` is given, the episodes continue the rollouts that an earlier worker saved. ``images`` are the
-        images of the prompt. ``budget`` limits the turns and tokens of each episode; without a budget, each episode is
-        a single answer to the prompt. ``greedy_baseline`` adds a greedy episode. If ``seed``, the seed of the run, is
-        given, each single answer gets its own seed, which depends only on ``seed``, the group and the sample.
+        A lease is the right to generate a group. If ``progress`` is given, the episodes continue the rollouts that an
+        earlier worker saved. ``images`` are the images of the prompt. ``budget`` limits the turns and tokens of each
+        episode; without a budget, each episode is a single answer to the prompt. ``greedy_baseline`` adds a greedy
+        episode. If ``seed``, the seed of the run, is given, each single answer gets its own seed, which depends only on
+        ``seed``, the group and the sample.
 
         Raises `ReplayBufferError` if ``progress`` does not have ``num_samples`` trajectories.
         """

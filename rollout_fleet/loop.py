@@ -307,7 +307,7 @@ class RolloutLoop:
         self._released = record.span(SpanKind.released)
 
     async def let_end(self) -> None:
-        """Stop leasing new groups, because this worker leaves the run.
+        """Take no more prompt groups from the replay buffer, because this worker leaves the run.
 
         If the run never saves unfinished groups (``save_progress=never``), wait up to ``drain_timeout_s`` for the
         running groups to finish.

@@ -125,8 +125,8 @@ class Settlement:
     async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
         """Give an unfinished group back to the replay buffer, which queues its prompt again.
 
-        If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops the group after that many
-        failures. Returns whether the buffer has dropped the group.
+        ``reason`` says why. If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops the group
+        after that many failures. Returns whether the buffer has dropped the group.
         """
         is_dropped = await self._buffer.release(
             group.lease, num_tokens=group.num_tokens, reason=str(reason), max_failures=max_failures

@@ -305,7 +305,7 @@ class Engine(ABC):
     async def abort(self, request_ids: Collection[str]) -> None:
         """Abort the running requests with these ids. `generate` then yields them with the tokens sampled so far.
 
-        Ids of no running request are ignored.
+        Ids that belong to no running request are ignored.
         """
         for request_id in self._running.keys() & request_ids:
             self._running[request_id].is_aborted = True
@@ -313,7 +313,7 @@ class Engine(ABC):
     def num_written(self, request_ids: Collection[str]) -> int:
         """Return the total number of tokens sampled so far for the running requests with these ids.
 
-        Ids of no running request count 0.
+        Ids that belong to no running request count 0.
         """
         return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 

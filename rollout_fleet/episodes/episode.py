@@ -127,22 +127,25 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
-        """Number of turns that the policy has sampled or is sampling in this attempt at the prompt group."""
+        """Number of turns that the policy has sampled or is sampling.
+
+        Turns that were recorded in an earlier attempt at the prompt group count only after they are replayed.
+        """
         return len(self.sampled)
 
     @property
     def num_tokens(self) -> int:
-        """Number of policy tokens in this attempt, including tokens that were replayed from the record."""
+        """Number of sampled tokens so far, including tokens of an earlier attempt that were replayed."""
         return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)
 
     @property
     def num_held(self) -> int:
-        """Number of all policy tokens of this attempt and of the record, including dropped tokens."""
+        """Number of all sampled tokens in the episode: `num_tokens` plus `num_waiting` plus dropped tokens."""
         return self.num_tokens + self.num_waiting + self.num_dropped
 
     @property
     def num_waiting(self) -> int:
-        """Number of tokens recorded in an earlier attempt that no request of this attempt has used yet."""
+        """Number of sampled tokens that were recorded in an earlier attempt and have not been replayed yet."""
         return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
 
     @property
@@ -157,26 +160,29 @@ class Episode:
 
     @property
     def sampled(self) -> list[int]:
-        """Indices of the turns that the policy has sampled or is sampling in this attempt, in ascending order."""
+        """Indices of the turns that the policy has sampled or is sampling, in ascending order."""
         return [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
 
     @property
     def live(self) -> list[int]:
-        """Indices of all turns of this attempt, given or sampled, in ascending order (parents before children)."""
+        """Indices of all turns so far, given or sampled, in ascending order, so a turn comes after its parent.
+
+        Turns recorded in an earlier attempt are missing until they are replayed.
+        """
         return [index for index, node in enumerate(self._nodes) if node.is_live]
 
     @property
     def answer(self) -> Turn | None:
-        """The sampled turn of this attempt with the highest index; None before the first sampled turn."""
+        """The last turn (highest index) that the policy has sampled or is sampling; None if there is none yet."""
         turns = self.sampled
         return self.turn(turns[-1]) if turns else None
 
     def is_known(self, index: int) -> bool:
-        """Return whether ``index`` is the index of a turn of this attempt, given or sampled."""
+        """Return whether ``index`` belongs to a turn in use: given, sampled or replayed, and not dropped."""
         return 0 <= index < len(self._nodes) and self._nodes[index].is_live
 
     def forget(self) -> None:
-        """Drop the recorded turns of an earlier attempt that no request has used yet. They are not replayed then."""
+        """Drop all turns that were recorded in an earlier attempt and have not been replayed yet."""
         for node in filter(self._waits, self._nodes):
             node.is_dropped = True
             self.num_dropped += len(node.turn.token_ids)
@@ -209,15 +215,15 @@ class Episode:
         return tuple(images)
 
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray, *, images: tuple[PlacedImage, ...] = ()) -> int:
-        """Append tokens that the policy did not sample, such as a tool's result. Returns the index of their turn.
+        """Append tokens that the policy did not sample, such as a tool's result. Returns the index of this turn.
 
         ``parent`` is the index of the turn that the tokens follow, or `ROOT` to begin a new sequence. Equal tokens with
         equal images after the same parent are one turn.
 
         Raises:
-            EpisodeOverflow: the path, or all paths together, would be longer than the budget. The forest does not
-                change.
-            ValueError: there are no tokens, or the parent is running or not a turn of this attempt.
+            EpisodeOverflow: this sequence, or all sequences together, would have more tokens than the budget allows.
+                The episode does not change.
+            ValueError: there are no tokens, or ``parent`` is still being sampled or is not the index of a turn.
         """
         self._check_parent(parent)
         ids = _int32(tokens)
@@ -252,8 +258,8 @@ class Episode:
         Otherwise the recorded turns of other requests after ``parent`` are dropped, with all turns that follow them.
 
         Raises:
-            EpisodeOverflow: the budget has no turn, token, context or tree tokens left. The forest does not change.
-            ValueError: ``parent`` is being sampled or is not a turn of this attempt, or a new sequence has no tokens.
+            EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
+            ValueError: ``parent`` is being sampled or is not the index of a turn, or a new sequence has no tokens.
         """
         self._check_parent(parent)
         depth = self.depth(parent) + len(new_tokens)
@@ -350,7 +356,7 @@ class Episode:
         """Return the finished episode as a trajectory, which the learner trains on, with its ``reward``.
 
         ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits recorded turns that were not
-        requested, and given turns that have no reward and lead to no sampled turn. So its indices may differ.
+        requested, and given turns that have no reward and lead to no sampled turn. So it may number turns differently.
 
         Raises:
             ValueError: a turn is still running.

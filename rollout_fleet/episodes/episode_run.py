@@ -224,7 +224,7 @@ class EpisodeRun:
         Returns the index of the turn. If the caller is cancelled, the turn keeps running.
 
         Raises:
-            EpisodeOverflow: the budget is used up. The forest does not change.
+            EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
             EpisodeEnded: `end` has been called.
             RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
             ValueError: ``parent`` is being sampled or unknown, or a new sequence has no tokens.

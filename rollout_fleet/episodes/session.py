@@ -82,7 +82,7 @@ class TurnSampler(Protocol):
 
         Raises:
             EpisodeOverflow: the episode has used up its budget.
-            EpisodeEnded: the group was cut off, and the environment is being cancelled.
+            EpisodeEnded: the rollout worker stopped the episode before its end, and cancels the environment.
         """
         ...
 
@@ -271,19 +271,19 @@ class Session:
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
         """Return ``n`` sampled answers to the messages. A repeated request gets the answers to the first request.
 
-        A request with the key of an earlier request is a repeat. An equal request without a key is a repeat in three
-        cases:
+        A request with the idempotency key of an earlier request is a repeat. An equal request without a key is a repeat
+        in three cases:
 
         - the earlier request still runs,
         - its answer was lost (`lose`), or
         - the client marks a retry.
 
-        Otherwise it gets siblings of the earlier turns.
+        Otherwise it gets new answers to the same messages.
 
         Raises:
             ValueError: a message, a tool or an option is not supported.
             EpisodeOverflow: the episode has used up its budget.
-            EpisodeEnded: the group was cut off.
+            EpisodeEnded: the rollout worker stopped the episode before its end.
         """
         return await self._once(request, lambda: self._answer_chat(request))
 
