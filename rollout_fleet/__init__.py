@@ -1,4 +1,4 @@
-"""The rollout fleet: workers that lease prompts, generate on their engine, score, and store trajectories.
+"""The rollout fleet: the workers that generate, score and store rollouts, each with its own inference engine.
 
 Each name in ``__all__`` is imported at its first use, so importing this package does not load Ray or numpy.
 """

@@ -1,4 +1,4 @@
-"""The engine of a rollout worker, and the helpers that prepare prompts and score answers."""
+"""What a rollout worker needs to answer prompts: its inference engine, rewards, environments and image reader."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ class AnsweringParts:
         episode_context: int = 0,
         sample_dir: str = "",
     ) -> Self:
-        """Make the engine and its helpers for a policy, without starting them.
+        """Make the inference engine of a policy and its helpers, without starting them.
 
         Args:
             config: Options of the engine, the rewards and the environments.
             model_path: Folder of the policy with its tokenizer.
-            seed: The engine's seed.
-            rank: The engine's number.
+            seed: Random seed of the engine.
+            rank: Number of the rollout worker, from 0. It is part of log and file names.
             log_dir: Folder of the engine's log.
-            episode_context: Largest number of tokens on a path of an episode, from the prompt to a last turn; 0 if no
-                prompt has an environment.
-            sample_dir: Folder of decoded samples; empty to save none.
+            episode_context: Largest number of tokens from the start of a prompt to the end of a last answer, in
+                rollouts of several turns. 0 if no prompt has an environment.
+            sample_dir: Folder for decoded samples that people read; empty to save none.
 
         Raises:
             ValueError: the engine is not installed, or the model or a reward function does not exist.
@@ -86,7 +86,7 @@ class AnsweringParts:
         )
 
     async def start(self) -> None:
-        """Start the engine and its helpers."""
+        """Start the engine and its helpers, and return when all of them can be used."""
         beside = [part.start() for part in (self.samples, self.player, self.judge) if part is not None]
         await asyncio.gather(self.engine.start(), *beside)
         variables = {}

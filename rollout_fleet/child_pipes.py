@@ -1,6 +1,6 @@
-"""The pipes from a child process with a user's code to its rollout worker.
+"""The pipes between a rollout worker and a child process that runs a user's code.
 
-A message is a frame: eight bytes of length, then the content.
+A message is a frame: eight bytes with the length of the content (little-endian), then the content.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ _ROUNDS = 20
 
 
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
-    """Prepare this child process. Returns the pipe to read the parent's requests from, and the pipe to answer on.
+    """Prepare this child process, and return two pipes: one with the parent's requests, and one for the answers.
 
-    The child ends with its parent. User code gets an empty standard input, and its output goes to the worker's log.
+    From now on, this process ends as soon as its parent, the process ``parent_pid``, has ended. User code gets an empty
+    standard input. Output that user code prints goes to the worker's log.
     """
     end_with_parent()
     if os.getppid() != parent_pid:
@@ -38,21 +39,24 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # The parent sees the end of this process by the closed pipes. So no forked process may keep them open.
+    # The parent notices the end of this process by the closed pipes, so forked processes must close their copies.
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
 
 
 def write_frame(stream: BinaryIO, answer: Any) -> None:
-    """Send a JSON value to the parent."""
+    """Write ``answer`` to a pipe: eight bytes of length, then ``answer`` as JSON."""
     frame = json.dumps(answer).encode()
     stream.write(LENGTH.pack(len(frame)) + frame)
     stream.flush()
 
 
 def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
-    """Kill all processes that inherited ``name=value`` in their environment, except ``spare``. Returns their number."""
+    """Kill all processes with the environment variable ``name=value``, and return the number of killed processes.
+
+    Child processes inherit the variable. The process ids in ``spare`` are not killed.
+    """
     mark = f"{name}={value}".encode()
     killed: set[int] = set()
     for _ in range(_ROUNDS):  # search again, because a process may fork during a search

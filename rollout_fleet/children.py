@@ -41,9 +41,12 @@ class ChildProcess:
     async def start(
         cls, command: Sequence[str], environment: Mapping[str, str], *, what: str, timeout_s: float
     ) -> ChildProcess:
-        """Start a child, and wait for its first message. ``what`` names the child in errors.
+        """Start a child process, and wait for its first message.
 
-        Raises `WorkerDiedError` if the child ends first, and `DeadlineError` if the message does not come in time.
+        ``environment`` has all environment variables of the child. ``what`` names the child in errors.
+
+        Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
+        come within ``timeout_s`` seconds.
         """
         mark = uuid.uuid4().hex
         process = await asyncio.create_subprocess_exec(
@@ -68,27 +71,33 @@ class ChildProcess:
         return child
 
     async def send(self, question: Any) -> None:
-        """Send a value to the child with pickle. Raises `ConnectionError` if the child has ended."""
+        """Pickle ``question`` and send it to the child. Raises `ConnectionError` if the child has ended."""
         assert self._process.stdin is not None
         frame = pickle.dumps(question)
         self._process.stdin.write(LENGTH.pack(len(frame)) + frame)
         await self._process.stdin.drain()
 
     async def receive(self) -> Any:
-        """Return the child's next message. Raises `asyncio.IncompleteReadError` if the child has ended."""
+        """Wait for the child's next message and return it, parsed from JSON.
+
+        Raises `asyncio.IncompleteReadError` if the child has ended.
+        """
         assert self._process.stdout is not None
         (length,) = LENGTH.unpack(await self._process.stdout.readexactly(LENGTH.size))
         return json.loads(await self._process.stdout.readexactly(length))
 
     async def exit_status(self) -> int | None:
-        """Return the exit status after the pipe has closed. Kill the child if it does not end within a second."""
+        """Wait up to a second for the child to exit, and return its exit status: negative for a signal.
+
+        Call this when the child's pipe has closed. A child that does not exit within the second is killed.
+        """
         with suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), 1.0)
         await self.kill()
         return self._process.returncode
 
     def signal(self, signum: int) -> None:
-        """Send a signal to the child, but not to its descendants."""
+        """Send the signal ``signum`` to the child, but not to its descendants. A child that has ended is ignored."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signum)
 
@@ -106,9 +115,10 @@ class ChildProcess:
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
-    """Return a child's environment variables, without GPUs and with only the secrets in ``rollout_fleet.pass_secrets``.
+    """Return the environment variables for a child process that runs a user's code.
 
-    ``no_proxy`` names this host, so connections to it do not use a proxy.
+    The child sees no GPUs. Of this process's secrets, it gets only those that ``rollout_fleet.pass_secrets`` names.
+    ``no_proxy`` includes this host, so connections to this host do not use a proxy.
     """
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     direct = known if known == "*" else ",".join(filter(None, (known, *_THIS_HOST)))
@@ -116,7 +126,11 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """If ``message`` names a withheld secret, append the option with which the processes ``who`` get this secret."""
+    """Return an error message with a hint, if a child process may have failed because it lacks a secret.
+
+    The hint is added if ``message`` contains the name of a secret variable that children do not get. It names the
+    option that passes the variable. ``who`` names the kind of processes. Example: ``"environments"``.
+    """
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)
     if missed is None:

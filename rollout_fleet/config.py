@@ -17,7 +17,7 @@ FLOAT32_NAMES = ("float32", "float")
 """SGLang's names of float32."""
 
 SGLANG_RESERVED_POSITIONS = 6
-"""Positions at the end of the context that SGLang 0.5.21 leaves empty. It refuses a prompt that fills all others."""
+"""Number of token positions at the end of the model's context length that SGLang 0.5.21 leaves empty."""
 
 
 class EngineKind(StrEnum):
@@ -97,12 +97,12 @@ class SamplingConfig:
 
     @property
     def truncations(self) -> list[str]:
-        """The options that truncate the distribution. Example: ``["top_k=20"]``."""
+        """The options that exclude tokens from sampling, as ``NAME=VALUE``. Example: ``["top_k=20"]``."""
         whole = {"top_p": 1.0, "top_k": -1, "min_p": 0.0}
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
     def greedy(self) -> "SamplingConfig":
-        """Return a copy with greedy decoding."""
+        """Return a copy of these options for greedy decoding: temperature 0, and no excluded tokens."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,10 @@ class SGLangConfig:
         _check_least("rollout_fleet.sglang", self, tp_size=1, max_running_requests=1, samples_per_request=1)
 
     def dtype_on(self, device: EngineDevice) -> str:
-        """Return the dtype of a server on ``device``. Raises `ValueError` for float32 on CUDA."""
+        """Return the name of the dtype that a server on ``device`` uses; ``auto`` is resolved.
+
+        Raises `ValueError` for float32 on CUDA.
+        """
         on_cuda = device is EngineDevice.cuda
         if on_cuda and self.dtype in FLOAT32_NAMES:
             raise ValueError(
@@ -318,27 +321,27 @@ class RolloutFleetConfig:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether engines may join and leave during the run."""
+        """Whether engines may join and leave the run while it runs (``num_engines`` is ``{min: …, max: …}``)."""
         return isinstance(self.num_engines, Mapping)
 
     @property
     def num_reserved_positions(self) -> int:
-        """Number of positions at the end of the model's context that the engine does not use."""
+        """Number of token positions at the end of the model's context length that the engine never fills."""
         return SGLANG_RESERVED_POSITIONS if self.engine is EngineKind.sglang else 0
 
     @property
     def fewest_engines(self) -> int:
-        """Number of engines at the start of a run. The run keeps resources for that many engines."""
+        """Number of engines that a run starts with: ``num_engines``, or its ``min``."""
         return _bounds(self.num_engines)[0]
 
     @property
     def most_engines(self) -> int:
-        """Largest number of engines of a run."""
+        """Largest number of engines that a run may have at once: ``num_engines``, or its ``max``."""
         return _bounds(self.num_engines)[1]
 
     @property
     def fewest_groups_in_flight(self) -> int:
-        """Number of prompt groups that a worker generates at once, at the start."""
+        """Number of prompt groups that a worker generates at once at its start; the number never falls below this."""
         return _bounds(self.groups_in_flight)[0]
 
     @property
@@ -348,43 +351,46 @@ class RolloutFleetConfig:
 
     @property
     def needs_server_tokenizer(self) -> bool:
-        """Whether an SGLang server needs a tokenizer, for stop texts and JSON schemas."""
+        """Whether an SGLang server must load the tokenizer: for stop texts, JSON schemas or environments."""
         samplings = [self.sampling, *map(self.sampling_for, self.sampling_by_source)]
         asks = any(sampling.stop or sampling.json_schema for sampling in samplings)
         return bool(self.sglang.tokenizer or self.environment.name or asks)
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """Deadline in seconds for killing a server and cleaning up."""
+        """Seconds that killing an inference server and cleaning up after it may take."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """Deadline in seconds for stopping a worker."""
+        """Seconds that stopping a rollout worker, including its server, may take."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """Return the deadline in seconds for a worker to stage weights, finish a batch, and load the weights."""
+        """Return the seconds that a worker may take to load new weights of ``num_bytes`` bytes.
+
+        They include copying the weights to the worker's machine, and the wait for running samples.
+        """
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward by its name, for data sources without separate rewards."""
+        """Maps the name of each reward to its weight in the sum, for data sources not in ``rewards_by_source``."""
         return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
 
     @property
     def reward_names(self) -> list[str]:
-        """The names of all rewards, for all data sources."""
+        """The names of all rewards that the run uses, without repetitions, as in ``rollout_fleet.reward``."""
         sources = (dict(map(_weighted, entries)) for entries in self.rewards_by_source.values())
         return list(dict.fromkeys(name for weights in (self.reward_weights, *sources) for name in weights))
 
     def weights_for(self, data_source: str) -> dict[str, float]:
-        """Return the weight of each reward by its name, for the prompts of a data source."""
+        """Return the rewards for the prompts of a data source: a dict from the reward's name to its weight."""
         entries = self.rewards_by_source.get(data_source)
         return self.reward_weights if entries is None else dict(map(_weighted, entries))
 
     def sampling_for(self, data_source: str) -> SamplingConfig:
-        """Return the sampling options for the prompts of a data source."""
+        """Return the sampling options for a data source: ``sampling``, with its entry of ``sampling_by_source``."""
         return replace(self.sampling, **self.sampling_by_source.get(data_source, {}))
 
     def _check_sampling(self) -> None:
@@ -402,11 +408,14 @@ class RolloutFleetConfig:
                 )
 
     def options_of(self, reward: str) -> dict[str, Any]:
-        """Return the options of a reward."""
+        """Return the keyword arguments of the reward function ``reward``: a copy of its entry in ``reward_options``."""
         return dict(self.reward_options.get(reward_label(reward), {}))
 
     def check_reward_options(self) -> None:
-        """Raise `ValueError` if an entry of ``reward_options`` does not belong to a reward of this run."""
+        """Raise `ValueError` if a key of ``reward_options`` is not the name of a reward that this run uses.
+
+        The same holds for an entry whose value is not a mapping of options.
+        """
         labels = [reward_label(name) for name in self.reward_names]
         for label, options in self.reward_options.items():
             if label not in labels or not isinstance(options, Mapping):
@@ -502,7 +511,7 @@ def _check_bounds(name: str, count: Any) -> None:
 
 
 def reward_label(name: str) -> str:
-    """Return the name of a reward in reports. Example: ``format`` for ``mine.py:format``."""
+    """Return the short name of a reward, for reports and options. Example: ``format`` for ``mine.py:format``."""
     return name.rpartition(":")[2]
 
 

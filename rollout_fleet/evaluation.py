@@ -1,4 +1,4 @@
-"""Computes the rewards of held-out prompts on one engine. The learner does not train on these answers."""
+"""Answers held-out prompts (for evaluation) on one engine, and scores the answers. The learner never trains on them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .rewards import Rollout, Scores
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
-"""Attempts at a prompt. If the tokens still mix policy versions, another engine must answer it."""
+"""How often a prompt is answered here while its tokens mix policy versions. Then another engine must answer it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +52,14 @@ class HeldOutAnswers:
         self._num_rounds = 0
 
     async def answer(self, prompts: Sequence[Prompt], *, version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer prompts with distinct group ids. Several calls may run at once.
+        """Sample ``num_samples`` answers and one greedy answer to each prompt, and compute their rewards.
 
-        Each prompt gets ``num_samples`` samples and a greedy answer. Returns one entry per answered prompt. The
-        entry may report a failed reward. A prompt is left out if some tokens were sampled under another version.
+        Returns one entry with rewards per answered prompt; an entry may report a failed reward instead. A prompt is
+        left out if policy versions other than ``version`` sampled some of its tokens, because the engine's weights
+        changed. The prompts must have distinct group ids. Several calls may run at once.
 
-        Raises `EngineError` if the engine serves another version at the beginning, and as `Engine.generate`.
+        Raises `EngineError` if the engine does not serve ``version`` at the beginning. Errors of `Engine.generate` are
+        raised too.
         """
         if self._engine.version != version:
             raise EngineError(f"the engine serves policy version {self._engine.version}, not {version}")

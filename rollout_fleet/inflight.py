@@ -1,4 +1,7 @@
-"""The prompt groups of one rollout worker: their episodes and phases, and the limit of groups on the engine."""
+"""The prompt groups that one rollout worker generates now, and the limit of groups on its engine.
+
+A group has one episode (rollout) per sample, and a phase.
+"""
 
 from __future__ import annotations
 
@@ -104,12 +107,15 @@ class InflightGroup:
         images: tuple[PlacedImage, ...] = (),
         seed: int | None = None,
     ) -> InflightGroup:
-        """Begin a group, or continue it from its saved ``progress``.
+        """Make the group of a prompt that the worker has leased, with one episode (rollout) per sample.
 
-        ``images`` are the images of the prompt. Without a ``budget``, each episode is a single answer to the prompt.
-        With the ``seed`` of a run, each single answer has its own seed, which is the same in every attempt.
+        A lease is the right to generate a group. If ``progress`` is given, the episodes continue the rollouts that an
+        earlier worker saved. ``images`` are the images of the prompt. ``budget`` limits the turns and tokens of each
+        episode; without a budget, each episode is a single answer to the prompt. ``greedy_baseline`` adds a greedy
+        episode. If ``seed``, the seed of the run, is given, each single answer gets its own seed, which depends only on
+        ``seed``, the group and the sample.
 
-        Raises `ReplayBufferError` if the progress has another number of trajectories.
+        Raises `ReplayBufferError` if ``progress`` does not have ``num_samples`` trajectories.
         """
         prompt_ids = lease.prompt.prompt_ids
         is_single = budget is None
@@ -135,32 +141,35 @@ class InflightGroup:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Group id and attempt."""
+        """The pair (group id, attempt number). Attempt 0 is the first time that a worker leased the group."""
         return self.lease.prompt.group_id, self.lease.attempt
 
     @property
     def trained(self) -> list[Episode]:
-        """The [G] episodes without the baseline."""
+        """The G episodes that the learner trains on: all but the greedy baseline."""
         return self.episodes[: len(self.episodes) - self.num_baselines]
 
     @property
     def num_tokens(self) -> int:
-        """Number of counted tokens, including inherited tokens. Tokens of a baseline are not counted."""
+        """Number of policy tokens of all trained episodes, including tokens from an earlier attempt at the group.
+
+        Tokens of the greedy baseline are not counted.
+        """
         return sum(episode.num_held for episode in self.trained)
 
     @property
     def num_own_tokens(self) -> int:
-        """Number of tokens that this worker's engine wrote."""
+        """Number of policy tokens of the trained episodes that this worker's engine sampled."""
         return self.num_tokens - self.num_inherited
 
     @property
     def is_playing(self) -> bool:
-        """Whether an environment plays an episode and may send further requests."""
+        """Whether the environment of at least one episode still runs, and so may request further turns."""
         return any(not run.is_over for run in self.runs)
 
     @property
     def is_finished(self) -> bool:
-        """Whether every episode is complete."""
+        """Whether every episode is complete: no environment runs, and no turn is unfinished."""
         return not self.is_playing and not any(episode.num_running for episode in self.episodes)
 
     @property
@@ -170,24 +179,27 @@ class InflightGroup:
 
     @property
     def is_done_here(self) -> bool:
-        """Whether all requests are answered, and no environment can send more."""
+        """Whether the engine has answered all requests of the group, and no environment can send more."""
         return not self._outstanding and not (
             self.is_playing and self.phase is GroupPhase.generating and self.end is None
         )
 
     @property
     def outstanding(self) -> list[str]:
-        """Ids of the requests that the engine has not answered."""
+        """Ids of the group's requests that the engine has not answered yet."""
         return list(self._outstanding)
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of the unanswered requests, without those of a baseline."""
+        """Ids of the group's unanswered requests, except requests of the greedy baseline."""
         num_trained = len(self.trained)
         return [request_id for request_id, index in self._outstanding.items() if index < num_trained]
 
     def next_requests(self, *, on_first_token: Callable[[], None] | None = None) -> list[SampleRequest]:
-        """Make a request for each running turn that has no request yet. Pass the answers to `take`."""
+        """Make the requests to send to the engine: one for each unfinished turn that has no request yet.
+
+        Pass each answer of the engine to `take`. ``on_first_token`` is called at the first token of each request.
+        """
         requests = []
         for index, source in enumerate(self.runs or self.episodes):
             for request in source.next_requests():
@@ -197,22 +209,31 @@ class InflightGroup:
         return requests
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Append the engine's answer to its turn. Returns the number of counted tokens, 0 for a baseline."""
+        """Append the tokens of the engine's answer to the turn that the request samples.
+
+        Returns the number of appended tokens; 0 for the greedy baseline, whose tokens are not counted.
+        """
         index = self._outstanding.pop(request_id)
         (self.runs or self.episodes)[index].take(request_id, output)
         return len(output.token_ids) if index < len(self.trained) else 0
 
     def belongs_to(self, request_id: str, index: int) -> bool:
-        """Return whether this unanswered request belongs to the episode with this index."""
+        """Return whether ``request_id`` is an unanswered request of the episode ``index`` of this group."""
         return self._outstanding.get(request_id) == index
 
     def refuse(self, request_ids: Iterable[str], error: RequestRefused) -> None:
-        """Drop an environment's requests that the engine refused. The environment gets the error."""
+        """Drop requests that the engine refused, and raise ``error`` in the environments that sent them.
+
+        Ids of other groups and of answered requests are ignored.
+        """
         for request_id in self._outstanding.keys() & set(request_ids):
             self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
     def progress(self) -> TrajectoryGroup | None:
-        """Return every trajectory so far, without baselines and rewards. None if there are no tokens."""
+        """Return the tokens of all trained episodes so far as an unfinished group without rewards, to save it.
+
+        Returns None if the policy has not sampled a token yet.
+        """
         trajectories = [episode.progress() for episode in self.trained]
         if not any(turn.sampled and len(turn.token_ids) for each in trajectories for turn in each.turns):
             return None
@@ -225,7 +246,10 @@ class InflightGroup:
         return TrajectoryGroup.from_trajectories(padded, group_id=group_id, attempt=attempt)
 
     def rollout(self, index: int, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """Return the reward functions' input for a finished episode."""
+        """Return the finished episode ``index`` as a `Rollout`, the input of reward functions.
+
+        ``decode`` converts token ids to text.
+        """
         if self.runs:
             return self.runs[index].rollout(decode)
         answer = self.written(index)
@@ -235,15 +259,16 @@ class InflightGroup:
         )
 
     def written(self, index: int) -> Turn | SampleOutput:
-        """Return all tokens that the policy wrote in an episode."""
+        """Return all tokens that the policy sampled in the episode ``index``, with log-probs and versions."""
         answer = self.episodes[index].answer
         assert answer is not None
         return self.runs[index].sampled() if self.runs else answer
 
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
-        """Return the finished group of the ``chosen`` episodes with their scores.
+        """Return the finished group with rewards, as the buffer stores it.
 
-        If there are several rewards, each becomes a metric ``reward.NAME``.
+        ``chosen`` are the indices of the episodes to keep; ``scores`` has one entry for each of them, in the same
+        order. If the run has several rewards, each reward becomes a metric ``reward.NAME`` of its trajectory.
         """
         trajectories = []
         for place, index in enumerate(chosen):
@@ -295,13 +320,13 @@ class GroupLimit:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the limit never changes."""
+        """Whether the limit never changes, because its lower and upper bound are equal."""
         return self._lowest == self._highest
 
     def note(self, load: EngineLoad, *, num_held: int) -> bool:
-        """Adapt the limit to the load of an engine with ``num_held`` groups. Returns whether the limit changed.
+        """Adapt the limit to a reported ``load`` of the engine. Returns whether the limit changed.
 
-        The limit grows only while it is fully used.
+        ``num_held`` is the number of groups on the engine. The limit grows only if ``num_held`` has reached it.
         """
         before = self.value
         is_full = load.num_waiting > 0 or load.cache_use >= FULL_CACHE
@@ -342,27 +367,28 @@ class InflightGroups:
         return iter(list(self._groups.values()))
 
     def get(self, key: tuple[int, int]) -> InflightGroup | None:
-        """Return the group with this id and attempt."""
+        """Return the group with the key (group id, attempt number); None if this worker does not have it."""
         return self._groups.get(key)
 
     def add(self, group: InflightGroup) -> None:
-        """Add a new group."""
+        """Add a group that this worker has just leased."""
         self._groups[group.key] = group
 
     def remove(self, group: InflightGroup) -> None:
-        """Remove a group."""
+        """Remove a group that has been stored or released."""
         del self._groups[group.key]
         self.note_places()
 
     def in_phase(self, *phases: GroupPhase) -> list[InflightGroup]:
-        """Return the groups in one of ``phases``; by default the groups on the engine."""
+        """Return the groups whose phase is one of ``phases``; by default, the groups with requests on the engine."""
         return [group for group in self._groups.values() if group.phase in (phases or ON_ENGINE)]
 
     @property
     def num_on_engine(self) -> int:
-        """Number of groups on the engine, or waiting for it during a weight update.
+        """Number of groups on the engine, or paused for a weight update, to compare with the limit.
 
-        For groups with environments, only running turns count.
+        For groups with running environments, only unfinished turns count: as many turns as a group has samples count as
+        one group.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -370,31 +396,32 @@ class InflightGroups:
 
     @property
     def num_free(self) -> int:
-        """Number of groups that may be leased now.
+        """Number of further groups that this worker may lease now.
 
-        Groups in settlement, or waiting for a tool, count only towards ``most_held``.
+        It is the room on the engine, but no more than the room for groups of the worker in total (``most_held``).
+        Groups that are being scored, or whose tools run, take room only in the total.
         """
         most = self._most_held or 2 * self._limit.value
         return max(0, min(self._limit.value - self.num_on_engine, most - len(self._groups)))
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of all unanswered requests, without those of baselines."""
+        """Ids of the unanswered requests of all groups, except requests of greedy baselines."""
         return [request_id for group in self._groups.values() for request_id in group.outstanding_policy]
 
     def moved(self) -> None:
-        """Record that a group has entered another phase."""
+        """Update the worker's counters of time and the run's profile, after a group has changed its phase."""
         self._meter.running(sum(not group.is_playing or bool(group.outstanding) for group in self.in_phase()))
         self.note_places()
 
     # Records for the run's profile
 
     def note_capacity(self) -> None:
-        """Record the current limit of samples on the engine."""
+        """Record in the run's profile how many samples may be on the engine now."""
         record.level(LevelName.capacity, self._limit.value * self._samples_per_group)
 
     def note_places(self) -> None:
-        """Record the states of the samples for the run's profile, at most once per iteration of the event loop."""
+        """Record in the run's profile how many samples are in each state, once per iteration of the event loop."""
         if not self._is_noting and record.current() is not None:
             self._is_noting = True
             asyncio.get_running_loop().call_soon(self._note_places)
@@ -402,7 +429,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # states of the episodes that an environment plays
+        free = Counter[LevelName]()  # number of episodes with an environment in each state
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

@@ -20,7 +20,10 @@ _CONNECT_S = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl join``. Returns the exit status when the engines serve or have failed."""
+    """Run the command ``asyncrl join``: add engines to a running run, and wait until they serve or have failed.
+
+    Returns the exit status of the command.
+    """
     parser = _parser("join", "Add engines to a running run, up to rollout_fleet.num_engines.max.")
     parser.add_argument("--num", type=int, default=1, metavar="N", help="how many engines (default 1)")
     parser.add_argument("--node", default="", help="address of their node (default: any node with room)")
@@ -29,7 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def leave(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl leave``. Returns the exit status when the engine has ended, or after listing the engines."""
+    """Run the command ``asyncrl leave``: remove one engine from a running run, and wait until it has ended.
+
+    Without the number of an engine, the command lists the engines. Returns the exit status of the command.
+    """
     parser = _parser("leave", "Let an engine release its running groups and end; without MEMBER, list the engines.")
     parser.add_argument("member", type=int, nargs="?", metavar="MEMBER", help="number of the rollout worker")
     options = parser.parse_args(arguments)
@@ -39,7 +45,9 @@ def leave(arguments: Sequence[str] | None = None) -> int:
 
 
 def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
-    """Send a request to a run and wait for the answer. ``run`` is the run's folder or the address of its Ray cluster.
+    """Send a request about engines to a running run, and return its answer: a message, and whether it was refused.
+
+    ``run`` is the run's folder, or the address of its Ray cluster.
 
     Raises:
         ValueError: the run does not exist, has ended, or has a fleet of a fixed size.

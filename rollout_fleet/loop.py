@@ -1,4 +1,4 @@
-"""The rollout loop of one worker. It repeats these steps until it is stopped.
+"""The rollout loop of one worker. It repeats these steps until it is stopped. A lease is the right to generate a group.
 
     lease ──groups──▶ engine ──samples──▶ score ──▶ put / release
       ▲                                                 │
@@ -136,10 +136,13 @@ class RolloutLoop:
         buffer.count_generated = self.count_generated
 
     async def run(self) -> FleetCounters:
-        """Roll out until `stop`. Then abort the samples, release all leases, and return the final counters.
+        """Lease prompt groups, generate, score and store them, until `stop` is called or something fails.
 
-        Raises `AsyncRLError` if the engine or the buffer fails. All leases are released first if the buffer still
-        answers.
+        At the end, running samples are aborted, and all leases (rights of this worker to generate a group) are given
+        back, so that other workers can continue the groups. Returns the final counters.
+
+        Raises `AsyncRLError` if the engine or the replay buffer fails. If the buffer still answers, all leases are
+        given back first.
         """
         if self._state is LoopState.ended:
             return self.counters()
@@ -148,7 +151,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # Not in `pump_tasks`, which are cancelled before `_cut_off_all`: a running load must finish.
+        # This task is not in `pump_tasks`, which are cancelled at a stop: a running load of weights must finish.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -171,11 +174,14 @@ class RolloutLoop:
         return self.counters()
 
     async def wait_ended(self) -> None:
-        """Wait for the end of `run`. Returns at once if `run` is not running."""
+        """Wait until `run` has ended. Returns at once if `run` is not running."""
         await self._until(lambda: self._state not in (LoopState.running, LoopState.stopping))
 
     async def stop(self) -> FleetCounters:
-        """End `run`. Returns the counters when all leases are released. May be called repeatedly, also before `run`."""
+        """End `run`, wait until it has given back all leased groups, and return the final counters.
+
+        May be called more than once. If it is called before `run`, a later `run` returns at once.
+        """
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.ended if self._state is LoopState.idle else LoopState.stopping
             await self._notify()
@@ -183,10 +189,12 @@ class RolloutLoop:
         return self.counters()
 
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
-        """Wait for weights newer than version ``after`` (-1 for any), load them, and report the version.
+        """Wait until weights newer than the policy version ``after`` are published, and load them into the engine.
 
-        With ``keeps_on``, repeat this as long as the loop runs. Raises as `Engine.load_weights`, or `WeightsError` if a
-        version could not be published.
+        ``after`` is -1 for any version. The replay buffer is told which version the engine serves now. If ``keeps_on``
+        is true, this repeats as long as `run` runs.
+
+        Raises the errors of `Engine.load_weights`, and `WeightsError` if the learner could not publish a version.
         """
         offer = await self._buffer.next_offer(after)
         while True:
@@ -217,10 +225,12 @@ class RolloutLoop:
         return shown
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Stage offered weights while samples are generated, then load them. Later leases have the new version.
+        """Copy the weights that ``offer`` names near the engine, then load them into the engine.
 
-        Raises as `Engine.load_weights`. Raises `WeightsGone` if the weights were removed before the staging, or if
-        their learner was replaced.
+        Samples are generated during the copy. Groups that are leased after the load get the new policy version.
+
+        Raises the errors of `Engine.load_weights`. Raises `WeightsGone` if the weights were removed before the copy, or
+        if a new learner has replaced the learner that published them.
         """
         member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
         version = member.version
@@ -255,11 +265,12 @@ class RolloutLoop:
             await self._notify()
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Stop requesting leases, let running groups finish, and release the engine's device until the next weights.
+        """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
 
-        Groups that do not finish within ``drain_timeout_s`` are aborted, and continue after the next weights. A running
-        weight load, and the first load, finish before the release. If a new learner replaces a dead one, pass the new
-        ``incarnation``. Then offers of earlier incarnations are refused.
+        No new groups are leased until the next weights are loaded. Groups that do not finish within ``drain_timeout_s``
+        are aborted, and continue after that load. A running load of weights finishes first, and so does the first load.
+        If a new learner has replaced a dead one, pass its ``incarnation`` (the number of restarts of the learner). Then
+        weights of earlier incarnations are refused.
 
         Raises `DeadlineError` if the engine does not abort its groups.
         """
@@ -296,9 +307,10 @@ class RolloutLoop:
         self._released = record.span(SpanKind.released)
 
     async def let_end(self) -> None:
-        """Stop requesting leases, because the member leaves. If progress is never saved, let running groups finish.
+        """Take no more prompt groups from the replay buffer, because this worker leaves the run.
 
-        Waits at most ``drain_timeout_s``.
+        If the run never saves unfinished groups (``save_progress=never``), wait up to ``drain_timeout_s`` for the
+        running groups to finish.
         """
         await self._notify()
         if self._config.save_progress is not SaveProgress.never:
@@ -310,12 +322,12 @@ class RolloutLoop:
                 )
 
     def counters(self) -> FleetCounters:
-        """Return the counters up to now."""
+        """Return this worker's numbers of tokens, groups and seconds up to now."""
         counters = self._meter.counters()
         return counters if self._player is None else replace(counters, episodes=self._player.counts)
 
     def count_generated(self) -> int:
-        """Return the number of policy tokens in all answered samples and in running samples so far."""
+        """Return how many policy tokens the engine has generated for training so far, including running samples."""
         return self._meter.counters().tokens_generated + self._engine.num_written(self._groups.outstanding_policy)
 
     # Tasks
@@ -356,7 +368,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # new turns of episodes may have filled the engine
+            if not self._may_lease or num_asked == 0:  # meanwhile new turns of episodes may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -508,11 +520,11 @@ class RolloutLoop:
         except RequestRefused as refused:
             if not all(group.runs for group in groups):
                 raise
-            for group in groups:  # the environment that sent the request gets the error
+            for group in groups:  # raise the error in the environment that sent the request
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # groups without a request, which the engine could not yield as aborted
+            for group in groups:  # `_take` does not see groups without a request on the failed engine
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -529,7 +541,7 @@ class RolloutLoop:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # a group does not fill the engine while its tools run
+        if group.is_playing:  # while the tools of a group run, there is room for another group
             self._groups.moved()
             await self._notify()
         else:
@@ -555,7 +567,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # let other tasks run first, so the engine gets its next requests
+        async with self._settling_turns:  # first let the tasks run that send the engine its next requests
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -594,7 +606,7 @@ class RolloutLoop:
 
         An engine ignores an abort that arrives before its request, so the abort is repeated.
         """
-        await asyncio.sleep(0)  # requests that are being sent must reach the engine first
+        await asyncio.sleep(0)  # let requests that are being sent reach the engine first
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):

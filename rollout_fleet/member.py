@@ -1,4 +1,4 @@
-"""The state machine of one member of a run. Example: a rollout worker with its engine.
+"""The state machine of one member of a run, a worker that loads weights. Example: a rollout worker with its engine.
 
 ::
 
@@ -74,7 +74,7 @@ class MemberLimits:
     longest_backoff_s: float
 
     def pause_s(self, num_faults: int) -> float:
-        """Return the pause in seconds after a number of faults.
+        """Return the seconds to wait before a restart, if ``num_faults`` faults happened within ``window_s``.
 
         Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1.
         """
@@ -82,7 +82,7 @@ class MemberLimits:
 
 
 def member_limits(config: RolloutFleetConfig) -> MemberLimits:
-    """Return the limits of a rollout worker."""
+    """Return the deadlines and restart limits of a rollout worker, from the options of the rollout fleet."""
     return MemberLimits(
         start_s=config.start_timeout_s + config.server_stop_timeout_s + STOP_MARGIN_S,
         stop_s=config.server_stop_timeout_s + STOP_MARGIN_S,
@@ -120,12 +120,12 @@ class Member:
 
     @property
     def may_lease(self) -> bool:
-        """Whether the member holds verified weights and may take new work."""
+        """Whether the member holds verified weights and may take new prompt groups."""
         return self.state in SERVING
 
     @property
     def may_release(self) -> bool:
-        """Whether the member is up and can release its device. It need not hold verified weights."""
+        """Whether the member has started and can free its memory on the device, with or without verified weights."""
         return self.may_lease or self.state is MemberState.catching_up
 
     @property
@@ -134,33 +134,40 @@ class Member:
         return self.state in ENDED
 
     def accepts(self, epoch: int) -> bool:
-        """Return whether reports of ``epoch`` still have an effect."""
+        """Return whether a report with this ``epoch`` still has an effect.
+
+        The epoch is the number of faults when the reported work began. A later fault, or the end of the member, makes
+        the report void.
+        """
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the seconds until the state's deadline. None if the state has no deadline."""
+        """Return the seconds from ``now`` to the deadline of the current state; None if the state has no deadline.
+
+        ``now`` is a time in seconds, like that given to the constructor.
+        """
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
     # Reports from the member itself
 
     def unplaced(self, epoch: int) -> None:
-        """Record that the member must wait for resources of the cluster."""
+        """Record that the cluster has no resources (such as GPUs) for the member yet. State: ``pending``."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.pending, math.inf)
 
     def placed(self, epoch: int, now: float) -> None:
-        """Record that the member has resources and starts."""
+        """Record that a pending member has got its resources, and starts now. State: ``starting``."""
         if self.accepts(epoch) and self.state is MemberState.pending:
             self._enter(MemberState.starting, now + self._limits.start_s)
 
     def started(self, epoch: int) -> None:
-        """Record that the member is up and waits for weights, without a deadline."""
+        """Record that the member has started and waits for its first weights. State: ``catching_up``."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.catching_up, math.inf)
             self.version = -1
 
     def offered(self, epoch: int, version: int, now: float, *, within_s: float) -> None:
-        """Record that the member begins to load a version, with the deadline ``within_s``."""
+        """Record that the member begins to load a policy version, which may take ``within_s`` seconds from ``now``."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -170,7 +177,7 @@ class Member:
         self.version = version
 
     def skipped(self, epoch: int, version: int) -> None:
-        """Record that the offered version was removed, so the member still serves ``version`` (-1 for none)."""
+        """Record that the version to load was removed. The member goes on with ``version``, its last (-1: none)."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -180,22 +187,23 @@ class Member:
         self.version = version
 
     def verified(self, epoch: int, version: int) -> None:
-        """Record that the member has verified every byte of a version and serves it."""
+        """Record that the member has loaded and verified a policy version, and serves it. State: ``ready``."""
         if self.accepts(epoch) and self.state in (MemberState.catching_up, *SERVING):
             self._enter(MemberState.ready, math.inf)
             self.version = version
 
     def drained(self, epoch: int) -> None:
-        """Record that the member has finished or released its work."""
+        """Record that a leaving member has finished or given back its prompt groups. State: ``left``."""
         if self.accepts(epoch) and self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)
 
     # Reports from the member's driver
 
     def fault(self, epoch: int, reason: str, now: float) -> bool:
-        """Record that the member died, hangs, or could not be verified.
+        """Record that the member died, hangs, or holds weights that could not be verified. State: ``fenced``.
 
-        This ends the epoch. Returns False if the epoch has ended before.
+        This begins the next epoch, so later reports with ``epoch`` have no effect. Returns whether the fault was
+        recorded; False if reports with ``epoch`` had no effect any more.
         """
         if not self.accepts(epoch):
             return False
@@ -210,7 +218,8 @@ class Member:
     def stopped(self, now: float) -> None:
         """Record that the member's processes have ended after a fault.
 
-        The member then pauses before its restart, leaves, or has failed for good.
+        The member then waits for its restart (``backoff``), has ``left`` if it was asked to, or has ``failed`` for good
+        after too many faults.
         """
         if self.state is not MemberState.fenced:
             return
@@ -222,26 +231,29 @@ class Member:
             self._enter(MemberState.backoff, now + self._limits.pause_s(len(self._faults)))
 
     def fail(self, reason: str) -> None:
-        """Record that the member has failed for good, because a restart would not help."""
+        """Record that the member has failed for good, because a restart would not help. ``reason`` is the cause."""
         if not self.has_ended:
             self.epoch += 1
             self.reason = reason
             self._enter(MemberState.failed, math.inf)
 
     def drain(self, now: float) -> None:
-        """Ask the member to leave. A serving member drains first. Any other member has left at once."""
+        """Ask the member to leave the run.
+
+        A member that serves weights first finishes or gives back its groups (``draining``). Any other has left at once.
+        """
         self._is_leaving = True
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # reports of a start that still runs are then ignored
+            self.epoch += 1  # so that reports of a start that still runs are ignored
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
-        """Enter the next state if the deadline of the current state has passed."""
+        """Enter the next state if the deadline of the current state is not after ``now``. Call this regularly."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # the member must be stopped before a restart
+        if self.state is MemberState.fenced:  # its processes did not end in time, so it cannot be restarted
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)

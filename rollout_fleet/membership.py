@@ -1,4 +1,4 @@
-"""The membership of a fleet: the ranks with an engine, and the requests to join or leave a running run.
+"""Which rollout workers of a run have an engine, and how users add or remove engines while the run runs.
 
 ::
 
@@ -59,22 +59,23 @@ class Roster:
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks with a present, coming or leaving engine, in ascending order."""
+        """Numbers of the rollout workers that have an engine, also one that is coming or leaving; ascending."""
         return sorted(self._presence)
 
     @property
     def num_free(self) -> int:
-        """Number of engines that may join now."""
+        """Number of engines that may join now; 0 if the fleet has a fixed size."""
         return 0 if self._most is None else max(0, self._most - len(self._presence))
 
     def presence_of(self, rank: int) -> Presence | None:
-        """Return the state of a rank; None if it has no engine."""
+        """Return whether the engine of a rank is coming, present or leaving; None if the rank has no engine."""
         return self._presence.get(rank)
 
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
-        """Return ranks for joining engines.
+        """Choose the ranks of ``num_engines`` engines that join, mark these ranks as coming, and return them.
 
-        Free ranks below ``fewest`` come first, unless ``in_kept_places`` is false.
+        Free ranks below ``fewest`` come first, because the run keeps Ray resources for them. If ``in_kept_places`` is
+        false, all ranks are new.
 
         Raises:
             MembershipRefused: the fleet has a fixed size, or would have more than ``most`` engines.
@@ -95,12 +96,12 @@ class Roster:
         return ranks
 
     def arrived(self, rank: int) -> None:
-        """Record that the engine of a rank serves weights."""
+        """Record that the joining engine of a rank has loaded weights and serves. Its state is then ``present``."""
         if self._presence.get(rank) is Presence.coming:
             self._presence[rank] = Presence.present
 
     def leave(self, rank: int) -> None:
-        """Let the engine of a rank leave.
+        """Mark the engine of a rank as leaving. The caller then stops the engine and calls `gone`.
 
         Raises:
             MembershipRefused: the fleet has a fixed size, the rank has no engine, or too few engines would remain.
@@ -120,7 +121,7 @@ class Roster:
         self._presence[rank] = Presence.leaving
 
     def gone(self, rank: int) -> None:
-        """Record that the engine of a rank and its processes have ended."""
+        """Record that the engine of a rank has ended, with all its processes. The rank has no engine then."""
         self._presence.pop(rank, None)
 
     def _check_elastic(self, what: str) -> None:
@@ -172,7 +173,10 @@ class FleetDesk:
         self._num_asked = 0
 
     async def ask(self, request: FleetRequest) -> FleetAnswer:
-        """Send a request to the run and wait for the controller's `answer`. Wakes `next_request`."""
+        """Pass a user's request to the run's controller, and return the controller's answer.
+
+        The controller gets the request by `next_request`, and answers by `answer`.
+        """
         number, self._num_asked = self._num_asked, self._num_asked + 1
         self._answers[number] = asyncio.get_running_loop().create_future()
         self._requests.put_nowait((number, request))
@@ -182,17 +186,20 @@ class FleetDesk:
             del self._answers[number]
 
     async def next_request(self) -> tuple[int, FleetRequest]:
-        """Return the next request and its number for `answer`. `ask` wakes this wait."""
+        """Wait for the next request, and return (number, request). Pass the number to `answer`."""
         return await self._requests.get()
 
     async def answer(self, number: int, answer: FleetAnswer) -> None:
-        """Answer a request. This has no effect if the sender has disconnected."""
+        """Answer the request with this number, from `next_request`. No effect if its sender has disconnected."""
         if number in self._answers:
             self._answers[number].set_result(answer)
 
 
 def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
-    """Write the address of the run's Ray cluster to a file, for this user's commands on this node."""
+    """Write the address of the run's Ray cluster, with Ray's authentication token, to a file in the run's folder.
+
+    ``asyncrl join`` and ``asyncrl leave`` read this file. Only this user can read it.
+    """
     found = {
         "address": address,
         "node_address": node_address,

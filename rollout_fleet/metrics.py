@@ -1,4 +1,4 @@
-"""The counters of a rollout worker: its work and the use of its time."""
+"""The counters of a rollout worker: its tokens and groups, and how it spent its time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class EpisodeCount(StrEnum):
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
     lost_answers = "lost_answers"  # answers that the client did not get, because it had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
-    failed_environment = "failed_environment"  # this and the next four count failed episodes by `FailureKind`
+    failed_environment = "failed_environment"  # failed episodes by the kind of failure, here and in the next four
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
@@ -65,12 +65,12 @@ class FleetCounters:
 
     @classmethod
     def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
-        """Return the sum over several workers, or over several starts of one worker."""
+        """Return the sum of several counters: of several workers, or of several starts of one worker."""
         sums: dict[str, Any] = asdict(cls())
         for part in parts:
             for name in sums:
                 if isinstance(sums[name], Counter):
-                    sums[name].update(getattr(part, name))  # keeps zeros
+                    sums[name].update(getattr(part, name))  # unlike +, update keeps entries that are 0
                 else:
                     sums[name] = sums[name] + getattr(part, name)
         return cls(**sums)
@@ -87,29 +87,29 @@ class FleetMeter:
         self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
-        """Set the number of groups on the engine from now on."""
+        """Record that from now on, ``num_groups`` groups are on the engine. If it is not 0, time counts as busy."""
         self._pass_time()
         self._running = num_groups
 
     def asking(self, asking: bool) -> None:
-        """Set whether the worker waits for leases from now on."""
+        """Record whether the worker waits for new prompt groups from now on. If so, idle time counts as waiting."""
         self._pass_time()
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Count a weight load that paused generation for ``seconds``. These seconds do not count as busy time."""
+        """Add a weight load that paused generation for ``seconds``. If groups are running, subtract this busy time."""
         self._pass_time()
         self.add(load_s=(seconds,))
         if self._running:
             self.add(busy_s=-min(seconds, self._counts["busy_s"]))
 
     def add(self, **changes: Any) -> None:
-        """Add numbers to counters, by the names of `FleetCounters`."""
+        """Add a value to each named counter. Names and types are those of `FleetCounters`."""
         for name, change in changes.items():
             self._counts[name] = self._counts[name] + change
 
     def counters(self) -> FleetCounters:
-        """Return the counters up to now."""
+        """Return all counters up to now."""
         self._pass_time()
         return FleetCounters(**self._counts)
 
@@ -123,7 +123,10 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """From now on, record the states and epochs of a member on ``lane`` of the run's profile."""
+    """Record each later state of a member (a worker of the run) in the run's profile, and its number of faults.
+
+    ``lane`` is the row of the profile that shows them. This replaces ``member.on_enter``.
+    """
     span = record.NO_SPAN
 
     def note(state: MemberState, epoch: int) -> None:

@@ -26,13 +26,16 @@ _TAGGED = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 
 @REWARDS.register("exact_match")
 def exact_match(prompt: Prompt, response_text: str) -> float:
-    """Return 1.0 if ``response_text`` (special tokens removed) equals the prompt's ground truth, else 0.0."""
+    """Return 1.0 if the response's text, without special tokens, equals the prompt's ground truth, else 0.0."""
     return 1.0 if response_text == prompt.ground_truth else 0.0
 
 
 @REWARDS.register("last_number")
 def last_number(prompt: Prompt, response_text: str) -> float:
-    """Return 1.0 if the response's last number is the ground truth, else 0.0. Example: ``$1,250.`` is 1250."""
+    """Return 1.0 if the last number in the response equals the ground truth, else 0.0.
+
+    Commas in numbers are ignored. Example: ``$1,250.`` is 1250.
+    """
     numbers = _NUMBER.findall(response_text)
     return float(bool(numbers) and _as_number(numbers[-1]) == _as_number(str(prompt.ground_truth)))
 
@@ -84,7 +87,10 @@ class Length:
         self._buffer_tokens = buffer_tokens
 
     def __call__(self, prompt: Prompt, rollout: Rollout) -> float:
-        """Score one rollout. Raises `ValueError` if the rollout's tokens were not counted."""
+        """Return the punishment of one rollout, -1.0 to 0.0, from its number of sampled tokens.
+
+        Raises `ValueError` if the number of tokens is not known.
+        """
         if rollout.num_tokens is None:
             raise ValueError("the tokens of the response were not counted here; leave this reward out")
         return max(-1.0, min(0.0, (self._free_tokens - rollout.num_tokens) / self._buffer_tokens))
@@ -92,10 +98,10 @@ class Length:
 
 @REWARDS.register("environment")
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
-    """Return the rewards of the environment's own outcome, including rewards of turns.
+    """Return the rewards that the environment itself gave to the rollout, including rewards of single turns.
 
-    A failed episode gets the reward ``failed`` if ``environment.on_failure`` is ``score`` for its failure. Raises
-    `ValueError` if the outcome has no rewards, or if the run has no environment.
+    A rollout whose environment failed gets the reward ``failed``; it is scored only if the option
+    ``environment.on_failure`` says so. Raises `ValueError` if the environment gave no reward, or if the run has none.
     """
     del prompt
     outcome = rollout.outcome
@@ -121,7 +127,7 @@ class Format:
             raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}; correct it") from error
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Score one response."""
+        """Return 1.0 if the whole response matches the regular expression, else 0.0."""
         return float(self._pattern.fullmatch(response_text) is not None)
 
 
@@ -139,7 +145,12 @@ class MathVerify:
         self._timeout_s = timeout_s
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        r"""Score one response. A ground truth without ``$`` or ``\boxed`` is one expression in LaTeX or a number."""
+        r"""Return 1.0 if the response's final expression equals the ground truth mathematically, else 0.0.
+
+        A ground truth without ``$`` or ``\boxed`` is read as one expression in LaTeX or a number.
+
+        Raises `ValueError` if the ground truth is not an expression.
+        """
         from math_verify import parse, verify
 
         truth = str(prompt.ground_truth)
@@ -189,11 +200,14 @@ class Code:
         self._sandbox = Sandbox(kind=kind, python=python, limits=SandboxLimits(**limits or {}))
 
     async def start(self) -> None:
-        """Choose the kind of sandbox. Raises `SandboxError` if this machine cannot isolate programs."""
+        """Choose a kind of sandbox that works here. Raises `SandboxError` if this machine cannot isolate programs."""
         await self._sandbox.start()
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Score one response. Raises `ValueError` if the row has no tests."""
+        """Run the tests of the prompt on the code in the response, and return the score, 0.0 to 1.0.
+
+        Raises `ValueError` if the prompt's row of the data has no valid tests.
+        """
         if self._tests and self._tests not in prompt.extra:
             raise ValueError(f"the row must have tests in column {self._tests!r}; name it in data.extra_keys")
         tests = _read_tests(prompt.extra[self._tests] if self._tests else prompt.ground_truth)

@@ -87,11 +87,14 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        # raises ValueError for a wrong field of the template
+        # test the template: this raises ValueError if it has a wrong field
         self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Score one response. Raises `ConnectionError` or `ValueError` if all attempts give no score."""
+        """Let the model grade one response, and return its score, scaled to 0.0 to 1.0.
+
+        Raises `ConnectionError` or `ValueError` if the model gives no score, also after all retries.
+        """
         if not self._base:
             raise ValueError("the judge has no server here: only a run serves rollout_fleet.judge_model; set its url")
         question = "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt.messages)

@@ -45,7 +45,7 @@ class Rollout:
 
     @classmethod
     def answer(cls, text: str, *, num_tokens: int | None = None, is_truncated: bool = False) -> Rollout:
-        """Make a rollout of a single answer to the prompt."""
+        """Make the rollout that consists of a single answer ``text`` to the prompt."""
         return cls(text=text, turns={FIRST_TURN: text}, num_tokens=num_tokens, is_truncated=is_truncated)
 
 
@@ -63,7 +63,7 @@ class Score:
 
     @property
     def sum(self) -> float:
-        """The reward of the outcome plus the rewards of the turns."""
+        """The whole reward of the rollout: ``reward`` plus all ``turn_rewards``."""
         return self.reward + sum(self.turn_rewards.values())
 
 
@@ -81,7 +81,10 @@ class Reward(Protocol):
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
-        """Return the reward of a response. A response's text has no special tokens. The prompt has the ground truth."""
+        """Return the reward of one response, a finite number.
+
+        ``prompt`` has the ground truth. ``response_text`` is the response without special tokens.
+        """
         ...
 
 
@@ -125,11 +128,11 @@ class BoundReward:
 
     @property
     def takes_group(self) -> bool:
-        """Whether the function scores all rollouts of a prompt together."""
+        """Whether the function takes all rollouts of a prompt in one call (its second parameter is ``rollouts``)."""
         return self._takes == "rollouts"
 
     async def start(self) -> None:
-        """Call the reward's ``start``, if it has one. Must be called before the first score."""
+        """Call the method ``start`` of the reward, if it has one. Must be called before `answers`."""
         start = getattr(self._call, "start", None)
         if start is not None:
             await start()
@@ -137,7 +140,11 @@ class BoundReward:
     async def answers(
         self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False
     ) -> AsyncIterator[Answer]:
-        """Yield one `Answer` per rollout, in order. Stop after a failure unless ``may_fail`` is true."""
+        """Score the rollouts of one prompt. Yields one `Score` per rollout, in order.
+
+        A rollout that cannot be scored yields a text with the cause instead. This ends the scoring, unless ``may_fail``
+        is true.
+        """
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):
                 yield answer
@@ -191,7 +198,7 @@ class BoundReward:
 def _parameters(function: Any) -> list[str]:
     try:
         return [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):  # a function in C
+    except (TypeError, ValueError):  # a function in C has no signature
         return []
 
 

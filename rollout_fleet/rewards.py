@@ -1,7 +1,7 @@
 """Computes the rewards of a run.
 
-Runs scoring processes (``python -m rollout_fleet.rewards NAME PARENT_PID OPTIONS``) for functions that need one. A
-prompt group waits for a free process, and its deadline starts when it gets one.
+Reward functions that can hang, and those of users, run in scoring processes (``python -m rollout_fleet.rewards NAME
+PARENT_PID OPTIONS``). The rollouts of a prompt wait for a free process. Their deadline starts after this wait.
 """
 
 from __future__ import annotations
@@ -63,15 +63,15 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: start one
+        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: a process must be started
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
 
     async def start(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start the scoring processes, if the function needs them.
+        """Start the scoring processes, if the reward function needs them, and wait until they are ready.
 
-        ``variables`` are added to the environment variables of the processes. Raises `WorkerDiedError` or
-        `DeadlineError` if a process does not start.
+        ``variables`` are added to the environment variables of the processes. Raises `WorkerDiedError` if a process
+        ends before it is ready, and `DeadlineError` if it is not ready in time.
         """
         self._variables = variables or {}
         if self._needs_process:
@@ -79,12 +79,13 @@ class RewardProcesses:
                 self._free.put_nowait(process)
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False) -> list[Answer]:
-        """Score a prompt group. Returns one score per rollout.
+        """Score the rollouts of one prompt with the reward function. Returns one `Score` per rollout, in order.
 
-        If ``may_fail`` is true, failed rollouts get a message instead of a score. A failed process is replaced.
+        If ``may_fail`` is true, a rollout that cannot be scored gets a message with the cause instead of a score.
+        Otherwise `RewardError` is raised. Causes are: the function raises, hangs, or does not return finite numbers, or
+        its process ends. A process that failed is replaced.
 
-        Raises `RewardError` if the function raises, hangs, or does not return finite numbers, or if its process ends
-        or does not start.
+        Raises `RewardError` in any case if a scoring process does not start.
         """
         if self._needs_process:
             answers = await self._score_in_process(prompt, rollouts, may_fail=may_fail)
@@ -99,7 +100,7 @@ class RewardProcesses:
         return [str(answer) if isinstance(answer, RewardError) else answer for answer in named]
 
     async def close(self) -> None:
-        """Kill the scoring processes."""
+        """Kill the scoring processes with all their child processes."""
         for process in list(self._processes):
             await self._kill(process)
 
@@ -177,13 +178,13 @@ class Scores:
 
     @property
     def sums(self) -> np.ndarray:
-        """[G] float32, ``total`` plus the rewards of turns."""
+        """[G] float32, the reward of each rollout: its ``total`` plus the rewards of all its turns."""
         if not self.turn_rewards:
             return self.total
         return self.total + np.asarray([sum(turns.values()) for turns in self.turn_rewards], dtype=np.float32)
 
     def of(self, chosen: np.ndarray) -> Scores:
-        """Select samples by a [G] mask."""
+        """Return the scores of some rollouts: those for which the [G] bool array ``chosen`` is true, in order."""
         places = list(map(int, np.flatnonzero(chosen)))
         return Scores(
             total=self.total[chosen],
@@ -205,13 +206,18 @@ class WeightedRewards:
         self._rewards = {name: RewardProcesses(name, config) for name in config.reward_names}
 
     async def start(self, variables: Mapping[str, str] | None = None) -> None:
-        """Start all scoring processes. Arguments and errors are as in `RewardProcesses.start`."""
+        """Start the scoring processes of all rewards, and wait until they are ready.
+
+        ``variables`` are added to the environment variables of the processes. Raises `WorkerDiedError` if a process
+        ends before it is ready, and `DeadlineError` if it is not ready in time.
+        """
         await asyncio.gather(*(reward.start(variables) for reward in self._rewards.values()))
 
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
-        """Score a prompt group with every reward of its data source. A string in ``rollouts`` is a single answer.
+        """Score the rollouts of one prompt with every reward of the prompt's data source, and sum the rewards.
 
-        The total is NaN if one reward has no score for a rollout. Raises as `RewardProcesses.score`.
+        A string in ``rollouts`` stands for a rollout with this text as the only answer. If ``may_fail`` is true, a
+        rollout that a reward cannot score gets the total NaN. Otherwise `RewardError` is raised.
         """
         weights = self._config.weights_for(prompt.data_source)
         seen = [Rollout.answer(one) if isinstance(one, str) else one for one in rollouts]
@@ -240,7 +246,7 @@ class WeightedRewards:
         )
 
     async def close(self) -> None:
-        """Kill the scoring processes."""
+        """Kill the scoring processes of all rewards."""
         await asyncio.gather(*(reward.close() for reward in self._rewards.values()))
 
 
@@ -260,7 +266,7 @@ async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], boo
 
 
 def main() -> None:
-    """Run a scoring process: score groups from standard input until it closes."""
+    """Run a scoring process: read groups of rollouts from standard input and write scores, until the input closes."""
     name, parent_pid, options = sys.argv[1:]
     questions, answers = open_pipes(int(parent_pid))
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)

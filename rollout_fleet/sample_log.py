@@ -29,9 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
-    """Return a function that decodes token ids to text. ``special_tokens`` keeps special tokens in the text.
+    """Load the tokenizer of the model folder ``model_path``, and return a function that decodes token ids to text.
 
-    Raises `ValueError` with the file's name if ``tokenizer.json`` is damaged.
+    The text has no special tokens, unless ``special_tokens`` is true. Raises `ValueError` with the file's name if
+    ``tokenizer.json`` is damaged.
     """
     tokenizer_file = Path(model_path) / "tokenizer.json"
     if tokenizer_file.is_file():
@@ -74,7 +75,7 @@ class SampleLog:
         self._num_parts = 0
 
     async def start(self) -> None:
-        """Import pyarrow now, because the import takes one second and would delay samples later."""
+        """Import pyarrow now. The import takes one second, which would delay samples later."""
         await asyncio.to_thread(importlib.import_module, "pyarrow.parquet")
 
     async def add(
@@ -86,9 +87,10 @@ class SampleLog:
         *,
         runs: Sequence[EpisodeRun] = (),
     ) -> None:
-        """Save a finished training group if the current set needs it. The last group of a set writes the file.
+        """Save the samples of a finished training prompt, if this interval of policy versions still needs samples.
 
-        ``runs`` are the episodes of the samples if an environment played them.
+        The file is written when ``num_groups`` prompts of the interval are there. ``texts`` are the decoded samples.
+        ``runs`` are the rollouts of several turns that the samples belong to; empty for single answers.
         """
         version = max(int(sample.versions[-1]) for sample in samples)
         if not self._config.every_steps or version < self._next_version:
@@ -105,7 +107,11 @@ class SampleLog:
             await self._write(SampleKind.train, version, rows)
 
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
-        """Save `rows` of answers to held-out prompts. Each prompt has ``per_prompt`` rows, the last one greedy."""
+        """Write the answers of an evaluation to files: the sampled and the greedy answers separately.
+
+        ``version`` is the policy version that answered. ``rows`` come from `rows`. Each prompt has ``per_prompt`` rows
+        in sequence, and the last of them is the greedy answer.
+        """
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1
         for kind in (SampleKind.sampled, SampleKind.greedy):
@@ -116,7 +122,10 @@ class SampleLog:
     def rows(
         self, prompt: Prompt, samples: Sequence[SampleOutput | Turn], texts: Sequence[str], scores: Scores
     ) -> list[dict[str, Any]]:
-        """Return the rows of a prompt group, with an empty ``episode``."""
+        """Return one dict per sample of a prompt, with the columns of the parquet files.
+
+        ``texts`` are the decoded samples. The column ``episode``, for rollouts of several turns, is empty.
+        """
         truth = prompt.ground_truth
         known = {
             "group_id": prompt.group_id,

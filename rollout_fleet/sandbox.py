@@ -119,7 +119,7 @@ class SandboxResult:
 
     @property
     def is_success(self) -> bool:
-        """Whether the program ended by itself with status 0."""
+        """Whether the program ended by itself with exit status 0, not by a signal or an exceeded limit."""
         return self.ended_by is EndedBy.exit and self.exit_status == 0
 
 
@@ -149,7 +149,9 @@ class Sandbox:
         self._is_started = False
 
     async def start(self) -> SandboxKind:
-        """Choose the first kind that stops a hostile test program, and return it. `run` calls this if needed.
+        """Choose the kind of isolation, and return it: the first kind that confines a hostile test program.
+
+        `run` calls this if needed.
 
         Raises:
             SandboxError: no kind that isolates a program works on this machine. The message has the reasons.
@@ -184,12 +186,13 @@ class Sandbox:
         language: str = "python",
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """Run a program to its end.
+        """Run a program in a new sandbox, wait for its end, and return how it ended and what it printed.
 
         Args:
-            code: Source of the program.
-            stdin: Its standard input.
-            files: Further files of its working directory, by relative path. The directory is removed with the sandbox.
+            code: Source code of the program.
+            stdin: Standard input of the program.
+            files: Contents of further files in the program's working directory, by relative path. The directory is
+                removed at the end.
             language: ``python`` or ``bash``.
             limits: Limits of the program; by default those of the `Sandbox`.
 
@@ -289,7 +292,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            # if this process is root, the program runs as another user, who must be able to enter the folders
+            # mode 755, because a program of a root process runs as another user, who must enter these folders
             for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
@@ -359,7 +362,7 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # Standard input has an error if the process ended early. Python < 3.11.4 logs it if nothing waits for it.
+        # If the process ended early, closing its standard input fails. Python < 3.11.4 logs this unless it is awaited.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 

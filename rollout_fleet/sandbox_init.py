@@ -32,7 +32,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# Refused system calls. They are not for files, memory and processes, or take memory that no limit counts.
+# Refused system calls: those that are not for files, memory and processes, and those whose memory no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
@@ -75,7 +75,11 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 
 
 def enter_namespaces(*, user: bool) -> None:
-    """Enter new mount, network, IPC and host-name namespaces. Children get a new process-id namespace."""
+    """Move this process into new Linux namespaces: mounts, network, IPC and host name.
+
+    Later child processes also get a new process-id namespace. ``user`` says whether to make a user namespace too, which
+    a process without root's rights needs.
+    """
     uid, gid = os.geteuid(), os.getegid()
     kinds = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
     _call("unshare", kinds | (CLONE_NEWUSER if user else 0))
@@ -86,7 +90,13 @@ def enter_namespaces(*, user: bool) -> None:
 
 
 def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> None:
-    """Make a root with only read-only system folders, devices, ``/proc`` and a new scratch folder."""
+    """Replace the file system's root by one with read-only system folders, devices, ``/proc`` and a scratch folder.
+
+    Args:
+        entries: The folders, devices and links of the new root, as (kind, path inside, path or target outside).
+        limits: Limits of the program; ``disk_bytes`` and ``files`` bound the scratch folder.
+        owner: User id that owns the scratch folder.
+    """
     _mount("none", "/", None, MS_REC | MS_PRIVATE)
     _mount("tmpfs", _BASE, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")
     for kind, target, source in entries:
@@ -115,7 +125,10 @@ def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> 
 
 
 def refuse_system_calls() -> None:
-    """Refuse some system calls of this process and its children: sockets, namespaces, mounts, and uncounted memory."""
+    """Make the kernel refuse some system calls of this process and its children, by a seccomp filter.
+
+    Refused are sockets, namespaces, mounts, and memory that no limit counts.
+    """
     machine = platform.machine()
 
     def step(code: int, if_true: int, if_false: int, value: int) -> bytes:
@@ -129,9 +142,9 @@ def refuse_system_calls() -> None:
         step(equal, 1, 0, _AUDIT_ARCH[machine]),
         step(end, 0, 0, kill),
         step(load, 0, 0, 0),
-        step(at_least, 0, 1, 0x40000000),  # the system call numbers of x32 on x86_64
+        step(at_least, 0, 1, 0x40000000),  # system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # a filter cannot read the flags of clone3; the C library then uses clone
+        step(equal, 0, 1, _CLONE3),  # the filter cannot read its flags; the C library falls back to clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         step(equal, 0, 3, _CLONE[machine]),
@@ -159,7 +172,10 @@ class Program:
         self.failure = ""
 
     def run(self) -> dict[str, Any]:
-        """Run the program to its end. Returns the report."""
+        """Start the program, wait for its end or an exceeded limit, and return a report as a dict.
+
+        The report has ``status``, ``ended_by`` and ``seconds``, or only ``failure`` if the program did not start.
+        """
         signals = {signal.SIGCHLD, signal.SIGTERM}
         signal.pthread_sigmask(signal.SIG_BLOCK, signals)
         started = time.monotonic()
@@ -285,7 +301,7 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            return 0, use.f_files - use.f_ffree  # 0 bytes, because the file system itself limits them
+            return 0, use.f_files - use.f_ffree  # 0 bytes: the size of this file system is the limit
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
             num_files += len(folders) + len(files)
@@ -332,7 +348,7 @@ def _run_in_namespaces(job: dict[str, Any], report_fd: int) -> None:
 
 
 def main() -> None:
-    """Run the job on standard input and report its end."""
+    """Read a job from standard input, run its program in the sandbox, and write a report on its end."""
     kind, owner_pid, report_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     try:
         os.set_inheritable(report_fd, False)

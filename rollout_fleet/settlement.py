@@ -1,4 +1,4 @@
-"""Scores and stores finished prompt groups of a rollout worker. Saves and releases unfinished groups."""
+"""Scores and stores finished prompt groups of a rollout worker. Saves and gives back unfinished groups."""
 
 from __future__ import annotations
 
@@ -62,9 +62,10 @@ class Settlement:
         self._num_failures_in_a_row = 0
 
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
-        """Score and store a finished group, or release an unfinished one.
+        """Score and store a finished group, or save and release an unfinished one for another worker.
 
-        Raises the failure of this attempt after ``max_failures_in_a_row`` consecutive failures.
+        ``engine_failure`` is the failure of the engine, if it has failed. A group whose reward or environment fails is
+        released. If this is the ``max_failures_in_a_row``-th failure in a row, its error is raised.
         """
         if group.end is GroupEnd.revoked:
             await self.release(group, group.end)
@@ -83,7 +84,10 @@ class Settlement:
                 await self._store(group, stored)
 
     async def save(self, group: InflightGroup) -> None:
-        """Save the tokens of an unfinished group. If the buffer refuses them, log a warning."""
+        """Save the tokens of an unfinished group in the replay buffer, so that a worker can continue the group.
+
+        If the buffer refuses the tokens, a warning is logged.
+        """
         if (progress := group.progress()) is None:
             return
         self._note(group, progress)
@@ -93,9 +97,10 @@ class Settlement:
             logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
 
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
-        """Save and release all groups of an ended loop, including finished groups, within ``stop_timeout_s``.
+        """Save and release all groups that the worker still has at its end, within ``stop_timeout_s``.
 
-        A revoked group is only released. A lease that is not released in time expires.
+        Finished groups are included. A group that the replay buffer has revoked is released without being saved. A
+        group that is not released in time returns to the buffer when its lease expires.
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -118,7 +123,11 @@ class Settlement:
                 logger.warning("prompt group %d, attempt %d, could not be given back: %r", *key, failure)
 
     async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
-        """Release an unfinished group. Returns the same as `RolloutBuffer.release`."""
+        """Give an unfinished group back to the replay buffer, which queues its prompt again.
+
+        ``reason`` says why. If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops the group
+        after that many failures. Returns whether the buffer has dropped the group.
+        """
         is_dropped = await self._buffer.release(
             group.lease, num_tokens=group.num_tokens, reason=str(reason), max_failures=max_failures
         )

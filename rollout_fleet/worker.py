@@ -1,7 +1,7 @@
-"""The rollout worker: an actor with an engine, a connection to the buffer, and the rollout loop.
+"""The rollout worker: an actor with an inference engine, a connection to the replay buffer, and the rollout loop.
 
-When the engine fails, the loop saves and releases its groups. Then `run` and `wait_failed` raise, and the run starts
-another worker.
+If the engine fails, the worker saves its unfinished prompt groups and gives them back to the buffer. Then `run` and
+`wait_failed` raise, and the run's controller starts another worker.
 """
 
 from __future__ import annotations
@@ -100,29 +100,32 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def start(self) -> str:
-        """Start the engine and connect to the buffer. Returns the worker's name in the buffer. Call `load_first` next.
+        """Start the engine and connect to the replay buffer. Returns the name that the buffer knows the worker by.
 
-        Raises as `Engine.start`.
+        Call `load_first` next. Raises the errors of `Engine.start`.
         """
         await self._parts.start()
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # without this, garbage collections of the loaded objects would pause the engine
+        gc.freeze()  # keeps garbage collections short: they skip the objects loaded so far
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def load_first(self) -> None:
-        """Wait for the first weight offer and load the weights.
+        """Wait until the learner has published weights, and load them into the engine.
 
-        Raises as `RolloutLoop.load_next`, or raises the failure of the engine.
+        Raises the errors of `RolloutLoop.load_next`, or the failure of the engine.
         """
         await self._engine.unless_failed(self._started().load_next(-1))
         self._starting.close()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def run(self) -> FleetCounters:
-        """Roll out until `stop`. Raises `EngineLost` if the engine has failed, else as `RolloutLoop.run`."""
+        """Generate, score and store prompt groups until `drain` or `stop` is called. Returns the final counters.
+
+        Raises `EngineLost` if the engine has failed, and the errors of `RolloutLoop.run`.
+        """
         loop = self._started()
         try:
             return await loop.run()
@@ -135,7 +138,10 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def wait_failed(self) -> NoReturn:
-        """Wait until the engine has failed and its groups are released. Raises `EngineLost` with the cause."""
+        """Wait until the engine has failed and this worker's groups are given back to the replay buffer.
+
+        Then raises `EngineLost` with the cause of the failure.
+        """
         try:
             await self._engine.wait_failed()
         except Exception as error:
@@ -153,27 +159,42 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Let running groups finish, and release the device as `RolloutLoop.release_device`."""
+        """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
+
+        If a new learner has replaced a dead one, ``incarnation`` is the number of its restarts, and weights of earlier
+        learners are refused (`RolloutLoop.release_device`).
+        """
         await self._started().release_device(incarnation)
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
-        """Answer held-out prompts with the policy of ``version``, as `HeldOutAnswers.answer`."""
+        """Sample ``num_samples`` answers and one greedy answer to each held-out prompt, and score them.
+
+        ``version`` is the policy version to evaluate. Returns one entry with rewards per answered prompt
+        (`HeldOutAnswers.answer`).
+        """
         with record.span(record.SpanKind.evaluation, version=version):
             return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def counters(self) -> FleetCounters:
-        """Return the counters up to now."""
+        """Return this worker's numbers of tokens, groups and seconds up to now."""
         return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
-        """End `run` and release all leases. The engine stays up for `answer`. Returns the final counters."""
+        """End `run`, give all its groups back to the replay buffer, and return the final counters.
+
+        The engine stays up, so `answer` still works.
+        """
         return await self._started().stop()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def leave(self) -> FleetCounters | None:
-        """Stop taking leases, then `stop`. If progress is never saved, first let running groups finish."""
+        """Take no more prompt groups, then stop the worker (`stop`), because its engine leaves the run.
+
+        With ``save_progress=never``, running groups first get up to ``drain_timeout_s`` to finish. Returns the final
+        counters; None if the worker was never started.
+        """
         self._member.drain(time.monotonic())
         if self._loop is not None:
             await self._loop.let_end()
@@ -181,7 +202,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
-        """End `run`, release all leases, and stop the engine.
+        """End `run`, give all its groups back to the replay buffer, and stop the engine.
 
         Returns the final counters; None if the worker was never started.
         """

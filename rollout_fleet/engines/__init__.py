@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_dir: str, seed: int) -> Engine:
-    """Make the engine of rollout worker ``rank``. Call `Engine.start` next.
+    """Make the inference engine of the rollout worker with number ``rank``. Call `Engine.start` next.
 
-    The engine's seed is ``seed + rank``. A server's log goes to ``log_dir``.
+    The engine samples with the seed ``seed + rank``. If the engine is a server, its log goes to the folder ``log_dir``.
 
     Raises `ValueError` if SGLang is configured but not installed, or if ``model_path`` has no model in Hugging Face
     layout.
@@ -40,7 +40,7 @@ def make_engine(config: RolloutFleetConfig, *, model_path: str, rank: int, log_d
 
 
 def check_engine_installed(config: RolloutFleetConfig) -> None:
-    """Raise `ValueError` if the configured engine is not installed."""
+    """Raise `ValueError` if the configured engine is SGLang and the package ``sglang`` is not installed."""
     if config.engine is EngineKind.sglang and importlib.util.find_spec("sglang") is None:
         raise ValueError(
             "rollout_fleet.engine is sglang, but SGLang is not installed in this environment; install it "
@@ -49,7 +49,10 @@ def check_engine_installed(config: RolloutFleetConfig) -> None:
 
 
 def check_images(config: RolloutFleetConfig, model_path: str) -> None:
-    """Raise `ValueError` for a model with images on SGLang without a GPU, because SGLang 0.5.21 did not work there."""
+    """Raise `ValueError` if the model takes images and the engine is SGLang on a CPU.
+
+    SGLang 0.5.21 did not answer requests with images on a CPU.
+    """
     if config.engine is EngineKind.sglang and is_vision_model(model_path) and resolve_device(config) != "cuda":
         raise ValueError(
             f"rollout_fleet.engine is sglang on a CPU, where SGLang 0.5.21 did not answer requests with images, and "
@@ -58,9 +61,9 @@ def check_images(config: RolloutFleetConfig, model_path: str) -> None:
 
 
 def resolve_device(config: RolloutFleetConfig) -> EngineDevice:
-    """Return ``cpu`` or ``cuda`` for one engine of this process.
+    """Return the device that an engine in this process computes on, ``cpu`` or ``cuda``.
 
-    ``auto`` becomes ``cuda`` if the engine's GPUs are visible.
+    ``rollout_fleet.device=auto`` becomes ``cuda`` if this process sees as many GPUs as one engine needs.
     """
     if config.device is not EngineDevice.auto:
         return config.device

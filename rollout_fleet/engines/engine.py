@@ -27,7 +27,7 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # share of the silence deadline that the probe may take
+PROBE_SHARE = 0.25  # share of `silence_timeout_s` in which a silent engine must answer the probe
 MAX_SILENT_PERIODS = 3
 STREAM_END_S = 1.0  # longest wait for an HTTP stream to end after its last sample
 T = TypeVar("T")
@@ -56,7 +56,7 @@ class SampleRequest:
 
     @property
     def prompt_key(self) -> bytes:
-        """A key that is equal for requests with the same prompt tokens and images."""
+        """Bytes that are equal for two requests exactly if their prompt tokens and images are equal."""
         return b"".join([self.prompt_ids.tobytes(), *(placed.image.digest.encode() for placed in self.images)])
 
 
@@ -79,7 +79,10 @@ class SampleOutput:
     num_cached: int | None = None
 
     def turn(self, parent: int) -> Turn:
-        """Return the response as a sampled turn of an episode, which follows the turn ``parent``."""
+        """Convert the response to a `Turn`: one stretch of tokens in a rollout of several turns.
+
+        ``parent`` is the index of the turn that the response follows; 0 is the prompt.
+        """
         return Turn(
             token_ids=self.token_ids,
             parent=parent,
@@ -130,7 +133,10 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the sampled tokens whose policy version is certain. Only these are kept if the engine fails."""
+        """Return the tokens sampled so far whose policy version is known, as an unfinished sample.
+
+        If the engine fails, only these tokens are kept. By default there are none.
+        """
         return NOTHING
 
 
@@ -155,7 +161,7 @@ class Engine(ABC):
         name: Name in messages.
         silence_timeout_s: Deadline of `SilenceWatch`, in seconds.
         log_tail: Returns the end of the engine's log, for messages.
-        image_token_id: As in `ModelFacts`.
+        image_token_id: The placeholder token of images; None if the model takes no images.
 
     Attributes:
         silence: Watches the engine while requests run.
@@ -186,7 +192,7 @@ class Engine(ABC):
 
     @property
     def version(self) -> int:
-        """Policy version that newly sampled tokens carry."""
+        """Number of the policy version whose weights the engine holds; newly sampled tokens get this number."""
         return self._version
 
     @property
@@ -196,21 +202,22 @@ class Engine(ABC):
 
     @property
     def has_failed(self) -> bool:
-        """Whether the engine has failed. Its later answers are ignored."""
+        """Whether the engine has failed for good. Answers that arrive after the failure are ignored."""
         return self._failure is not None and self._failure.done() and not self._failure.cancelled()
 
     @abstractmethod
     async def start(self) -> None:
-        """Start the engine on the weights of version 0. Returns when the engine can generate.
+        """Start the engine with the run's initial weights (version 0), and wait until it can generate.
 
-        Raises `DeadlineError` if the engine is not up in time, and `WorkerDiedError` with the end of the log if it
-        exits.
+        Raises `DeadlineError` if the engine cannot generate within ``start_timeout_s``. Raises `WorkerDiedError` with
+        the end of the engine's log if the engine's process exits.
         """
 
     async def generate(self, requests: Sequence[SampleRequest]) -> AsyncIterator[tuple[SampleRequest, SampleOutput]]:
-        """Sample responses. Yields each request with its finished or aborted answer, in any order.
+        """Sample one response per request. Yields (request, response) pairs as the responses end, in any order.
 
-        If the engine fails, each running sample is first yielded as aborted, with the tokens of `RunningSample.so_far`.
+        The response of an aborted request is unfinished: its finish reason is None. If the engine fails, all running
+        requests are first yielded as aborted, with the tokens of `RunningSample.so_far`. Then the failure is raised.
 
         Raises:
             DeadlineError: no running request received a token within ``silence_timeout_s``.
@@ -219,7 +226,7 @@ class Engine(ABC):
             RequestRefused: a request is wrong. The engine has not failed.
         """
         self._check_up()
-        for request in {id(request.prompt_ids): request for request in requests}.values():  # each prompt once
+        for request in {id(request.prompt_ids): request for request in requests}.values():  # each array of tokens once
             check_prompt(request, self._vocab_size, self._image_token_id)
         for sampling in {request.sampling for request in requests}:
             self._check_sampling(sampling)
@@ -243,7 +250,7 @@ class Engine(ABC):
                         self._running.pop(request.id, None)
                         yield request, _kept(request, output)
             if tasks:
-                # A connection can be reused only after its stream has ended.
+                # An HTTP connection can be reused only after its stream has ended.
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
             for request_id, sample in running.items():
@@ -275,9 +282,10 @@ class Engine(ABC):
 
     @abstractmethod
     async def load_weights(self, offer: WeightOffer) -> float:
-        """Load the weights that ``offer`` names. Running requests may continue with the new weights.
+        """Load the weights that ``offer`` names, and return for how many seconds generation was paused.
 
-        Returns the seconds of paused generation. After an error the engine has failed.
+        ``offer`` says where the weights of one policy version are. Running requests may continue with the new weights.
+        After an error the engine has failed.
 
         Raises:
             EngineError: the engine refuses the weights, or its weights differ from the published ones.
@@ -287,32 +295,43 @@ class Engine(ABC):
 
     @abstractmethod
     async def release_memory(self) -> None:
-        """Release the device to the learner. The next `load_weights` takes the device back.
+        """Free the engine's memory on the device, so that the learner can use it.
 
-        Raises `EngineError` if the engine refuses or is generating, `DeadlineError` after ``load_timeout_s``.
+        The engine cannot generate until the next `load_weights`, which takes the memory back.
+
+        Raises `EngineError` if the engine refuses or is generating, and `DeadlineError` after ``load_timeout_s``.
         """
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """Abort running requests. `generate` yields them as aborted. Unknown ids are ignored."""
+        """Abort the running requests with these ids. `generate` then yields them with the tokens sampled so far.
+
+        Ids that belong to no running request are ignored.
+        """
         for request_id in self._running.keys() & request_ids:
             self._running[request_id].is_aborted = True
 
     def num_written(self, request_ids: Collection[str]) -> int:
-        """Return the number of tokens that these requests have so far. Unknown and already yielded requests count 0."""
+        """Return the total number of tokens sampled so far for the running requests with these ids.
+
+        Ids that belong to no running request count 0.
+        """
         return sum(self._running[request_id].num_tokens for request_id in self._running.keys() & request_ids)
 
     @abstractmethod
     async def read_load(self) -> EngineLoad:
-        """Return the current load. Raises `EngineError` if the engine does not report it or cannot be reached."""
+        """Return how many samples run and wait in the engine, and how full its KV cache is.
+
+        Raises `EngineError` if the engine does not report these numbers or cannot be reached.
+        """
 
     async def wait_failed(self) -> None:
-        """Wait for the engine to fail. Raises the failure."""
+        """Wait until the engine fails, and raise the exception that made it fail."""
         if self._failure is None:
             raise EngineError(f"{self._name} was never started")
         await asyncio.shield(self._failure)
 
     async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``. If the engine fails, cancel ``work`` and raise the failure."""
+        """Await ``work`` and return its result. If the engine fails first, cancel ``work`` and raise the failure."""
         doing, failing = asyncio.create_task(work), asyncio.create_task(self.wait_failed())
         try:
             await asyncio.wait({doing, failing}, return_when=asyncio.FIRST_COMPLETED)
@@ -323,7 +342,10 @@ class Engine(ABC):
             await cancel((doing, failing))
 
     def fail(self, error: Exception) -> Exception:
-        """Set the engine's failure, unless the engine has failed or stopped before. Returns ``error``."""
+        """Mark the engine as failed by ``error``, and return ``error``.
+
+        All running calls raise it. This has no effect if the engine has already failed or stopped.
+        """
         assert self._failure is not None
         if not self._failure.done():
             self._failure.set_exception(error)
@@ -336,7 +358,7 @@ class Engine(ABC):
 
     @abstractmethod
     async def stop(self) -> None:
-        """Stop the engine and free its process, port and memory. May be called at any time and repeatedly."""
+        """Stop the engine, and free its process, port and memory. May be called at any time, and more than once."""
 
     def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
         """Mark the engine as running. The engine fails with the first exception that one of ``failures`` raises."""
@@ -441,7 +463,10 @@ class ModelFacts:
 
 
 def read_model_facts(model_path: str) -> ModelFacts:
-    """Read `ModelFacts`. Raises `ValueError` if ``model_path`` has no model."""
+    """Read the vocabulary size, special tokens and head size of a model from its configuration files.
+
+    Raises `ValueError` if the folder ``model_path`` has no model in Hugging Face layout.
+    """
     config_file = Path(model_path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"model path must hold a config.json in Hugging Face layout, got {model_path!r}")
@@ -472,7 +497,11 @@ def read_model_facts(model_path: str) -> ModelFacts:
 
 
 def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:
-    """Raise `RequestRefused` for a prompt that could crash an engine: wrong ids, or placeholders without images."""
+    """Check that a request's prompt cannot crash an engine, and raise `RequestRefused` if it could.
+
+    The prompt must have a token, and all ids must be below ``vocab_size``. Exactly the positions of the request's
+    images must hold the image placeholder ``image_token_id``; None means that the model takes no images.
+    """
     if len(request.prompt_ids) == 0:
         raise RequestRefused(f"request {request.id} has an empty prompt; a prompt needs at least one token")
     if not _in_vocabulary(request.prompt_ids, vocab_size):
@@ -504,15 +533,15 @@ def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
 
 
 def mixed_seed(*parts: int) -> int:
-    """Mix several numbers into a 64-bit seed. Similar numbers give unrelated seeds."""
+    """Return a 64-bit random seed that depends on all given numbers. Similar numbers give unrelated seeds."""
     return int(np.random.SeedSequence([part % 2**64 for part in parts]).generate_state(1, np.uint64)[0])
 
 
 def engine_seed(seed: int, version: int, epoch: int) -> int:
-    """Return the seed of one start of an engine, below 2^31.
+    """Return the random seed for one start of an engine, below 2^31.
 
-    The seed depends on the policy ``version`` at the start of the run and on the worker's ``epoch``. Otherwise each
-    restart would draw the same random numbers again.
+    ``seed`` is the seed of the run, ``version`` the policy version at the start of the run, and ``epoch`` the number of
+    failures of this worker so far. So a restarted engine does not draw the same random numbers again.
     """
     return mixed_seed(seed, version, epoch) >> 33
 
@@ -520,11 +549,11 @@ def engine_seed(seed: int, version: int, epoch: int) -> int:
 def check_output(
     output: SampleOutput, request: SampleRequest, *, vocab_size: int, loaded_versions: Collection[int]
 ) -> None:
-    """Raise `EngineError` for an answer that breaks the engine's contract.
+    """Check an engine's answer to ``request``. Raises `EngineError` if one of these conditions does not hold.
 
-    - The three arrays have the same length, and a finished response has a token.
-    - Ids are below ``vocab_size``, and log-probs are numbers <= 0.
-    - The version of each token is in ``loaded_versions``, the verified versions.
+    - Token ids, log-probs and versions have the same length, and a finished response has a token.
+    - Ids are below ``vocab_size``, and log-probs are numbers <= 0 (with a tolerance for rounding).
+    - The policy version of each token is in ``loaded_versions``, the versions that the engine has loaded and verified.
     """
     where = f"request {request.id}"
     lengths = (len(output.token_ids), len(output.logprobs), len(output.versions))
@@ -576,13 +605,13 @@ class SilenceWatch:
         self._re_prefill = record.NO_SPAN
 
     def token(self) -> None:
-        """Record the arrival of a token. May be called from any thread."""
+        """Record that the engine has just produced a token. May be called from any thread."""
         self._heard_s = time.monotonic()
         self._re_prefill.close()
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Watch for silence inside the block, while requests run."""
+        """Count ``num_requests`` requests as running inside the ``with`` block. Silence is an error while any runs."""
         self._change(num_requests, is_paused=self._is_paused)
         try:
             yield
@@ -591,10 +620,11 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Do not watch for silence inside the block, which pauses generation.
+        """Allow silence inside the ``with`` block, which pauses generation.
 
-        Yields a function. The block calls it when generation has stopped. The run's profile shows a pause from then on.
-        ``recomputes``: whether the engine recomputes the KV cache after the pause.
+        Yields a function that the block must call when generation has stopped. The run's profile shows the pause from
+        this call to the end of the block. ``recomputes`` says whether the engine computes the KV cache of running
+        samples again after the pause.
         """
         pause = record.NO_SPAN
 
@@ -612,7 +642,7 @@ class SilenceWatch:
             self._re_prefill = record.span(SpanKind.re_prefill)
 
     async def wait(self) -> NoReturn:
-        """Wait until the engine is silent. Then raise `DeadlineError`."""
+        """Wait until the engine has been silent for too long while requests ran. Then raise `DeadlineError`."""
         num_silent_periods = 0
         while True:
             await self._listening.wait()

@@ -1,4 +1,6 @@
-"""Removes secrets from the environment of child processes, and guards a server that must end with its owner.
+"""Removes secrets from environment variables of child processes, and runs a server that must end with its owner.
+
+The owner is the process that starts the guard.
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
@@ -33,7 +35,7 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str = "...") -> bool:
-    """Return whether the name of a variable suggests that it holds a secret. Example: ``HF_TOKEN``.
+    """Return whether an environment variable seems to hold a secret, by its name. Example: ``HF_TOKEN``.
 
     A ``*_TOKEN`` or ``*_TOKENS`` is not a secret if its value is a number or a switch such as ``true``.
     """
@@ -42,7 +44,9 @@ def is_secret(name: str, value: str = "...") -> bool:
 
 
 def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Copy an environment without its secrets, except those in ``passed``.
+    """Return a copy of the variables ``environment`` without secrets. Secrets that ``passed`` names are kept.
+
+    `is_secret` decides which variables are secrets.
 
     This protects only against accidents, because a process can read the environment of other processes of the same
     user.
@@ -51,12 +55,12 @@ def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os
 
 
 def signal_at_parent_death(signum: int) -> None:
-    """Ask the kernel to send ``signum`` when the thread that started this process ends."""
+    """Ask the kernel to send the signal ``signum`` to this process when the thread that started it ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of orphaned descendants, to reap them when they end."""
+    """Let this process become the parent of descendants whose own parent ends, so that it can wait for them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -121,7 +125,10 @@ class Guard:
         return inodes
 
     def wait(self) -> int:
-        """Wait for the end of the server and clean up. Returns the exit status as a shell reports it."""
+        """Wait until the server ends, then kill its processes and remove its shared memory.
+
+        Returns the server's exit status; 128 plus the number of the signal if a signal ended the server.
+        """
         status = self._server.wait()
         self._shared_memory |= self._mapped_shared_memory()
         self._kill_group()
@@ -134,7 +141,7 @@ class Guard:
 
 
 def main() -> int:
-    """Run and guard the command in the arguments."""
+    """Run the command in the arguments and clean up after it. Returns the exit status of the command."""
     owner_pid, scratch_dir, *command = sys.argv[1:]
     for signum in LEFT_TO_OWNER:
         signal.signal(signum, signal.SIG_IGN)

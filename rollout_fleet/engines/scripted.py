@@ -42,7 +42,7 @@ Script = Callable[[SampleRequest, int], ScriptedAnswer]
 
 
 def repeat_last_token(request: SampleRequest, version: int) -> ScriptedAnswer:
-    """Return a response of one token: the last token of the prompt."""
+    """Answer each request with one token: the last token of its prompt. ``version`` is not used."""
     return ScriptedAnswer(response=[int(request.prompt_ids[-1])])
 
 
@@ -91,17 +91,20 @@ class ScriptedEngine(Engine):
         self.load_error = ""
 
     async def start(self) -> None:
-        """See `Engine.start`."""
+        """Mark the engine as running (`Engine.start`)."""
         self._come_up()
 
     async def release_memory(self) -> None:
-        """See `Engine.release_memory`."""
+        """Set `released`, until the next `load_weights`. Raises `EngineError` if requests run."""
         if self._running:
             raise EngineError(f"memory was released while {sorted(self._running)} ran")
         self.released = True
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """See `Engine.load_weights`."""
+        """Take the offered version after ``load_delay_s`` seconds, and return the seconds that this took.
+
+        Raises `EngineError` with the text ``load_error`` if it is not empty. Then the engine has failed.
+        """
         started = time.perf_counter()
         self.released = False
         await asyncio.sleep(self.load_delay_s)
@@ -112,16 +115,16 @@ class ScriptedEngine(Engine):
         return time.perf_counter() - started
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`."""
+        """Return the number of running requests; those beyond ``num_slots`` are reported as waiting."""
         num_running = min(len(self._running), self.num_slots or len(self._running))
         return EngineLoad(num_running=num_running, num_waiting=len(self._running) - num_running, cache_use=0.0)
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
+        """Stop the engine (`Engine.stop`)."""
         self._go_down()
 
     def die(self, cause: str) -> Exception:
-        """Die now, like a killed server."""
+        """Make the engine fail now, like a killed server. Returns the failure, a `WorkerDiedError` with ``cause``."""
         return self.fail(WorkerDiedError(f"the scripted engine died: {cause}"))
 
     def _begin(self, samples: Sequence[_ScriptedSample], answers: Answers) -> list[asyncio.Task[None]]:

@@ -1,4 +1,4 @@
-"""Hooks inside an SGLang server: faster process starts, cheaper pauses and updates, verified weight loads."""
+"""Functions that run inside an SGLang server: faster process starts, cheaper pauses and updates, verified weights."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ even on a CPU, so the stand-in replaces that wait.
 
 
 def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
-    """Install these hooks as an SGLang plugin into ``folder``, which must be on the server's import path.
+    """Write an SGLang plugin that loads this module into ``folder``, which must be on the server's import path.
 
-    Without ``has_kernels``, also install a stand-in for SGLang's kernel package.
+    If ``has_kernels`` is false, also write a stand-in for SGLang's kernel package ``sgl_kernel``.
     """
     installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
     installed.mkdir(parents=True)
@@ -64,7 +64,10 @@ def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
 
 
 def missing_kernel(name: str) -> Callable[..., Any]:
-    """Return a function that raises an error about the missing kernel when it is called."""
+    """Return a function that raises `RuntimeError` if it is called, because the kernel ``name`` is not installed.
+
+    Raises `AttributeError` for names that begin with two underscores.
+    """
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -75,7 +78,7 @@ def missing_kernel(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Register all hooks. SGLang calls this function in each process of the server."""
+    """Make SGLang call the functions of this module at certain points. SGLang calls this in each server process."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     keep_stop_blocked()
@@ -88,31 +91,35 @@ def register() -> None:
 
 
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
-    """Fork the scheduler and the detokenizer on a CPU, if the process has only one thread.
+    """Let SGLang fork its scheduler and detokenizer on a CPU, if this process has only one thread.
 
-    Otherwise SGLang spawns these processes, and their imports take half of a server's start.
+    Without this, SGLang spawns the two processes, and their imports take half of the server's start time.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep until a call arrives, because SGLang's loop would otherwise use a core during a pause."""
+    """Sleep in the loop of a paused scheduler until a request arrives. Otherwise the loop would keep a core busy."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
 
 def skip_known_logprobs(_result: None, request: Any) -> None:
-    """Skip the log-probs of tokens that a retracted request has written, unless the request needs prompt log-probs.
+    """Keep SGLang from computing log-probs again for tokens that a paused request has already sampled.
 
-    SGLang would compute the logits of all written tokens again: 19 GB for 32,000 tokens and a vocabulary of 152,000.
+    Requests for prompt log-probs do not change. SGLang would compute the logits of all sampled tokens again: 19 GB for
+    32,000 tokens and a vocabulary of 152,000.
     """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
 
 
 def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
-    """Convert the 8-bit pixels of a request to tensors, in place, because SGLang cannot send tensors over HTTP."""
+    """Convert the pixels of a request's images from base64 text to tensors, in place.
+
+    A client of SGLang cannot send tensors over HTTP.
+    """
     import torch
 
     for item in image_data or ():
@@ -124,9 +131,10 @@ def take_pixels(processor: Any, image_data: Any = None, **_: Any) -> None:
 
 
 def load(model: Any, _named_tensors: Any) -> None:
-    """Load the weights that the file in `ORDER_VARIABLE` names, on each tensor-parallel rank, between two model steps.
+    """Load weights into ``model`` and verify them. The file whose path is in `ORDER_VARIABLE` names the weights.
 
-    SGLang calls this function (``--custom-weight-loader``) and drops its result, so each rank writes a report.
+    SGLang calls this function on each tensor-parallel rank between two model steps (``--custom-weight-loader``). SGLang
+    drops the result, and an exception would end the server. So each rank writes a report to the file `report_path`.
     """
     import torch
 
@@ -152,9 +160,10 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return JSON that tells which experts this rank's parameters hold. None if SGLang does not report it.
+    """Return a JSON text that says which experts of a mixture-of-experts model this rank holds, and where.
 
-    The answer may change, because SGLang moves experts between ranks while it serves (``--enable-eplb``).
+    Returns None if SGLang does not report it. The text may change between calls, because SGLang moves experts between
+    ranks while it serves (``--enable-eplb``).
     """
     try:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
@@ -168,5 +177,8 @@ def arrangement_of_experts(model: Any) -> str | None:
 
 
 def report_path(order: Path, rank: int) -> Path:
-    """Return the path of a tensor-parallel rank's report on a weight load."""
+    """Return the path of the file in which a tensor-parallel rank reports on a weight load.
+
+    ``order`` is the path of the file that named the weights.
+    """
     return order.with_name(f"{order.name}.{rank}")

@@ -146,7 +146,7 @@ class SGLangEngine(Engine):
         self._has_said_it_keeps = False
 
     async def start(self) -> None:
-        """See `Engine.start`."""
+        """Start the server, if it does not run, and generate warm-up tokens (`Engine.start`)."""
         began_s = time.monotonic()
         await self.server.start()
         await self._client.open()
@@ -158,7 +158,10 @@ class SGLangEngine(Engine):
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
-        """See `Engine.release_memory`. A server without a memory saver only pauses and keeps its memory."""
+        """Pause the server and free its weights and KV cache on the device (`Engine.release_memory`).
+
+        A server without SGLang's memory saver only pauses, and keeps its memory.
+        """
         self._check_up()
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {sorted(self._running)}")
@@ -175,7 +178,7 @@ class SGLangEngine(Engine):
             self._is_released = True
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """See `Engine.load_weights`."""
+        """Pause the server, load and verify weights, and continue (`Engine.load_weights`)."""
         async with self._loading_turn:
             self._check_up()
             recomputes = self._config.sglang.on_update is OnUpdate.recompute
@@ -184,9 +187,9 @@ class SGLangEngine(Engine):
                     return await self._transact(offer, stands_still)
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """See `Engine.abort`.
+        """Ask the server to abort running requests (`Engine.abort`).
 
-        This call has no deadline. The watch for silence detects a server that does not answer.
+        This call has no deadline. If the server does not answer, `silence` makes the engine fail.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -199,7 +202,10 @@ class SGLangEngine(Engine):
         await self.unless_failed(send())
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`. The numbers are up to 15 model steps old."""
+        """Ask the server how many samples run and wait, and how full its KV cache is (`Engine.read_load`).
+
+        The numbers are up to 15 model steps old.
+        """
         answer = await self.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
@@ -212,7 +218,7 @@ class SGLangEngine(Engine):
             raise EngineError(f"{self._name} answered GET /v1/loads with {str(answer)[:500]}: {error!r}") from error
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
+        """Close the connections to the server and stop it (`Engine.stop`)."""
         self._go_down()
         await self._client.close()
         await self.server.stop()
@@ -290,7 +296,7 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # SGLang handles a batch of one request more slowly
+        is_single = len(requests) == 1  # SGLang answers a list with one request more slowly
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
@@ -374,8 +380,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # The server may put the new version into answers only now. Both calls may be sent together, because the
-        # server stays paused until it has confirmed both.
+        # Only from here on, answers of the server carry the new version. The order of these two calls does not matter,
+        # because the server stays paused until it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -383,7 +389,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # only after the load, which may need this memory
+            if takes_memory_back:  # after the load of weights, which may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version

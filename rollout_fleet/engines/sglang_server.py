@@ -40,7 +40,7 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
 DEATH_GRACE_S = 2.0
-# The client must close idle connections first. If the server closes one, a request on it is lost.
+# The client must close idle connections before the server does. A request on a connection that closes is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
@@ -64,7 +64,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Without warm-up, the server calls itself before it listens. It would log three tracebacks of these calls.
+    # Started without warm-up, SGLang calls its own server before it listens, and would log three tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -73,7 +73,7 @@ class SGLangServer:
     """One server process group, reachable at `url` with `headers` after `start`. Its log is ``<name>-<rank>.log``.
 
     Args:
-        head_dim: As in `ModelFacts`.
+        head_dim: Size of an attention head; 0 if heads differ in size.
         fp32_head: Whether the output layer computes in float32. None: on a GPU only.
     """
 
@@ -111,39 +111,45 @@ class SGLangServer:
 
     @property
     def url(self) -> str:
-        """Base address. Example: ``"http://127.0.0.1:40213"``."""
+        """The server's URL, without a path. Example: ``"http://127.0.0.1:40213"``."""
         return f"http://127.0.0.1:{self._port}"
 
     @property
     def guard(self) -> Process | None:
-        """The process that runs the server and ends with it (`process_guard`). None before `start`."""
+        """The process that started the server, cleans up after it and ends with it (`process_guard`).
+
+        None before `start`.
+        """
         return self._guard
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers with the server's key, which every request needs."""
+        """HTTP headers with the server's API key. Every request needs them."""
         return {"Authorization": f"Bearer {self._api_key}"}
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the server can release its device memory and take it back."""
+        """Whether the server can free its GPU memory while it is paused, and take it back later."""
         return self._config.memory_saver and self._device is EngineDevice.cuda
 
     @property
     def weight_order(self) -> Path:
-        """The file that tells `server_hooks.load` which weights to load. Reports are written to the same folder."""
+        """Path of the file that tells the server which weights to load. The caller writes it before each load.
+
+        `server_hooks.load` reads this file, and writes its reports to the same folder.
+        """
         assert self._scratch is not None
         return self._scratch / "weights.json"
 
     @property
     def tp_size(self) -> int:
-        """Number of tensor-parallel ranks."""
+        """Number of tensor-parallel ranks (GPUs, or processes on a CPU) that run the server's model."""
         return self._config.tp_size
 
     async def start(self) -> None:
-        """Start the server and wait until it listens. If another process takes the port, try another port.
+        """Start the server and wait until it accepts connections. If another process takes its port, try another.
 
-        Raises `DeadlineError` after ``start_timeout_s``, `WorkerDiedError` if the server ends.
+        Raises `DeadlineError` after ``start_timeout_s``, and `WorkerDiedError` if the server's process ends.
         """
         try:
             async with asyncio.timeout(self._fleet.start_timeout_s):
@@ -175,9 +181,9 @@ class SGLangServer:
         raise self._death()
 
     async def stop(self) -> None:
-        """Kill the server's process group. Returns when the guard has cleaned up."""
+        """Kill the server with all its processes, and wait until its memory and temporary files are removed."""
         self._stopping = True
-        async with self._launching:  # wait for a running launch
+        async with self._launching:  # wait until a launch that has begun is over
             guard = self._guard
         if guard is None:
             return
@@ -222,7 +228,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # Ray kills the process group of a dead worker, but the guard must clean up
+                start_new_session=True,  # Ray kills a dead worker's process group, and the guard must survive this
             )
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -271,7 +277,10 @@ class SGLangServer:
                     self._ready.set()
 
     def arguments(self, scratch: Path) -> list[str]:
-        """Return the arguments of ``sglang.launch_server``. ``scratch`` is the server's folder for temporary files."""
+        """Return the command-line arguments of ``sglang.launch_server`` as a list of words.
+
+        ``scratch`` is the server's folder for temporary files.
+        """
         config, on_cpu = self._config, self._device is EngineDevice.cpu
         arguments = {
             "--config": str(scratch / "server.yaml"),
@@ -291,7 +300,7 @@ class SGLangServer:
         }
         if config.max_total_tokens or on_cpu:
             arguments["--max-total-tokens"] = str(config.max_total_tokens or CPU_KV_TOKENS)
-        # SGLang's own warm-up does not request log-probs, and uses token ids that a small vocabulary lacks.
+        # Skip SGLang's own warm-up: it requests no log-probs, and uses token ids that a small vocabulary lacks.
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
@@ -308,7 +317,10 @@ class SGLangServer:
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """Return the environment variables of the server."""
+        """Return all environment variables of the server, by name. Secrets are left out, unless the options pass them.
+
+        ``scratch`` is the server's folder for temporary files.
+        """
         environment = {
             **without_secrets(self._fleet.pass_secrets),
             "TMPDIR": str(scratch),
@@ -321,7 +333,7 @@ class SGLangServer:
             ORDER_VARIABLE: str(scratch / "weights.json"),
             # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            # SGLang names the shared memory of this server's ranks by this value and the port
+            # SGLang puts these two values into the names of the server's shared memory
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
@@ -365,7 +377,7 @@ class SGLangServer:
         return WorkerDiedError(f"{self.name} {how}. {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """Return the last lines of the output, for a message."""
+        """Return the last lines of the server's output as one text, with the path of the log, for error messages."""
         return f"Last lines of {self.log_path}:\n" + "\n".join(self._tail)
 
 
@@ -391,7 +403,7 @@ class SGLangClient:
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
-        """Make the pool without a connection. The first `call` or `stream` connects."""
+        """Make an empty pool of connections. The first `call` or `stream` connects to the server."""
         self._session = aiohttp.ClientSession(
             self._server.url,
             headers={**self._server.headers, "Content-Type": "application/json"},
@@ -405,9 +417,9 @@ class SGLangClient:
             await self._session.close()
 
     async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Call the server. Returns the JSON answer, or None for an empty answer.
+        """Send ``body`` as JSON to the server, and return the parsed JSON answer, or None if the answer is empty.
 
-        If the connection breaks, the call is sent again. A second call has the same result, or is refused.
+        If the connection breaks, the request is sent once more. So it must be safe to send it twice.
         """
         session = self._opened(method, path)
         try:
@@ -423,9 +435,9 @@ class SGLangClient:
         return self._decoded(content, method, path) if content else None
 
     async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
-        """Post a request, and yield lists of decoded server-sent events that arrived together.
+        """Post ``body`` as JSON, and yield the server-sent events of the answer, parsed from JSON.
 
-        The request is sent only once, and there is no deadline.
+        Each yielded list has the events that arrived together. The request is sent only once, and has no deadline.
         """
         session = self._opened("POST", path)
         try:

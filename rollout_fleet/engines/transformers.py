@@ -97,11 +97,14 @@ class StepRecorder:
 
     @property
     def num_steps(self) -> int:
-        """Number of steps so far (T)."""
+        """Number of generation steps of this batch so far; each step samples one token per row."""
         return len(self._token_ids)
 
     def begin_round(self) -> Tensor:
-        """Begin a round with the unfinished rows. Returns [b] int64, their indices in the previous round."""
+        """Begin a round (one call of ``generate``) with the rows that have not ended.
+
+        Returns [b] int64: for each of these rows, its index among the rows of the previous round. Empty if all ended.
+        """
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
@@ -123,7 +126,10 @@ class StepRecorder:
         return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
-        """Record the [b, 1] sampled tokens and their log-probs. Returns [b] bool, True if a row ends."""
+        """Record the [b, 1] tokens that a step has sampled, and their log-probs.
+
+        Returns [b] bool: whether ``generate`` shall stop the row. At the end of a round, all rows are True.
+        """
         assert self._step_logprobs is not None
         rows, new_ids, num_rows = self._rows, token_ids.squeeze(1).cpu(), len(self._samples)
         self._token_ids.append(new_ids.new_zeros(num_rows).index_copy_(0, rows, new_ids))
@@ -159,7 +165,10 @@ class StepRecorder:
         return torch.tensor(ends, dtype=torch.bool)
 
     def outputs(self, version: int) -> list[SampleOutput]:
-        """Return the samples after all rows have ended. Every token carries ``version``."""
+        """Return one sample per row, in order. Call this when all rows have ended.
+
+        ``version`` is the policy version of every token.
+        """
         token_ids = torch.stack(self._token_ids, dim=1).to(torch.int32).numpy()
         logprobs = torch.stack(self._logprobs, dim=1).numpy()
         versions = np.full(self.num_steps, version, dtype=np.int32)
@@ -184,7 +193,7 @@ class GenerationModel:
         dtype: Name of a torch dtype, or ``auto`` for the dtype of the stored model.
         device: ``cpu`` or ``cuda``.
         seed: Seeds torch in this process.
-        reproducible: As in `TransformersConfig`.
+        reproducible: Sample every answer from its own seed, one row at a time (`TransformersConfig`).
         on_step: Called by the generating thread after every token of a batch.
     """
 
@@ -217,20 +226,23 @@ class GenerationModel:
         self._frozen = ""  # digest of the loaded frozen weights under the adapters
 
     def load(self) -> None:
-        """Read the model from disk. Raises `EngineError` if transformers does not generate correctly with it."""
+        """Read the model from its folder onto the device, and test generation with it.
+
+        Raises `EngineError` if generated log-probs differ from those of a forward pass.
+        """
         torch.manual_seed(self._seed)
         kind: Any = AutoModelForCausalLM
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # for options that a call does not set, transformers would use the model's own generation config
+        # without this, transformers takes options that a call does not set from the model's own generation config
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
         self._eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
-        """Free the memory of the parameters on the device, until `load_weights`."""
+        """Free the device memory of the model's parameters. `load_weights` allocates them again."""
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
@@ -241,13 +253,14 @@ class GenerationModel:
             torch.cuda.empty_cache()
 
     def load_weights(self, offer: WeightOffer, *, timeout_s: float) -> None:
-        """Load offered weights and compare each write with its source.
+        """Load the weights of a policy version into the model, and verify that each tensor arrived unchanged.
 
-        Frozen weights under adapters are loaded once. The adapters are not merged into the weights.
+        If the version is a LoRA adapter, its frozen base weights are loaded only once. The adapter is not merged into
+        the base weights.
 
         Args:
-            offer: The offered weights.
-            timeout_s: `RolloutFleetConfig.load_timeout_s`.
+            offer: Says where the weights are.
+            timeout_s: Seconds to wait for weights that learner ranks send (`RolloutFleetConfig.load_timeout_s`).
 
         Raises:
             WeightsError: tensors are missing, unknown, of another shape, or differ from the published digests.
@@ -300,10 +313,11 @@ class GenerationModel:
 
     @torch.inference_mode()
     def generate(self, samples: Sequence[RunningSample], version: int) -> list[SampleOutput]:
-        """Generate samples of one `distribution`, and return the outputs in the same order.
+        """Generate a response for each sample, and return the responses in the same order.
 
-        Every token carries ``version``. The samples depend on the requests in their batch, even with a fixed seed of
-        the engine. If padding changes the model's log-probs, prompts of each length get their own batch.
+        All samples must have the same temperature, top-p, top-k and min-p. ``version`` becomes the policy version of
+        every token. The responses depend on which requests share a batch, even with a fixed seed of the engine. If
+        padding changes the model's log-probs, only prompts of equal length share a batch.
         """
         outputs: dict[int, SampleOutput] = {}
         for rows in self._batches([sample.request for sample in samples]):
@@ -404,7 +418,7 @@ class GenerationModel:
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # padding would move tokens to other attention chunks
+            self._may_pad = False  # with padding, tokens would fall into other attention chunks
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
@@ -459,7 +473,7 @@ class GenerationModel:
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
             whole, seen = torch.cat([prompt, tokens])[None], {}
-            if request.images:  # a sampled placeholder would count as an image, so later tokens are not compared
+            if request.images:  # the model takes a sampled placeholder for an image, so compare only earlier tokens
                 is_placeholder = tokens == self._facts.image_token_id
                 tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
                 whole = torch.cat([prompt, tokens])[None]
@@ -532,7 +546,7 @@ class GenerationModel:
 
 
 def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
-    """Return the options that must be equal in a batch: temperature, top-p, top-k and min-p."""
+    """Return (temperature, top-p, top-k, min-p). Only samples for which these are equal may share a batch."""
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
@@ -580,14 +594,14 @@ class TransformersEngine(Engine):
         self._idle_model = asyncio.Lock()
 
     async def start(self) -> None:
-        """See `Engine.start`."""
+        """Load the model from its folder, and begin to wait for requests (`Engine.start`)."""
         async with self._deadline("load its model", self._config.start_timeout_s, "start_timeout_s"):
             await self._in_thread(self.model.load)
         self._come_up(self._run_batches, self.silence.wait)
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
-        """See `Engine.release_memory`. The weights are dropped. The next load replaces them."""
+        """Free the memory of the weights on the device (`Engine.release_memory`). The next load allocates it again."""
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._running)} samples")
         async with self._idle_model:
@@ -595,9 +609,9 @@ class TransformersEngine(Engine):
         logger.info("%s: released its weights", self._name)
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """See `Engine.load_weights`.
+        """Wait for the end of the running batch, then load and verify weights (`Engine.load_weights`).
 
-        Waits for the running batch without a deadline. The watch for silence bounds this wait.
+        The wait has no deadline of its own. It ends if the engine fails, also for silence.
         """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))
@@ -614,11 +628,11 @@ class TransformersEngine(Engine):
             return time.perf_counter() - started
 
     async def read_load(self) -> EngineLoad:
-        """See `Engine.read_load`."""
+        """Raise `EngineError`, because this engine reports no load (`Engine.read_load`)."""
         raise EngineError("the in-process engine reports no load; set rollout_fleet.groups_in_flight to a number")
 
     async def stop(self) -> None:
-        """See `Engine.stop`."""
+        """Abort all running requests and end the generating thread (`Engine.stop`)."""
         await self.abort(self._running.keys())
         self._go_down()
         if self._watching is not None:

@@ -72,7 +72,10 @@ class FunctionEnvironment:
             ) from error
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Call the function. `Outcome.of` converts the result."""
+        """Run one episode: call the function with the prompt and the policy, and return its result unchanged.
+
+        `Outcome.of` converts the result.
+        """
         arguments = (prompt, policy) if self._has_policy else (prompt, policy.base_url, policy.api_key)
         if inspect.iscoroutinefunction(self._function):
             return await self._function(*arguments, **self._options)
@@ -114,9 +117,11 @@ class CommandEnvironment:
         self._fields = ("messages", "data_source", *(("ground_truth", "extra") if ground_truth else ()))
 
     async def run(self, prompt: Prompt, policy: Policy) -> Any:
-        """Run the program until it exits, or until the episode is cancelled. Then kill all its processes.
+        """Run the program until it exits or the episode is cancelled, then kill all processes that it started.
 
-        Standard input, output and error are files, because a pipe stays open as long as any child process holds it.
+        Returns the JSON value that the program wrote to ``ASYNCRL_OUTCOME``, or else an `Outcome` with the program's
+        output. Standard input, output and error are files, because a pipe stays open as long as any child process
+        holds it.
         """
         with ExitStack() as stack:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="asyncrl-episode-")))
@@ -257,7 +262,7 @@ class GymEnvironment:
             self._make = Registry[Any]("rollout_fleet.environment.options.env").get(env)
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one game."""
+        """Play one game: the policy's texts are the actions, and the observations are messages to the policy."""
         game = self._make(**self._kwargs)
         try:
             given = {"seed": prompt.group_id, "options": dict(prompt.extra)}
@@ -308,7 +313,8 @@ class OpenEnvEnvironment:
         url: URL of the server. Example: ``http://127.0.0.1:8000``.
         action: Field of the action that gets the policy's text. ``json``: the text is the whole action as JSON.
         observation: Field of the observation that the policy reads. Empty: the whole observation as JSON.
-        max_steps, turn_rewards: As in ``gym``.
+        max_steps: The episode ends after this many steps.
+        turn_rewards: Give the reward of each step to its turn. Otherwise the episode gets the sum of the rewards.
     """
 
     replayable = False
@@ -327,7 +333,7 @@ class OpenEnvEnvironment:
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one session with the server, through one WebSocket."""
+        """Play one session with the OpenEnv server, through one WebSocket: the policy's texts are the actions."""
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
@@ -391,7 +397,7 @@ async def use_tools(
     call: Callable[[str, Mapping[str, Any]], Awaitable[str]],
     **options: Any,
 ) -> list[Any]:
-    """Let the policy call tools until it answers without a call. Returns all messages.
+    """Let the policy call tools until it answers without a call. Returns the conversation with all new messages.
 
     The calls of one message run in parallel. If a call fails, the policy gets the error and continues.
 
@@ -404,7 +410,7 @@ async def use_tools(
 
     Raises:
         ToolError: a tool exceeded its deadline or lost its connection.
-        EpisodeFailure: as `Policy.chat`.
+        EpisodeFailure: the episode has used up its turns or tokens, or the policy's endpoint did not answer.
     """
     names = {tool["function"]["name"] for tool in tools}
 
@@ -458,10 +464,10 @@ class McpEnvironment:
         self._servers = servers
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Connect to the servers, and let the policy use their tools."""
+        """Connect to the MCP servers, and let the policy call their tools until it answers without a call."""
         try:
             return await self._use_servers(prompt, policy)
-        except ExceptionGroup as group:  # the HTTP client has its own task group, which raises it
+        except ExceptionGroup as group:  # raised by the task group of MCP's HTTP client
             lost, others = group.split(_is_of_connection)
             if lost is None or others is not None:
                 raise
@@ -554,7 +560,7 @@ class VerifiersEnvironment:
         self._task_key = task_key
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Run one episode of the row's task."""
+        """Run one episode of the task whose index is in the prompt's row of the data."""
         index = prompt.extra.get(self._task_key)
         if type(index) is not int or not 0 <= index < len(self._tasks):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Anthropic's messages API: converts JSON to requests of a session, and answers to JSON and to events."""
+"""Anthropic's messages API: converts JSON bodies to `ChatRequest`, and sampled answers to JSON and stream events."""
 
 from __future__ import annotations
 
@@ -38,7 +38,12 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
-    """Read the body of ``/v1/messages``. Raises `ValueError` with the field and its valid values."""
+    """Convert the JSON body of a request to ``/v1/messages`` to a `ChatRequest`.
+
+    ``key`` is the request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
+
+    Raises `ValueError` if a field is not supported or wrong. The message has the field and its valid values.
+    """
     check_fields(body, _FIELDS)
     messages: list[dict[str, Any]] = []
     if body.get("system"):
@@ -65,10 +70,12 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
 
 def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return a request's body without its field ``thread``, which may continue an earlier answer.
+    """Return the body of a request to ``/v1/messages`` without its field ``thread``.
 
-    If it does, the messages and fields of the earlier request are added. ``stored`` maps the id of an answer to the
-    result of `store_thread`. Raises `ValueError` if ``thread`` is malformed or names an unknown answer.
+    If ``thread`` names an earlier answer to continue, the messages and fields of the earlier request are added.
+    ``stored`` maps the id of each earlier answer to the result of `store_thread`.
+
+    Raises `ValueError` if ``thread`` is malformed or names an unknown answer.
     """
     alone = {name: value for name, value in body.items() if name != "thread"}
     match body.get("thread"):
@@ -85,13 +92,19 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `join_thread` needs later: the body without ``stream``, with the answer ``whole`` as last message."""
+    """Return a request's body, with the answer ``whole`` as its last message, for a later `join_thread`.
+
+    The field ``stream`` is left out.
+    """
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}
 
 
 def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
-    """Return the answer of ``/v1/messages``. Its field ``turn`` has the index of the turn."""
+    """Convert a sampled answer to the JSON body of a response of ``/v1/messages``.
+
+    ``body`` is the request. The additional field ``turn`` is the index of the answer in the rollout.
+    """
     blocks: list[dict[str, Any]] = []
     if answer.message.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": answer.message["reasoning_content"], "signature": ""})
@@ -121,7 +134,7 @@ def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
 
 
 def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the answer as the events of a stream."""
+    """Yield the server-sent events of a streamed answer. ``whole`` is the answer that `message` returns."""
     begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(whole["content"]):
@@ -143,7 +156,7 @@ def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def error(kind: str, text: str) -> dict[str, Any]:
-    """Return the body of an error."""
+    """Return the JSON body of an error answer. ``kind`` is the type of the error, ``text`` its message."""
     kinds = {"invalid_api_key": "authentication_error", "server_error": "api_error", "not_found": "not_found_error"}
     return {"type": "error", "error": {"type": kinds.get(kind, kind), "message": text}}
 

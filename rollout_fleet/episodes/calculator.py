@@ -1,8 +1,8 @@
 """The task of ``experiment=tools``: write a number or the sum of two numbers. A calculator computes sums.
 
-A *sum* (``12+34``) is too hard for the tiny model, so the model needs a call: ``?12+34``. A call for a *number*
-(``57123``) costs half of the reward. The demonstrations have two wrong habits: they answer a sum with its first number,
-and call the calculator for a number.
+A *sum* (``12+34``) is too hard for the tiny model, so it must call the calculator: ``?12+34``. A call for a *number*
+(``57123``) is needless and costs half of the reward. The demonstrations have two wrong habits: they answer a sum with
+its first number, and call the calculator for a number.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
 def calculate(expression: str) -> str:
-    """Return the value of a sum or of a number; ``?`` if the text is neither."""
+    """Return the value of ``A+B`` or of a number, as text; ``?`` if the expression is neither."""
     match = _SUM.fullmatch(expression)
     if match is None:
         return CALL
@@ -47,7 +47,7 @@ class Calculator:
         self._needless_cost = needless_cost
 
     async def run(self, prompt: Prompt, policy: Policy) -> Mapping[str, Any]:
-        """Play one episode."""
+        """Run one episode, and return its reward, the metric ``calls``, and the policy's last text."""
         messages: list[Mapping[str, Any]] = [*prompt.messages]
         message = await policy.chat(messages)
         num_calls = 0
@@ -67,7 +67,10 @@ async def _answered(expression: str) -> str:
 
 
 def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
-    """Make distinct prompts with the columns prompt (messages), ground_truth and data_source. Half of them are sums."""
+    """Make ``count`` distinct prompts, half of them sums. Returns rows of data as dicts.
+
+    The columns are ``prompt`` (messages), ``ground_truth`` and ``data_source`` (``number`` or ``sum``).
+    """
     questions: dict[str, str] = {}
     while len(questions) < count:
         if len(questions) % 2:
@@ -88,9 +91,10 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
 def make_demonstrations(
     rng: np.random.Generator, rows: list[dict[str, Any]], *, habit_rate: float
 ) -> list[tuple[str, str]]:
-    """Return prompts and responses of a teacher with two wrong habits, each in a share ``habit_rate`` of the rows.
+    """Return (prompt, response) texts for supervised training, from a teacher with two wrong habits.
 
-    Every sum also has a right demonstration.
+    Each habit appears in a share ``habit_rate`` of the rows that it applies to. Every sum also has a right
+    demonstration.
     """
     shown = []
     for row in rows:

@@ -13,7 +13,7 @@ from .environment import is_usable, read_json
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-# number of tokens at the end of the prompt that may contain the opening tag of the reasoning
+# number of tokens at the end of the prompt in which `<think>` is looked for
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
@@ -24,7 +24,11 @@ class ToolCallParser(Protocol):
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-        """Return the text before the calls, each call's name and arguments, and the texts of malformed calls."""
+        """Split a sampled answer into text and tool calls.
+
+        Returns the text before the calls, a list of (tool name, arguments), and the texts of calls that cannot be
+        read. ``tools`` are the JSON schemas of the tools that the policy may call.
+        """
         ...
 
 
@@ -37,7 +41,7 @@ class JsonTagParser:
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-        """See `ToolCallParser.split`."""
+        """Split an answer into text and the calls in ``<tool_call>`` tags (`ToolCallParser.split`)."""
         text = self._tokenizer.decode(token_ids)
         calls: list[tuple[str, Any]] = []
         malformed: list[str] = []
@@ -62,14 +66,17 @@ class LibraryParser:
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-        """See `ToolCallParser.split`."""
+        """Split an answer into text and tool calls with the library's parser (`ToolCallParser.split`)."""
         content_ids, calls = self._parser.extract(list(token_ids))
         good, malformed = split_calls(calls)
         return self._tokenizer.decode(content_ids), good, malformed
 
 
 def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Split calls of the library ``renderers`` into names with arguments, and the texts of malformed calls."""
+    """Separate usable from malformed tool calls, which the library ``renderers`` has parsed.
+
+    Returns a list of (tool name, arguments) of the usable calls, and the texts of the malformed calls.
+    """
     good: list[tuple[str, Any]] = []
     malformed: list[str] = []
     for call in calls:
@@ -94,7 +101,10 @@ class SGLangParser:
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
-        """See `ToolCallParser.split`. SGLang drops malformed calls, and reads calls only for known tools."""
+        """Split an answer into text and tool calls, like every `ToolCallParser`, with a parser of SGLang.
+
+        SGLang drops malformed calls, and reads calls only for known tools.
+        """
         from sglang.srt.entrypoints.openai.protocol import Tool
 
         text = self._tokenizer.decode(token_ids)
@@ -113,7 +123,9 @@ class SGLangParser:
 
 
 def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
-    """Return the parser with this name: `JSON_TAGS`, ``sglang:NAME``, or a name of ``renderers.parsers``.
+    """Return the parser of tool calls with this name, for a model's tokenizer.
+
+    The name is ``json`` (`JSON_TAGS`), ``sglang:NAME`` for a parser of SGLang, or a name of ``renderers.parsers``.
 
     Raises:
         ValueError: the parser does not exist.
@@ -135,9 +147,10 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
 def split_reasoning(
     tokenizer: ChatTokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[str, Sequence[int]]:
-    """Split an answer without its stop token at ``</think>``. Returns the reasoning and the other tokens.
+    """Split a sampled answer at ``</think>``. Returns the text of the reasoning, and the token ids after it.
 
-    The reasoning begins in the answer, or at the end of the prompt.
+    ``token_ids`` is the answer without its stop token. The tag ``<think>`` is in the answer, or at the end of the
+    prompt. Without a tag, the reasoning is empty.
     """
     from renderers.reasoning import scan_reasoning
 

@@ -75,29 +75,32 @@ class ChatTokenizer:
         return self._fast.get_vocab_size()
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Encode a text to token ids. Special tokens in the text become their ids. No special tokens are added."""
+        """Encode a text to token ids. A special token written in the text becomes its id. No tokens are added."""
         return self._fast.encode(text, add_special_tokens=False).ids
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
-        """Decode tokens to text."""
+        """Decode one token id, or a sequence of token ids, to text. Special tokens stay in the text by default."""
         ids = [token_ids] if isinstance(token_ids, int) else list(token_ids)
         return self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return the id of a token, or the ids of a list. A token outside the vocabulary gives `unk_token_id`."""
+        """Return the id of a token (a str), or a list of ids for a list of tokens.
+
+        A token outside the vocabulary gives ``unk_token_id``, which may be None.
+        """
         if isinstance(tokens, str):
             found = self._fast.token_to_id(tokens)
             return self.unk_token_id if found is None else found
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the id of each token."""
+        """Return the vocabulary as a dict from each token's text to its id, with added tokens."""
         return self._fast.get_vocab()
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, tokenize: bool = True, tools: Any = None, **options: Any
     ) -> Any:
-        """Render messages with the chat template. Returns text, or token ids if ``tokenize`` is true.
+        """Render a conversation with the model's chat template. Returns token ids, or text if ``tokenize`` is false.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -113,7 +116,11 @@ class ChatTokenizer:
         add_generation_prompt: bool = False,
         **options: Any,
     ) -> str:
-        """Render messages as text with the chat template. Raises `ValueError` if the template refuses the messages."""
+        """Render a conversation as text with the model's chat template.
+
+        ``tools`` are the JSON schemas of the tools. ``add_generation_prompt`` appends the beginning of an assistant's
+        message. Raises `ValueError` if the template refuses the messages.
+        """
         import jinja2
         from transformers.utils.chat_template_utils import render_jinja_template
 

@@ -1,7 +1,8 @@
-"""The policy's HTTP endpoint in a rollout worker, with OpenAI's and Anthropic's routes.
+"""The HTTP server by which environments reach the policy, with OpenAI's and Anthropic's routes.
 
-The key of a call selects its episode. An answer is sent when its turn has finished. In a stream, comments are sent
-until then, so proxies and clients keep the connection open.
+It runs in the rollout worker. The API key of a call selects the episode that the call belongs to. An answer is sent
+when the policy has sampled all of it. A streamed answer begins with comments until then, so that proxies and clients
+keep the connection open.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ class Endpoint:
         self._base_url = ""
 
     async def start(self, host: str = "127.0.0.1") -> None:
-        """Listen on a free port of ``host``."""
+        """Start the HTTP server on a free port of the address ``host``."""
         app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.add_routes(
             [
@@ -111,20 +112,23 @@ class Endpoint:
         self._base_url = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def close(self) -> None:
-        """Stop listening and cut off running calls. Their turns continue in their episodes."""
+        """Stop the HTTP server and cut off running calls. Turns that the engine samples for these calls continue."""
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
 
     def open(self, session: Session) -> Access:
-        """Make a key for a session. Returns the address and the key."""
+        """Make a secret API key for one episode, and return it with the URL of this server.
+
+        Calls with the key are answered by ``session``, until `close_session`.
+        """
         key = _PREFIX + secrets.token_hex(16)
         self._sessions[key] = session
         self._stored[key] = {}
         return Access(base_url=self._base_url, api_key=key)
 
     def close_session(self, api_key: str) -> None:
-        """Refuse later calls with this key."""
+        """Refuse all later calls with this API key, because its episode has ended."""
         self._sessions.pop(api_key, None)
         self._stored.pop(api_key, None)
         self._closed[api_key] = None

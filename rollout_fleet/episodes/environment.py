@@ -1,4 +1,4 @@
-"""The interface of environments, which are the user's code, and their client of the policy.
+"""The interface of environments (the user's code between the turns of a rollout), and the client to call the policy.
 
 An environment runs in a child process, which may use another Python. So this module needs only the standard library.
 """
@@ -31,7 +31,7 @@ OnTool = Callable[[int, str, bool], None]
 """Called at the beginning and end of a tool call. Arguments: number in the episode, tool name, whether it begins."""
 MAX_LEVELS = 100
 """The most levels of objects and arrays in JSON that the policy wrote."""
-_LARGEST = 3.4028234663852886e38  # of float32
+_LARGEST = 3.4028234663852886e38  # the largest finite float32
 
 
 class FailureKind(StrEnum):
@@ -80,7 +80,9 @@ class Outcome:
 
     @classmethod
     def of(cls, returned: object) -> Outcome:
-        """Convert the return value of an environment: an `Outcome`, its fields as a mapping, a number, or None.
+        """Convert what an environment has returned to an `Outcome`.
+
+        ``returned`` is an `Outcome`, a mapping with fields of `Outcome`, a number (the reward), or None (no reward).
 
         Raises `EpisodeFailure` of kind ``reward`` for anything else, and for numbers that are not finite in float32.
         """
@@ -133,12 +135,15 @@ class AssistantMessage(dict[str, Any]):
 
     @property
     def text(self) -> str:
-        """The text of the message; empty if the message has only tool calls."""
+        """The text of the message, without tool calls; empty if it has only tool calls."""
         return self.get("content") or ""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
-        """The tool calls: ``{"id", "type", "function": {"name", "arguments"}}`` each, with arguments as JSON."""
+        """The message's tool calls in OpenAI's form; empty if there are none.
+
+        A call is ``{"id": …, "type": "function", "function": {"name": …, "arguments": …}}``, with arguments as JSON.
+        """
         return self.get("tool_calls") or []
 
 
@@ -198,7 +203,7 @@ class Policy:
         tools: Sequence[Mapping[str, Any]] | None = None,
         **options: Any,
     ) -> AssistantMessage:
-        """Ask for the next message.
+        """Send a conversation to the policy, and return the assistant's message that the policy samples.
 
         Args:
             messages: The conversation so far, in the form of OpenAI's API.
@@ -217,21 +222,29 @@ class Policy:
         return message
 
     async def sample(self, tokens: Sequence[int], *, parent: int | None = 0, **options: Any) -> SampledTurn:
-        """Sample a turn after the turn ``parent`` and the new ``tokens``.
+        """Let the policy continue given token ids, instead of messages. Returns the sampled tokens.
 
-        ``parent`` 0 is the prompt; None begins a new root. ``options`` and errors are those of `chat`.
+        A turn is a stretch of sampled or given tokens of the episode. The policy continues the tokens up to the end of
+        the turn with the index ``parent``, followed by ``tokens``. ``parent`` 0 is the prompt; None begins a new
+        sequence. ``options`` are further fields of the request. Raises the errors of `chat`.
         """
         body = {"parent": parent, "tokens": [int(token) for token in tokens], **options}
         answer = await self._post("/asyncrl/sample", body)
         return SampledTurn(**{name: answer[name] for name in ("turn", "token_ids", "logprobs", "finish_reason")})
 
     async def give(self, tokens: Sequence[int], *, parent: int | None = 0) -> int:
-        """Append tokens that the policy did not sample, and return their turn. Raises as `chat`."""
+        """Append token ids that the policy did not sample, such as a tool's result, after the turn ``parent``.
+
+        Returns the index of the new turn, to pass as ``parent``. ``parent`` 0 is the prompt; None begins a new
+        sequence. Raises the errors of `chat`.
+        """
         answer = await self._post("/asyncrl/give", {"parent": parent, "tokens": [int(token) for token in tokens]})
         return answer["turn"]
 
     async def run_tool(self, call: Awaitable[T], *, name: str = "tool") -> T:
-        """Await a tool call with the deadline ``rollout_fleet.environment.tool_timeout_s``, and count the call.
+        """Await ``call`` with the deadline ``rollout_fleet.environment.tool_timeout_s``, and return its result.
+
+        The call counts in `metrics`. ``name`` is the tool's name for errors and reports.
 
         Raises:
             ToolError: the call raised an exception or exceeded its deadline.
@@ -317,7 +330,9 @@ class Environment(Protocol):
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Run one episode.
+        """Run one episode (one rollout of ``prompt``), and return its outcome.
+
+        ``policy`` samples the model's turns.
 
         Raises:
             Exception: the episode has failed. A `ToolError` gives the kind ``tool``, an `EpisodeFailure` its own kind,
@@ -331,7 +346,11 @@ ENVIRONMENTS: Registry[Any] = Registry("rollout_fleet.environment.name")
 
 
 def read_json(text: str) -> Any:
-    """Parse JSON that the policy wrote. Raises `ValueError` if it is not JSON, or if it is not usable (`is_usable`)."""
+    """Parse a JSON text that the policy wrote, and return its value.
+
+    Raises `ValueError` if the text is not JSON, has too many levels of objects and arrays, or is not valid Unicode
+    (`is_usable`).
+    """
     try:
         value = json.loads(text)
     except RecursionError as error:
@@ -343,7 +362,7 @@ def read_json(text: str) -> Any:
 
 
 def is_usable(value: Any) -> bool:
-    """Return whether chat templates, tokenizers and clients can take a parsed JSON value of the policy.
+    """Return whether chat templates, tokenizers and clients can process ``value``, parsed JSON that the policy wrote.
 
     The value must have at most `MAX_LEVELS` levels of objects and arrays. Its texts must be valid Unicode,
     because a policy may write the escape of half a surrogate pair.

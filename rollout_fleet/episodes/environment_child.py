@@ -55,7 +55,7 @@ EPISODE = "ASYNCRL_EPISODE"
 """Environment variable that marks the programs of an episode."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
-_SHUTTING_DOWN = frozenset({410, 503})  # the endpoint's HTTP status for an episode that was cut off
+_SHUTTING_DOWN = frozenset({410, 503})  # HTTP status of the policy's endpoint for an episode that was cut off
 
 
 class _Traces:
@@ -98,7 +98,7 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the environment has reaped the process
+    except (ChildProcessError, ProcessLookupError):  # the process has ended, and the environment has waited for it
         return False
     return True
 
@@ -107,7 +107,7 @@ class _TracedThreads(ThreadPoolExecutor):
     """The thread pool of ``asyncio.to_thread``, which records the episode of each call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        traces, token = _current.get(), _current.set(None)  # the pool's threads do not belong to one episode
+        traces, token = _current.get(), _current.set(None)  # a thread that the pool starts belongs to no episode
         try:
             call = super().submit(fn, *args, **kwargs)
         finally:
@@ -170,7 +170,7 @@ class EnvironmentChild:
         self._own_thread = ThreadPoolExecutor(1)
 
     async def serve(self, questions: BinaryIO) -> None:
-        """Run episodes until the parent's pipe closes."""
+        """Read the parent's requests from the pipe ``questions`` and run the episodes, until the pipe closes."""
         loop = asyncio.get_running_loop()
         _trace(loop)
         reader = asyncio.StreamReader()
@@ -289,7 +289,7 @@ def _failure(error: BaseException) -> EpisodeFailure:
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # OpenAI's client read the code from the endpoint's answer
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # an exception of OpenAI's client has the code
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -306,7 +306,10 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def main(parent_pid: int) -> None:
-    """Run environments until the parent's pipe closes."""
+    """Run this child process: run environments for the parent until its pipe closes, then exit.
+
+    ``parent_pid`` is the parent's process id.
+    """
     questions, answers = open_pipes(parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent signals if the event loop is blocked

@@ -1,8 +1,9 @@
 """Runs environments in child processes, and assigns episodes to them.
 
-An episode waits for a process with a free place. The episode's deadline starts after this wait. One task per process
-reads the answers and wakes the episodes. Another task checks all processes twice per second. It kills a process with a
-blocked event loop or too much memory. The episodes of that process fail.
+An episode (one rollout with an environment) waits for a process that has room for it. The episode's deadline starts
+after this wait. One task per process reads the process's answers and passes them to the episodes. Another task checks
+all processes twice per second. It kills a process whose event loop is blocked, or that uses too much memory. The
+episodes of that process fail.
 """
 
 from __future__ import annotations
@@ -65,12 +66,12 @@ class HasAccess(Protocol):
 
     @property
     def base_url(self) -> str:
-        """Base URL for the episode."""
+        """URL under which the episode's environment reaches the policy, for OpenAI's clients."""
         ...
 
     @property
     def api_key(self) -> str:
-        """Key of the episode."""
+        """API key that identifies the episode."""
         ...
 
 
@@ -98,7 +99,7 @@ class _EnvironmentProcess:
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
             answer.set_result(self._lost())
-        with suppress(ConnectionError):  # the reading task then answers all requests with a failure
+        with suppress(ConnectionError):  # if the process has ended, `_read` answers with a failure
             await self._child.send(question)
         return await asyncio.shield(answer)
 
@@ -192,7 +193,7 @@ class EnvironmentProcesses:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the processes, and load the run's environment in one.
+        """Start the child processes, and load the run's environment in one of them, to find errors early.
 
         Raises:
             ValueError: the environment does not exist, or its options do not fit.
@@ -212,8 +213,9 @@ class EnvironmentProcesses:
             raise
 
     async def is_replayable(self, name: str, options: Mapping[str, Any] | None = None) -> bool:
-        """Return whether an episode of this environment may get recorded turns.
+        """Return whether an interrupted episode of the environment ``name`` may run again with its recorded turns.
 
+        It is the attribute ``replayable`` of the environment. ``options`` are the environment's keyword arguments.
         Raises `EpisodeFailure` if the environment cannot be loaded.
         """
         if name not in self._replayable:
@@ -238,7 +240,7 @@ class EnvironmentProcesses:
         options: Mapping[str, Any] | None = None,
         on_tool: OnTool | None = None,
     ) -> Outcome:
-        """Run one episode in a process with room for it.
+        """Run the environment of one episode in a child process, and return the outcome.
 
         Cancelling this call also cancels the environment, and ends everything that the environment started.
 
@@ -247,7 +249,8 @@ class EnvironmentProcesses:
             access: Base URL and key of the episode.
             sample: Index of the rollout in its group, 0..G - 1.
             name: The environment. Empty: the environment of the run.
-            options: Options of the row. They override the options of the run's environment.
+            options: Keyword arguments of the environment from the prompt's row of the data. They override the options
+                of the run's environment.
             on_tool: Called when a call of `Policy.run_tool` begins and when it ends.
 
         Raises:
@@ -279,7 +282,7 @@ class EnvironmentProcesses:
             raise
 
     async def close(self) -> None:
-        """Kill all processes. Running episodes fail, and no further episodes begin."""
+        """Kill all child processes. Running episodes fail, and later calls of `run` fail."""
         self._is_closed = True
         if self._watching is not None:
             self._watching.cancel()

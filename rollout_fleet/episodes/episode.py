@@ -127,27 +127,30 @@ class Episode:
 
     @property
     def num_turns(self) -> int:
-        """Number of finished and running sampled turns of this attempt."""
+        """Number of turns that the policy has sampled or is sampling.
+
+        Turns that were recorded in an earlier attempt at the prompt group count only after they are replayed.
+        """
         return len(self.sampled)
 
     @property
     def num_tokens(self) -> int:
-        """Number of sampled tokens of this attempt, including the replayed tokens."""
+        """Number of sampled tokens so far, including tokens of an earlier attempt that were replayed."""
         return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)
 
     @property
     def num_held(self) -> int:
-        """Number of all recorded and sampled tokens, including the dropped tokens."""
+        """Number of all sampled tokens in the episode: `num_tokens` plus `num_waiting` plus dropped tokens."""
         return self.num_tokens + self.num_waiting + self.num_dropped
 
     @property
     def num_waiting(self) -> int:
-        """Number of recorded tokens that no request of this attempt has used yet."""
+        """Number of sampled tokens that were recorded in an earlier attempt and have not been replayed yet."""
         return sum(len(node.turn.token_ids) for node in self._nodes if self._waits(node))
 
     @property
     def running(self) -> list[int]:
-        """The turns that are being sampled."""
+        """Indices of the turns that are being sampled, in ascending order."""
         return sorted(self._running)
 
     @property
@@ -157,47 +160,53 @@ class Episode:
 
     @property
     def sampled(self) -> list[int]:
-        """The finished and the running sampled turns of this attempt."""
+        """Indices of the turns that the policy has sampled or is sampling, in ascending order."""
         return [index for index, node in enumerate(self._nodes) if node.turn.sampled and node.is_live]
 
     @property
     def live(self) -> list[int]:
-        """The turns that were given or sampled in this attempt, parents before children."""
+        """Indices of all turns so far, given or sampled, in ascending order, so a turn comes after its parent.
+
+        Turns recorded in an earlier attempt are missing until they are replayed.
+        """
         return [index for index, node in enumerate(self._nodes) if node.is_live]
 
     @property
     def answer(self) -> Turn | None:
-        """The last sampled turn of this attempt; None before the first one."""
+        """The last turn (highest index) that the policy has sampled or is sampling; None if there is none yet."""
         turns = self.sampled
         return self.turn(turns[-1]) if turns else None
 
     def is_known(self, index: int) -> bool:
-        """Return whether the index belongs to a turn of this attempt."""
+        """Return whether ``index`` belongs to a turn in use: given, sampled or replayed, and not dropped."""
         return 0 <= index < len(self._nodes) and self._nodes[index].is_live
 
     def forget(self) -> None:
-        """Drop the recorded turns that no request has used yet."""
+        """Drop all turns that were recorded in an earlier attempt and have not been replayed yet."""
         for node in filter(self._waits, self._nodes):
             node.is_dropped = True
             self.num_dropped += len(node.turn.token_ids)
 
     def turn(self, index: int) -> Turn:
-        """Return a turn. A running or given turn has no finish reason."""
+        """Return the turn with this index. A turn that is being sampled, or was given, has no finish reason."""
         return self._nodes[index].turn
 
     def path(self, index: int) -> np.ndarray:
-        """Return [T] int32, the tokens from the root to the end of a turn. Empty for `ROOT`."""
+        """Return [T] int32, all token ids from the start of the sequence to the end of the turn ``index``.
+
+        The result is empty for `ROOT`, the place before the first turn.
+        """
         parts: list[np.ndarray] = []
         while index != ROOT:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # no copy, so the engine sees that requests share this array
+        if len(parts) == 1:  # no copy, so requests for one prompt share this array
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
     def images(self, index: int) -> tuple[PlacedImage, ...]:
-        """Return the images on the path from the root to the end of a turn, with their offsets on the path."""
+        """Return the images in the tokens that `path` returns for ``index``, with their offsets in these tokens."""
         images: list[PlacedImage] = []
         while index != ROOT:
             node = self._nodes[index]
@@ -206,15 +215,15 @@ class Episode:
         return tuple(images)
 
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray, *, images: tuple[PlacedImage, ...] = ()) -> int:
-        """Append tokens that the policy did not sample. Returns the turn.
+        """Append tokens that the policy did not sample, such as a tool's result. Returns the index of this turn.
 
-        Equal tokens with equal images below the same parent are one turn. ``parent`` is a turn of this attempt, or
-        `ROOT` for a new root.
+        ``parent`` is the index of the turn that the tokens follow, or `ROOT` to begin a new sequence. Equal tokens with
+        equal images after the same parent are one turn.
 
         Raises:
-            EpisodeOverflow: the path, or all paths together, would be longer than the budget. The forest does not
-                change.
-            ValueError: there are no tokens, or the parent is running or not a turn of this attempt.
+            EpisodeOverflow: this sequence, or all sequences together, would have more tokens than the budget allows.
+                The episode does not change.
+            ValueError: there are no tokens, or ``parent`` is still being sampled or is not the index of a turn.
         """
         self._check_parent(parent)
         ids = _int32(tokens)
@@ -240,16 +249,17 @@ class Episode:
         *,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Start a turn that continues the path of ``parent`` with ``new_tokens``. Returns the turn.
+        """Request a turn that the policy samples after ``new_tokens``, which follow ``parent``. Returns its index.
 
-        ``images`` belong to the placeholders in ``new_tokens``. Equal requests get separate turns.
+        ``parent`` is the index of a turn, or `ROOT`. ``images`` belong to the placeholders in ``new_tokens``. Equal
+        requests get separate turns.
 
-        If a recorded turn matches the request, that turn is returned. It may already be finished. Otherwise the
-        recorded turns of other requests from this parent are dropped, with all turns below them.
+        If a turn recorded in an earlier attempt fits the request, that turn is used. It may already be finished.
+        Otherwise the recorded turns of other requests after ``parent`` are dropped, with all turns that follow them.
 
         Raises:
-            EpisodeOverflow: the budget has no turn, token, context or tree tokens left. The forest does not change.
-            ValueError: as `give`; ``new_tokens`` may be empty below a turn.
+            EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
+            ValueError: ``parent`` is being sampled or is not the index of a turn, or a new sequence has no tokens.
         """
         self._check_parent(parent)
         depth = self.depth(parent) + len(new_tokens)
@@ -278,7 +288,10 @@ class Episode:
         return index
 
     def next_requests(self) -> list[SampleRequest]:
-        """Make a request for each running turn that has no request yet. Pass the answers to `take`."""
+        """Make the requests to send to the engine: one for each running turn without an unanswered request.
+
+        Pass each answer of the engine to `take`.
+        """
         requests = []
         for index in sorted(self._running.difference(self._outstanding.values())):
             node = self._nodes[index]
@@ -296,13 +309,14 @@ class Episode:
         return requests
 
     def turn_of(self, request_id: str) -> int:
-        """Return the turn that an unanswered request samples."""
+        """Return the index of the turn that the unanswered request ``request_id`` samples."""
         return self._outstanding[request_id]
 
     def take(self, request_id: str, output: SampleOutput) -> int:
-        """Append the engine's answer to its turn, and return the turn.
+        """Append the tokens of the engine's answer to the turn of its request, and return the turn's index.
 
-        The turn keeps running if the engine aborted the sample. Tokens of an abandoned turn are counted and discarded.
+        If the engine aborted the sample, the turn stays unfinished. If the turn was dropped, the tokens are counted and
+        discarded.
         """
         index = self._outstanding.pop(request_id)
         node = self._nodes[index]
@@ -323,13 +337,13 @@ class Episode:
         return index
 
     def refuse(self, request_id: str) -> int:
-        """Drop the turn of a request that the engine refused. Returns the turn."""
+        """Drop the turn of a request that the engine refused, and return the turn's index."""
         index = self._outstanding.pop(request_id)
         self._abandon([index])
         return index
 
     def abandon(self) -> None:
-        """Drop all running turns. Tokens that the engine still sends for them are only counted."""
+        """Drop all turns that are being sampled. Tokens that the engine still sends for them are only counted."""
         self._abandon(self.running)
 
     def trajectory(
@@ -339,10 +353,10 @@ class Episode:
         turn_rewards: Mapping[int, float] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """Convert the finished episode to a trajectory.
+        """Return the finished episode as a trajectory, which the learner trains on, with its ``reward``.
 
-        ``turn_rewards`` uses the indices of this episode. The result omits recorded turns that were not requested. It
-        omits given turns without a reward and without a later sampled turn.
+        ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits recorded turns that were not
+        requested, and given turns that have no reward and lead to no sampled turn. So it may number turns differently.
 
         Raises:
             ValueError: a turn is still running.
@@ -359,7 +373,10 @@ class Episode:
         )
 
     def progress(self) -> Trajectory:
-        """Return the turns to save for another attempt, including unfinished turns and turns not replayed yet."""
+        """Return the turns to save for a later attempt at the group, as a trajectory with reward 0.
+
+        Unfinished turns are included, and recorded turns that were not replayed yet.
+        """
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
         return Trajectory(turns=turns, reward=0.0)
@@ -388,7 +405,7 @@ class Episode:
             raise ValueError(f"episode {self.name}: turn {parent} is still running; take its answer first")
 
     def depth(self, index: int) -> int:
-        """Return the number of tokens on the path to the end of a turn; 0 for `ROOT`."""
+        """Return the number of tokens from the start of the sequence to the end of a turn; 0 for `ROOT`."""
         return 0 if index == ROOT else self._nodes[index].depth
 
     @property

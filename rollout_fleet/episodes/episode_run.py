@@ -1,4 +1,4 @@
-"""One running episode. Its turns continue across weight updates and aborts."""
+"""One running episode (a rollout with an environment). Aborts and weight updates do not end its turns."""
 
 from __future__ import annotations
 
@@ -29,32 +29,35 @@ class Player(Protocol):
 
     @property
     def budget(self) -> EpisodeBudget:
-        """The budget of each episode."""
+        """The limits of each episode: turns, tokens and context length."""
         ...
 
     def plays(self, prompt: Prompt) -> bool:
-        """Return whether the prompt has an environment. Without one, a rollout is a single answer."""
+        """Return whether an environment plays the rollouts of this prompt. Otherwise a rollout is a single answer."""
         ...
 
     @property
     def counts(self) -> Counter[str]:
-        """The numbers of events so far, by `EpisodeCount`."""
+        """How often each event of `EpisodeCount` has happened so far, by the event's name."""
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
-        """Return whether rewards score an episode with this failure."""
+        """Return whether an episode that ended with ``failure`` is scored by the rewards all the same."""
         ...
 
     async def start(self) -> None:
-        """Start everything that playing an episode needs. Raises the first error."""
+        """Start what the environments need, such as child processes. Raises the first error."""
         ...
 
     async def close(self) -> None:
-        """Stop everything that `start` started."""
+        """Stop what `start` has started."""
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """Play the episode with this ``index`` in its group. Set the outcome or the failure of ``run``."""
+        """Run the environment of one episode to its end, and set ``run.outcome`` or ``run.failure``.
+
+        ``index`` is the index of the episode in its prompt group. ``sampling`` are the options for its turns.
+        """
         ...
 
 
@@ -112,7 +115,7 @@ class EpisodeRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the environment has ended with an outcome or a failure."""
+        """Whether the environment has ended, so that the episode has an outcome or a failure."""
         return self.outcome is not None or self.failure is not None
 
     @property
@@ -125,24 +128,27 @@ class EpisodeRun:
         return LevelName.tool if self.times.is_in_tool else LevelName.environment
 
     def called(self, names: Sequence[str]) -> None:
-        """Record the tools that an answer calls. Call this when the environment gets the answer."""
+        """Record that the environment gets an answer of the policy that calls the tools ``names`` (may be none)."""
         self.times.called(names)
         self._on_place()
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """Record a tool call as `EpisodeTimes.tool`."""
+        """Record that the environment begins or ends call ``number`` of `Policy.run_tool`, of the tool ``name``."""
         self.times.tool(number, name, is_running)
         self._on_place()
 
     def next_requests(self) -> list[SampleRequest]:
-        """See `Episode.next_requests`. The first token of each request is timed."""
+        """Make the requests to send to the engine (`Episode.next_requests`). Their first tokens are timed."""
         return [
             replace(request, on_first_token=partial(self.times.first_token, self.episode.turn_of(request.id)))
             for request in self.episode.next_requests()
         ]
 
     def sampled(self) -> SampleOutput:
-        """Return all tokens that the policy wrote in this attempt, turn after turn. This includes unfinished turns."""
+        """Return all tokens that the policy sampled in this attempt as one sample, turn after turn.
+
+        Tokens of unfinished turns are included. The finish reason is that of the last turn.
+        """
         turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
             token_ids=np.concatenate([NOTHING.token_ids, *(turn.token_ids for turn in turns)]),
@@ -152,7 +158,7 @@ class EpisodeRun:
         )
 
     def rollout(self, decode: Callable[[Sequence[int]], str]) -> Rollout:
-        """Return the input of the reward functions for this episode."""
+        """Return this episode as a `Rollout`, the input of reward functions. ``decode`` converts token ids to text."""
         turns = {index: decode(self.episode.turn(index).token_ids.tolist()) for index in self.episode.sampled}
         last = self.episode.answer
         return Rollout(
@@ -165,7 +171,7 @@ class EpisodeRun:
         )
 
     def described(self, decode: Callable[[Sequence[int]], str], rewards: Mapping[int, float]) -> dict[str, Any]:
-        """Return the episode for the report, as JSON values: the turns with their texts and times, and the tools.
+        """Describe the episode as JSON values, for a report to people: its turns with texts and times, and its tools.
 
         Args:
             decode: Converts token ids to text.
@@ -213,15 +219,15 @@ class EpisodeRun:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Sample a turn that continues the path of ``parent`` with ``new_tokens``. Returns the finished turn.
+        """Let the engine sample a turn after ``new_tokens``, which follow the turn ``parent``, and wait for its end.
 
-        If the caller is cancelled, the turn keeps running, so the same request finds it again.
+        Returns the index of the turn. If the caller is cancelled, the turn keeps running.
 
         Raises:
-            EpisodeOverflow: the budget is used up. The forest does not change.
-            EpisodeEnded: the episode has been ended.
+            EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
+            EpisodeEnded: `end` has been called.
             RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
-            ValueError: as `Episode.sample`.
+            ValueError: ``parent`` is being sampled or unknown, or a new sequence has no tokens.
         """
         self._check_running()
         ids = np.asarray(new_tokens, dtype=np.int64)
@@ -236,7 +242,10 @@ class EpisodeRun:
         return index
 
     async def finished(self, index: int) -> None:
-        """Wait for the end of a turn. Raises the errors of `sample`. `take`, `refuse` and `end` wake this wait."""
+        """Wait until the turn ``index`` is finished. `take`, `refuse` and `end` end this wait.
+
+        Raises `EpisodeEnded` after `end`, and `RequestRefused` if the engine refuses the request.
+        """
         if index not in self.episode.running:
             self.times.ended(index)
             return
@@ -247,7 +256,10 @@ class EpisodeRun:
         await asyncio.shield(self._waiting[index])
 
     def take(self, request_id: str, output: SampleOutput) -> None:
-        """Append an answer of the engine, and wake the calls that wait for its turn."""
+        """Append the tokens of the engine's answer to the turn of its request.
+
+        If the turn is finished now, calls that wait for it return.
+        """
         index = self.episode.turn_of(request_id)
         turn = self.episode.turn(index)
         if output.num_cached is not None and not len(turn.token_ids) and index != next(iter(self.times.turns)):
@@ -260,13 +272,16 @@ class EpisodeRun:
                 _wake(waiting)
 
     def refuse(self, request_id: str, error: RequestRefused) -> None:
-        """Drop the turn of a request that the engine refused, and raise the error in the waiting calls."""
+        """Drop the turn of a request that the engine refused, and raise ``error`` in calls that wait for the turn."""
         index = self.episode.refuse(request_id)
         if (waiting := self._waiting.pop(index, None)) is not None:
             _wake(waiting, error)
 
     def end(self, reason: str) -> None:
-        """End the episode. Later reasons are ignored. If the environment has ended, drop the running turns."""
+        """End the episode: later requests, and calls that wait for a turn, raise `EpisodeEnded` with ``reason``.
+
+        If the environment has ended, turns that are still sampled are dropped. A second call keeps the first reason.
+        """
         self._end_reason = self._end_reason or reason
         self.times.end()
         if self.is_over:
@@ -289,7 +304,7 @@ class DirectRun(EpisodeRun):
         self._sending: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
-        """Cancel the running requests."""
+        """End the episode, and cancel its requests to the engine."""
         self.end("its environment has ended")
         await cancel(self._sending)
 

@@ -61,7 +61,7 @@ class EpisodeTimes:
 
     @property
     def is_in_tool(self) -> bool:
-        """Whether a tool runs, as far as this worker knows."""
+        """Whether a tool runs now, as far as this worker knows: a call of `Policy.run_tool`, or a call in an answer."""
         return bool(self._running) or self._called is not None
 
     @property
@@ -75,30 +75,39 @@ class EpisodeTimes:
         return self.now_s if self._end_s is None else self._end_s
 
     def asked(self, turn: int) -> None:
-        """Record that the environment requests a turn. This ends the tool calls of the last answer."""
+        """Record that the environment requests the turn with this index now.
+
+        The tool calls of the last answer count as ended.
+        """
         self.turns.setdefault(turn, TurnTimes(asked_s=self.now_s))
         self._end_calls()
 
     def first_token(self, turn: int) -> None:
-        """Record the first token of a turn. A turn that continues after a weight update keeps its first time."""
+        """Record that the first token of a turn arrives now. Only the first call for a turn has an effect."""
         times = self.turns[turn]
         if times.first_token_s is None:
             times.first_token_s = self.now_s
 
     def ended(self, turn: int) -> None:
-        """Record the last token of a turn."""
+        """Record that the last token of a turn arrives now. Only the first call for a turn has an effect."""
         times = self.turns[turn]
         if times.ended_s is None:
             times.ended_s = self.now_s
 
     def called(self, names: Sequence[str]) -> None:
-        """Record which tools the last answer calls; ``names`` may be empty."""
+        """Record that the environment gets an answer that calls the tools ``names``, which may be none.
+
+        The tools count as running from now until the next request or answer.
+        """
         self._end_calls()
         if names:
             self._called = ToolTimes(name=", ".join(names), began_s=self.now_s)
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """Record that a call of `Policy.run_tool` begins or ends. ``number`` identifies the call within the episode."""
+        """Record that a call of `Policy.run_tool` begins (``is_running``) or ends now.
+
+        ``number`` identifies the call within the episode, and ``name`` is the tool's name.
+        """
         if is_running:
             self._running[number] = ToolTimes(name=name, began_s=self.now_s)
             self.tools.append(self._running[number])
@@ -106,7 +115,7 @@ class EpisodeTimes:
             running.ended_s = self.now_s
 
     def end(self) -> None:
-        """Record the end of the episode. Later calls have no effect."""
+        """Record that the episode ends now. Only the first call sets its duration."""
         self._end_calls()
         self._end_s = self.duration_s
 

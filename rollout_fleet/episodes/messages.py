@@ -33,7 +33,7 @@ ReadImage = Callable[[Mapping[str, Any], str], str]
 
 
 def read_message(message: Any, where: str, read_image: ReadImage | None = None) -> dict[str, Any]:
-    """Return a client's message with the fields that templates support.
+    """Check a client's chat message, and return it with only the fields that chat templates support.
 
     The content is text. With images it is a list of parts ``{"type": "text", "text": …}`` and ``{"type": "image",
     "digest": …}``. Only messages of the user and of tools may have images.
@@ -67,7 +67,7 @@ def read_message(message: Any, where: str, read_image: ReadImage | None = None) 
 
 
 def images_in(message: Message) -> list[str]:
-    """Return the digests of the images in a message that `read_message` returned."""
+    """Return the digests of the images in a message, in order. The message must come from `read_message`."""
     content = message["content"]
     return [part["digest"] for part in content if part["type"] == "image"] if isinstance(content, list) else []
 
@@ -86,7 +86,10 @@ def _read_parts(content: Sequence[Any], role: str, where: str, read_image: ReadI
 
 
 def read_content(content: Any, where: str) -> str:
-    """Return the text of a string, None, or a list of text parts. Raises `ValueError` for other contents."""
+    """Return the content of a message as one text: a string, the joined parts of a list, or "" for None.
+
+    Raises `ValueError` for other contents. ``where`` names the content in the error.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):
@@ -101,7 +104,10 @@ def read_content(content: Any, where: str) -> str:
 
 
 def text_or_parts(content: Any, where: str) -> Any:
-    """Return the text of a message's content. Content with images is returned unchanged. Raises as `read_content`."""
+    """Return the content of a message as one text, or unchanged if it is a list with images.
+
+    Raises `ValueError` for other contents. ``where`` names the content in the error.
+    """
     has_images = isinstance(content, list) and any(map(is_image, content))
     return content if has_images else read_content(content, where)
 
@@ -121,9 +127,10 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
-    """Return JSON that is the same for all equal messages. Reasoning is left out.
+    """Return JSON bytes that are the same for two messages if the messages count as equal (see the module).
 
-    ``call_places`` maps the id of each earlier tool call to its position. The JSON has this position instead of the id.
+    Reasoning is left out. ``call_places`` maps the id of each earlier tool call to its position in the conversation,
+    which replaces the id.
     """
     content = message["content"]
     form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]
@@ -136,19 +143,22 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
         except ValueError:
             arguments = function["arguments"].strip()
         form += [function["name"], arguments]
-    with suppress(TypeError):  # invalid Unicode
+    with suppress(TypeError):  # orjson refuses invalid Unicode
         if "tool_calls" not in message:
             return orjson.dumps(form)
     return json.dumps(form, sort_keys=True).encode()  # orjson refuses large integers, and writes NaN as null
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:
-    """Extend the digest of messages by one message. ``call_places`` is as in `canonical`."""
+    """Return the digest of a conversation plus one message, from the conversation's ``digest`` and the message.
+
+    ``call_places`` maps the id of each earlier tool call to its position in the conversation.
+    """
     return hashlib.blake2b(digest + canonical(message, call_places), digest_size=16).digest()
 
 
 def chain(messages: Sequence[Message]) -> list[bytes]:
-    """Return the digests of all prefixes of the messages, from the first message to all messages."""
+    """Return one digest per message: the i-th digest is that of the messages up to the i-th one."""
     places: dict[str, int] = {}
     digest, digests = b"", []
     for message in messages:
@@ -160,7 +170,10 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Return whether the client's reasoning equals that of the known messages, or is left out."""
+    """Return whether no message in ``sent`` has another reasoning text than its counterpart in ``known``.
+
+    A message in ``sent`` without reasoning always fits, because client libraries leave reasoning out.
+    """
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()
         if reasoning and reasoning != other.get("reasoning_content", "").strip():
@@ -169,7 +182,7 @@ def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
 
 
 def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
-    """Return the client's messages, with missing reasoning from the known messages."""
+    """Return a client's messages ``sent``. Missing reasoning is filled in from the messages ``known``, one by one."""
     return [
         {**own, "reasoning_content": other["reasoning_content"]}
         if other.get("reasoning_content") and not own.get("reasoning_content")

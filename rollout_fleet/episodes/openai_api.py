@@ -1,4 +1,4 @@
-"""OpenAI's chat completions and completions: converts JSON to requests of a session, and answers to JSON."""
+"""OpenAI's chat completions and completions: converts JSON bodies to requests, and sampled answers to JSON."""
 
 from __future__ import annotations
 
@@ -62,7 +62,12 @@ _CHAT = {
 
 
 def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> ChatRequest:
-    """Read the body of ``/v1/chat/completions``. Raises `ValueError` with the field and its valid values."""
+    """Convert the JSON body of a request to ``/v1/chat/completions`` to a `ChatRequest`.
+
+    ``key`` is the request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
+
+    Raises `ValueError` if a field is not supported or wrong. The message has the field and its valid values.
+    """
     check_fields(body, _CHAT)
     tools, hosted = split_tools(body)
     for place, tool in enumerate(tools):
@@ -82,7 +87,12 @@ def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False)
 
 
 def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False) -> TextRequest:
-    """Read the body of ``/v1/completions``. Raises `ValueError` with the field and its valid values."""
+    """Convert the JSON body of a request to ``/v1/completions`` to a `TextRequest`.
+
+    ``key`` is the request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
+
+    Raises `ValueError` if a field is not supported or wrong. The message has the field and its valid values.
+    """
     check_fields(body, {*_COMMON, "prompt"})
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
@@ -95,9 +105,11 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
-    """Return the sampling options from a body with OpenAI's field names.
+    """Return the sampling options in the JSON body of a request, which has OpenAI's field names.
 
-    ``hosted_tools`` are the types from `split_tools`. Raises `ValueError` with the field and its valid values.
+    A caller may add the field ``hosted_tools`` to the body: the types of tools that a provider's servers would run.
+
+    Raises `ValueError` if a field is wrong. The message has the field and its valid values.
     """
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -129,16 +141,20 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
 
 
 def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
-    """Raise `ValueError` for an unsupported field."""
+    """Check that a request's body has only the fields ``known`` or fields without effect. Raises `ValueError` if not.
+
+    A field with the value None counts as missing.
+    """
     unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name] is not None)
     if unknown:
         raise ValueError(f"{unknown[0]} is not supported here; leave it out. Supported are {', '.join(sorted(known))}")
 
 
 def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Return the tools that the client runs, and the types of the other tools, which a provider's servers run.
+    """Split the tools in a request's body. Returns the tools that the client runs, and the types of all other tools.
 
-    The client runs the tools of the type ``own_type`` or without a type. Raises `ValueError` for a wrong tool.
+    Other tools are those that the servers of an API provider would run, such as a web search. The client runs the tools
+    of the type ``own_type`` or without a type. Raises `ValueError` for a tool that is not a JSON object.
     """
     own, hosted = [], []
     for place, tool in enumerate(list_of(body, "tools")):
@@ -153,7 +169,10 @@ def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[li
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a field that must be a list; empty if the field is missing. Raises `ValueError` for any other value."""
+    """Return the field ``name`` of a request's body, which must be a list; an empty list if it is missing or None.
+
+    Raises `ValueError` for any other value.
+    """
     value = body.get(name)
     if value is None:
         return []
@@ -177,7 +196,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """Return the ``usage`` field of OpenAI's API. The prompt counts once for all choices."""
+    """Return the ``usage`` field of an answer in OpenAI's form: the numbers of tokens. The prompt counts once."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
@@ -191,7 +210,10 @@ def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
 def chat_completion(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
-    """Return the answer of ``/v1/chat/completions``. The field ``turn`` of each choice has the index of the turn."""
+    """Convert sampled answers to the JSON body of a response of ``/v1/chat/completions``, one choice each.
+
+    ``body`` is the request. The additional field ``turn`` of a choice is the index of the answer in the rollout.
+    """
     choices = [
         {
             "index": index,
@@ -208,7 +230,7 @@ def chat_completion(
 def chat_chunks(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yield the chunks of a streamed answer."""
+    """Yield the chunks of a streamed response of ``/v1/chat/completions``. ``body`` is the request."""
     head = _head("chatcmpl", "chat.completion.chunk", body)
 
     def chunk(index: int, delta: Mapping[str, Any], finish_reason: str | None = None, **more: Any) -> dict[str, Any]:
@@ -234,7 +256,10 @@ def chat_chunks(
 
 
 def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Return the answer of ``/v1/completions``. With ``stream``, the answer is the only chunk."""
+    """Convert sampled answers to the JSON body of a response of ``/v1/completions``, one choice each.
+
+    ``body`` is the request. A streamed response sends the result as its only chunk.
+    """
     choices = [
         {
             "index": index,

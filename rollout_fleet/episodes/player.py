@@ -1,4 +1,4 @@
-"""Plays the episodes of one rollout worker. Environments run in child processes, sessions in this process."""
+"""Plays the episodes (rollouts with an environment) of one rollout worker. Environments run in child processes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class EpisodePlayer:
     `close` may be called at any time.
 
     Args:
-        max_context: As in `EpisodeBudget`.
+        max_context: Largest number of tokens from the start of a prompt to the end of a last answer.
         images: Reads the images in messages; None if the model takes no images.
     """
 
@@ -43,7 +43,7 @@ class EpisodePlayer:
 
     @property
     def budget(self) -> EpisodeBudget:
-        """See `Player.budget`."""
+        """The limits of each episode, from the options: turns, tokens and context length (`Player.budget`)."""
         options, sampling = self._config.environment, self._config.sampling
         return EpisodeBudget(
             max_turns=options.max_turns,
@@ -53,16 +53,16 @@ class EpisodePlayer:
         )
 
     def plays(self, prompt: Prompt) -> bool:
-        """See `Player.plays`."""
+        """Return whether the prompt's row of the data, or the run, names an environment (`Player.plays`)."""
         return bool(prompt.environment or self._config.environment.name)
 
     def scores(self, failure: EpisodeFailure) -> bool:
-        """See `Player.scores`."""
+        """Return whether ``environment.on_failure`` is ``score`` for the kind of this failure (`Player.scores`)."""
         return getattr(self._config.environment.on_failure, failure.kind) == OnFailure.score
 
     @property
     def counts(self) -> Counter[str]:
-        """See `Player.counts`."""
+        """How often each event of `EpisodeCount` has happened so far, by the event's name (`Player.counts`)."""
         endpoint = self._endpoint.counts
         of_endpoint = {
             EpisodeCount.unknown_keys: endpoint.unknown_keys,
@@ -73,18 +73,21 @@ class EpisodePlayer:
         return Counter({str(name): self._processes.counts[name] for name in EpisodeCount} | of_endpoint)
 
     async def start(self) -> None:
-        """Choose the renderer, start the processes, and load the run's environment. Raises the first error."""
+        """Choose how messages become tokens, start the child processes, and load the run's environment.
+
+        Raises the first error.
+        """
         self._renderer = load_renderer(self._model_path, self._config.environment.renderer)
         await self._endpoint.start()
         await self._processes.start()
 
     async def close(self) -> None:
-        """End the processes and the endpoint."""
+        """End the child processes and the HTTP server of the policy."""
         await self._processes.close()
         await self._endpoint.close()
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
-        """See `Player.play`."""
+        """Run the environment of one episode to its end, and set the outcome or failure of ``run`` (`Player.play`)."""
         assert self._renderer is not None
         name = prompt.environment or self._config.environment.name
         refuses = self._config.environment.sampling is OnSamplingOption.refuse
@@ -107,7 +110,7 @@ class EpisodePlayer:
 
 
 def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
-    """Return the metrics ``episode.NAME`` of docs/metrics.md for one episode."""
+    """Return the metrics of one episode by name: those in docs/metrics.md whose names begin with ``episode.``."""
     later = run.later_prompts
     return {
         **({"episode.prefix_hits": later.num_cached / later.num_tokens} if later.num_tokens else {}),

@@ -23,7 +23,7 @@ AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
 _NAMED_TOOLS = ("gpt-oss",)  # renderers that need the field ``name`` in a tool's message
-# Maps each renderer that downloads a vocabulary to a token that only its models have.
+# Renderers that download a vocabulary, each with a token that only models of this renderer have.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
@@ -65,7 +65,9 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """Return the tokens of a conversation, up to the start of the assistant's next turn.
+        """Return the token ids of a conversation, including the tokens that begin the assistant's next message.
+
+        ``tools`` are the JSON schemas of the tools, in OpenAI's form.
 
         Raises:
             ValueError: the template refuses the messages.
@@ -80,34 +82,42 @@ class ChatRenderer(ABC):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Return the tokens of new messages that follow a sampled turn, up to the start of the next turn.
+        """Return the token ids to append to a conversation for new messages, without encoding sampled text again.
 
         Args:
-            prompt_ids: Tokens on the path before the turn.
-            sampled_ids: Tokens of the turn. If they have no stop token, the result begins with the tokens that close
-                the turn.
-            history: Messages of the path. The last message is the turn itself.
-            new_messages: The messages after the turn.
-            tools: As in `render`.
+            prompt_ids: Tokens before the last sampled answer.
+            sampled_ids: Tokens of this answer. If they have no stop token, the result begins with the tokens that close
+                the answer.
+            history: Messages that these tokens stand for. The last message is the answer itself.
+            new_messages: The messages after the answer.
+            tools: JSON schemas of the tools, in OpenAI's form.
 
         Returns:
-            The tokens, or None if the template would render the path differently with the new messages.
+            The token ids, including those that begin the assistant's next message. None if the template would render
+            ``history`` differently with the new messages.
         """
 
     @abstractmethod
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
-        """Parse a sampled turn. Text that cannot be parsed stays in the content."""
+        """Split a sampled answer into content, reasoning and tool calls.
+
+        Text that cannot be parsed stays in the content. ``prompt_ids`` are the tokens before the answer, and ``tools``
+        the JSON schemas of the tools.
+        """
 
     @abstractmethod
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
-        """Return the tokens of ``answer`` up to its stop token. None if ``answer`` changes the history's tokens."""
+        """Return the token ids of the message ``answer`` after the messages ``history``, up to its stop token.
+
+        Returns None if the template renders ``history`` differently when ``answer`` follows.
+        """
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return the tokens without a stop token at the end."""
+        """Return ``token_ids`` without the last one if it is a stop token, otherwise unchanged."""
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
-        """Render a conversation of each kind. Returns the result for each kind.
+        """Render test conversations of several kinds, and set `append_only`. Returns a result by the name of each kind.
 
         ``continues``: the next turn only appends tokens. ``branches``: the template renders the history differently, so
         the session starts a new branch. ``refused``: the template does not accept the conversation.
@@ -118,7 +128,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # the first call imports modules
+                self.parse(prompt, sampled or (), tools)  # so that the modules it imports are loaded now
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -141,7 +151,7 @@ class LibraryRenderer(ChatRenderer):
         super().__init__(name, tokenizer, self._inner.get_stop_token_ids())
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """See `ChatRenderer.render`."""
+        """Return a conversation's token ids, up to the start of the next answer (`ChatRenderer.render`)."""
         return self._render(messages, tools, prompts=True)
 
     def extend(
@@ -152,7 +162,7 @@ class LibraryRenderer(ChatRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """See `ChatRenderer.extend`."""
+        """Return the token ids to append for new messages, None if the history changes (`ChatRenderer.extend`)."""
         before = [*prompt_ids, *sampled_ids]
         new = self._prepared([*history, *new_messages])[len(history) :]
         bridged = self._inner.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), new, tools=_tools(tools))
@@ -161,7 +171,7 @@ class LibraryRenderer(ChatRenderer):
         return list(bridged.token_ids[len(before) :])
 
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
-        """See `ChatRenderer.parse`."""
+        """Split a sampled answer into content, reasoning and tool calls (`ChatRenderer.parse`)."""
         try:
             answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
         except RecursionError:  # the policy wrote JSON with too many levels
@@ -175,7 +185,7 @@ class LibraryRenderer(ChatRenderer):
         )
 
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
-        """See `ChatRenderer.close`."""
+        """Return the token ids of a message after the history, up to its stop token (`ChatRenderer.close`)."""
         before = self.render(history, tools)
         after = self._render([*history, answer], tools, prompts=False)
         if after[: len(before)] != before:
@@ -256,7 +266,7 @@ class TemplateRenderer(ChatRenderer):
         self._tool_parser = make_tool_parser(tool_parser or default, tokenizer) if tool_parser or default else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
-        """See `ChatRenderer.render`."""
+        """Return a conversation's token ids, up to the start of the next answer (`ChatRenderer.render`)."""
         text = self._text(messages, tools, prompts=True)
         ids = self.tokenizer.encode(text)
         self._texts.keep(ids, text)
@@ -270,7 +280,7 @@ class TemplateRenderer(ChatRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """See `ChatRenderer.extend`."""
+        """Return the token ids to append for new messages, None if the history changes (`ChatRenderer.extend`)."""
         messages, num_old = _prepared([*history, *new_messages]), len(history)
         whole = "" if self._keeps_reasoning else self._prepared_text(messages, tools, prompts=True)
         reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
@@ -278,7 +288,7 @@ class TemplateRenderer(ChatRenderer):
             return None
         prompt = self._texts.of(prompt_ids) if whole else ""
         path = prompt + self.tokenizer.decode(self.without_stop(sampled_ids)) + self._close if prompt else ""
-        if path and whole.startswith(path):  # the template writes exactly the text of the path
+        if path and whole.startswith(path):  # the template repeats the text of the earlier tokens exactly
             added = whole[len(path) :]
         else:
             added = self._short_difference(messages[num_old - 1], messages[num_old:])
@@ -309,7 +319,7 @@ class TemplateRenderer(ChatRenderer):
         return after[len(before) :] if after.startswith(before) else None
 
     def parse(self, prompt_ids: Sequence[int], sampled_ids: Sequence[int], tools: Sequence[Message]) -> ParsedAnswer:
-        """See `ChatRenderer.parse`."""
+        """Split a sampled answer into content, reasoning and tool calls (`ChatRenderer.parse`)."""
         ids = self.without_stop(sampled_ids)
         reasoning, rest = split_reasoning(self.tokenizer, prompt_ids, ids)
         content, calls, malformed = self.tokenizer.decode(rest), [], []
@@ -328,7 +338,7 @@ class TemplateRenderer(ChatRenderer):
         )
 
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
-        """See `ChatRenderer.close`."""
+        """Return the token ids of a message after the history, up to its stop token (`ChatRenderer.close`)."""
         before = self._text(history, tools, prompts=True)
         after = self._text([*history, answer], tools, prompts=False)
         opened = before.rstrip().removesuffix(REASONING_BEGIN)
@@ -396,7 +406,9 @@ class TemplateRenderer(ChatRenderer):
 
 
 def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
-    """Choose the renderer of a model, run its self-test, and log the results.
+    """Choose how a model's chat messages become tokens, run the renderer's self-test, and return the renderer.
+
+    The results of the self-test are logged.
 
     Raises:
         ValueError: the named renderer does not exist or does not fit the tokenizer. Or the model has neither a chat
@@ -489,7 +501,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # no difference: the session refuses messages that the renderer refuses
+                continue  # does not count: the session refuses messages that the renderer refuses
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 

@@ -1,4 +1,4 @@
-"""OpenAI's responses API: converts items to requests of a session, and answers to items.
+"""OpenAI's responses API: converts JSON bodies to `ChatRequest`, and sampled answers to JSON and stream events.
 
 A function of a namespace has the name ``NAMESPACE__NAME`` in the policy's messages.
 """
@@ -39,9 +39,10 @@ _FIELDS = {
 def read_request(
     body: Mapping[str, Any], *, stored: Mapping[str, Sequence[Message]], key: str = "", is_retry: bool = False
 ) -> ChatRequest:
-    """Read the body of ``/v1/responses``.
+    """Convert the JSON body of a request to ``/v1/responses`` to a `ChatRequest`.
 
-    ``stored`` has the messages of earlier responses, by the ids of the responses.
+    ``stored`` maps the id of each earlier response to its conversation. ``key`` is the request's idempotency key.
+    ``is_retry`` says whether the client marks the request as repeated.
 
     Raises:
         ValueError: a field is not supported. The message has the field's name and its valid values.
@@ -69,7 +70,10 @@ def read_request(
 
 
 def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
-    """Return the answer of ``/v1/responses``. Its field ``turn`` has the index of the turn."""
+    """Convert a sampled answer to the JSON body of a response of ``/v1/responses``.
+
+    ``body`` is the request. The additional field ``turn`` is the index of the answer in the rollout.
+    """
     output: list[dict[str, Any]] = []
     in_namespace = {
         _full_name(space["name"], own["name"]): {"namespace": space["name"], "name": own["name"]}
@@ -119,7 +123,7 @@ def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
 
 
 def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed response."""
+    """Yield the server-sent events of a streamed response. ``whole`` is the result of `response`."""
     begun = {**whole, "status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
     all_events: list[dict[str, Any]] = [{"type": "response.created", "response": begun}]
     for index, item in enumerate(whole["output"]):

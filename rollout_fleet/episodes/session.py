@@ -65,7 +65,7 @@ class TurnSampler(Protocol):
 
     @property
     def episode(self) -> Episode:
-        """The episode."""
+        """The episode that the turns belong to."""
         ...
 
     async def sample(
@@ -75,11 +75,14 @@ class TurnSampler(Protocol):
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Sample a turn as `Episode.sample`, and return the finished turn. Aborts do not end the wait.
+        """Let the engine sample a turn after ``new_tokens``, which follow the turn ``parent``, and wait for its end.
+
+        Returns the index of the turn. If the engine aborts the sample, for example for a weight update, the wait goes
+        on, and the turn is continued later.
 
         Raises:
             EpisodeOverflow: the episode has used up its budget.
-            EpisodeEnded: the group was cut off, and the environment is being cancelled.
+            EpisodeEnded: the rollout worker stopped the episode before its end, and cancels the environment.
         """
         ...
 
@@ -94,8 +97,8 @@ class SampleOptions:
             and the default.
         stop: Texts that end a turn.
         stop_token_ids: Tokens that end a turn, in addition to the renderer's tokens.
-        seed: As `SamplingConfig.seed`; the i-th of n turns gets ``seed + i``.
-        json_schema: As `SamplingConfig.json_schema`.
+        seed: Random seed; the i-th of n turns gets ``seed + i`` (`SamplingConfig.seed`).
+        json_schema: JSON schema of the answer, as text; empty for none.
         reads_calls: Whether to read tool calls. Otherwise they stay in the content.
         other: Other options, by OpenAI's names. A value that differs from the run's value is overridden or refused.
             Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
@@ -262,25 +265,25 @@ class Session:
 
     @property
     def renderer(self) -> ChatRenderer:
-        """The renderer of the model."""
+        """Converts the model's chat messages to tokens, and tokens to messages."""
         return self._renderer
 
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
-        """Sample ``n`` answers to the messages. A repeated request gets the turns of the first request.
+        """Return ``n`` sampled answers to the messages. A repeated request gets the answers to the first request.
 
-        A request with the key of an earlier request is a repeat. An equal request without a key is a repeat in three
-        cases:
+        A request with the idempotency key of an earlier request is a repeat. An equal request without a key is a repeat
+        in three cases:
 
         - the earlier request still runs,
         - its answer was lost (`lose`), or
         - the client marks a retry.
 
-        Otherwise it gets siblings of the earlier turns.
+        Otherwise it gets new answers to the same messages.
 
         Raises:
             ValueError: a message, a tool or an option is not supported.
             EpisodeOverflow: the episode has used up its budget.
-            EpisodeEnded: the group was cut off.
+            EpisodeEnded: the rollout worker stopped the episode before its end.
         """
         return await self._once(request, lambda: self._answer_chat(request))
 
@@ -294,25 +297,37 @@ class Session:
         return len(tokens)
 
     async def complete(self, request: TextRequest) -> list[SampledAnswer]:
-        """Sample ``n`` continuations of a text. Errors and repeated requests are as in `chat`."""
+        """Return ``n`` sampled continuations of a text or of token ids.
+
+        A request counts as repeated under the conditions of `chat`. Then it gets the answers to the first request.
+        Raises the errors of `chat`.
+        """
         return await self._once(request, lambda: self._answer_text(request))
 
     async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
-        """Sample a turn that follows a turn (or `ROOT`) and new tokens.
+        """Return one sampled answer to token ids instead of messages.
 
-        Raises as `TurnSampler.sample` and `Episode.sample`, and `ValueError` for an option that is not supported.
+        The tokens follow the turn with the index ``parent``, or begin a new sequence if it is `ROOT`.
+
+        Raises the errors of `TurnSampler.sample` and `Episode.sample`, and `ValueError` for an unsupported option.
         """
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
 
     def give(self, parent: int, tokens: Sequence[int]) -> int:
-        """Append tokens that were not sampled. Returns the turn. Raises as `Episode.give`."""
+        """Append token ids that the policy did not sample after the turn ``parent``, or as a new sequence for `ROOT`.
+
+        Returns the index of the new turn. Raises the errors of `Episode.give`.
+        """
         turn = self._sampler.episode.give(parent, tokens)
         self._know(turn)
         return turn
 
     def lose(self, request: ChatRequest | TextRequest) -> None:
-        """Record that the client did not get the answer. The same request then gets the answer again, once."""
+        """Record that the client did not get the answer to ``request``, because it had disconnected.
+
+        If the client sends the same request again, it gets the same answer once.
+        """
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(_digest(request))
         if call is not None:
             call.num_lost += 1
