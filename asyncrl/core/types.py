@@ -131,7 +131,7 @@ class GroupSummary:
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether all trajectories have the same reward, and the same rewards of turns."""
+        """Whether all trajectories of the group have the same total reward, and the same rewards of single turns."""
         return len(set(self.rewards)) == 1 and not self.has_unlike_turns
 
 
@@ -163,7 +163,7 @@ class TokenAccount:
 
     @property
     def balance(self) -> int:
-        """Tokens that are missing in the account; 0 if the account balances."""
+        """Number of generated tokens that no other count of the account includes; 0 if the account balances."""
         return self.generated - self.trained - self.dropped - self.buffered - self.in_flight
 
 
@@ -212,7 +212,7 @@ class BufferStats:
 
     @property
     def num_tokens(self) -> int:
-        """All policy tokens in the account."""
+        """Number of policy tokens that the buffer knows: trained, dropped and buffered."""
         return self.tokens_trained + self.tokens_buffered + sum(self.tokens_dropped.values())
 
 

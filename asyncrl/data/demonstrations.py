@@ -40,16 +40,14 @@ class DemonstrationFormat:
 
 
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
-    """Read all rows of parquet or jsonl files.
+    """Read parquet or jsonl files, and tokenize each row as an example for supervised fine-tuning.
 
-    A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered before and after each
-    assistant turn. The text that the turn adds is learned. Learned text and other text are tokenized separately, as in
-    generation.
-
-    ``tokenizer`` is the policy's tokenizer, from transformers.
+    A plain row becomes prompt, response and end-of-sequence token; the last two are learned. A conversation is rendered
+    before and after each assistant message, and the text that the message adds is learned. Learned text and other text
+    are tokenized separately, because generation does the same. ``tokenizer`` is the policy's Hugging Face tokenizer.
 
     Raises:
-        ValueError: a file, row or column does not match ``form``. The message names it.
+        ValueError: a file, row or column does not match ``form``. The message names the place.
     """
     if form.chat_template:
         check_template("sft", tokenizer)
