@@ -89,7 +89,7 @@ def printable(text: str) -> str:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command ``asyncrl samples`` and return its exit status. ``arguments`` is None for those of the process."""
+    """Run the command ``asyncrl samples`` and return its exit status. ``arguments`` defaults to ``sys.argv[1:]``."""
     options = _parser().parse_args(arguments)
     version = "*" if options.version is None else f"{options.version:08d}"
     pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"

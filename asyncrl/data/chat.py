@@ -172,8 +172,7 @@ def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
 
 
 def check_template(section: str, tokenizer: Tokenizer) -> None:
-    """Raise `ValueError` if the tokenizer has no chat template. ``section`` is the section of the options in the error.
-    """
+    """Raise `ValueError` if the tokenizer has no chat template. ``section`` names the options in the error."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"{section}.chat_template is true but the tokenizer of {getattr(tokenizer, 'name_or_path', '')!r} has no "

@@ -32,7 +32,7 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Load the tokenizer of a model directory.
 
     With ``chat_template``, the tokenizer can render conversations, and transformers loads it. Without, the library
-    ``tokenizers`` loads it if its class is ``PreTrainedTokenizerFast``, because importing transformers takes long.
+    ``tokenizers`` loads it if its class is ``PreTrainedTokenizerFast``, because transformers would import torch.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())

@@ -91,14 +91,17 @@ class Evaluation:
     took_s: float = 0.0
 
     def interval(self, kind: str) -> Estimate:
-        """Return the estimate of ``sampled`` or ``greedy``."""
+        """Return the mean reward with its 95% interval. ``kind`` is ``sampled`` or ``greedy``.
+
+        Without an interval in `estimates`, both ends of the interval equal the mean.
+        """
         mean = getattr(self, kind)
         found = [one for name, one in self.estimates.items() if name.startswith("mean@" if kind == "sampled" else kind)]
         return found[0] if found else Estimate(mean=mean, low=mean, high=mean)
 
     @property
     def shortfall(self) -> str:
-        """Text about failed and missing prompts, for the end of a line; empty without such prompts."""
+        """Text for the end of a line: how many prompts failed or are unanswered, and why; empty if there are none."""
         parts = [f"the reward failed on {self.num_failed}"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())
@@ -106,9 +109,9 @@ class Evaluation:
         return f"; {', '.join(parts)}" if parts else ""
 
     def scalars(self) -> dict[str, float]:
-        """Return all estimates and the ends of their intervals, by name.
+        """Return all means and the ends of all 95% intervals, by name.
 
-        Examples: ``math/pass@4``, ``math/pass@4/low``.
+        Examples: ``pass@4``, and for the data source ``math``: ``math/pass@4``, ``math/pass@4/low``.
         """
         sources = {"": self.estimates, **{f"{source}/": estimates for source, estimates in self.by_source.items()}}
         named = {prefix + name: one for prefix, estimates in sources.items() for name, one in estimates.items()}
@@ -126,9 +129,15 @@ def evaluation_of(
     incomplete: Mapping[str, str],
     took_s: float,
 ) -> Evaluation | None:
-    """Compute the evaluation of these answers; None if no prompt has a reward.
+    """Compute means and confidence intervals from the rewards of answers; None if no prompt has a reward.
 
-    ``num_prompts`` is the number of requested prompts. A sample passes if its reward is at least ``pass_reward``.
+    Args:
+        answers: The answered prompts.
+        policy_version: Version that sampled the answers.
+        num_prompts: Number of requested prompts.
+        pass_reward: Smallest reward of a sample that passes, for pass@k.
+        incomplete: Why answers are missing, by engine.
+        took_s: Seconds from the first prompt to the last answer.
     """
     scored = [one for one in answers if not one.reward_failure]
     if not scored:
