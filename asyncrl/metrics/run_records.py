@@ -220,7 +220,7 @@ def summary_document(
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
     - ``restarts`` counts the restarts by component. Its key ``batches`` counts the batches that were planned again.
     - ``wall_s`` has two durations in seconds: ``total``, and ``start`` until the first step could begin.
-    - ``overlap`` is the share of busy time per pool, from the profile; None without a profile.
+    - ``overlap`` is the report on busy and idle times, from the profile; None without a profile.
     - ``advice`` is an option that would have made the run faster; None if there is none.
     """
     return {
