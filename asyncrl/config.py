@@ -150,7 +150,7 @@ class WarmStartConfig:
 
     @property
     def validates(self) -> bool:
-        """Whether the run measures a validation loss."""
+        """Whether supervised fine-tuning measures a validation loss, because the options set aside validation data."""
         return bool(self.val_files) or self.val_rows > 0
 
     def __post_init__(self) -> None:
@@ -649,7 +649,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 def num_positions(config: RunConfig) -> float:
-    """Return the longest sequence that the model can be trained on, in tokens; infinite without a limit.
+    """Return the length, in tokens, of the longest sequence that the model can be trained on; infinite without a limit.
 
     The limit is ``max_position_embeddings`` or `learner.rope.rope_limit`, whichever is smaller.
     """
@@ -659,7 +659,10 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Return the longest sequence that an engine may sample: `num_positions` minus the engine's reserved positions."""
+    """Return the length, in tokens, of the longest sequence that an engine may sample, with the prompt.
+
+    The length is `num_positions` minus the positions that the engine reserves.
+    """
     return num_positions(config) - config.rollout_fleet.num_reserved_positions
 
 

@@ -1,4 +1,7 @@
-"""The protocols between the packages. These packages do not import each other."""
+"""The interfaces between the buffer, the rollout fleet, the learner and the controller, as typing protocols.
+
+The packages of these components do not import each other.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,11 @@ from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, W
 
 
 class RolloutBuffer(Protocol):
-    """The interface of a rollout worker to the replay buffer. The client's deadline applies to every call.
+    """The interface of a rollout worker to the replay buffer. Every call has the deadline of the buffer's client.
 
     Attributes:
-        count_generated: Set by the worker. Returns the number of policy tokens that this worker has generated so far,
-            including running samples.
+        count_generated: A function that the worker sets. It returns the number of policy tokens that this worker has
+            generated so far, including running samples.
     """
 
     count_generated: Callable[[], int]
@@ -41,16 +44,18 @@ class RolloutBuffer(Protocol):
         ...
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
-        """Store a finished group and wait until it is stored. Idempotent.
+        """Send a finished prompt group to the buffer, and wait until the group is stored.
+
+        A repeated call has no effect.
 
         Args:
             group: The finished group.
-            num_left_out: Tokens of trajectories that the worker omitted. They count as dropped for the reason
-                ``reward``.
-            data_source: As in `Prompt`.
+            num_left_out: Number of tokens in trajectories that the worker left out of the group. These tokens count as
+                dropped for the reason ``reward``.
+            data_source: Name of the prompt's task.
 
         Raises:
-            LeaseExpired: the lease has ended. The tokens count as dropped.
+            LeaseExpired: the worker's lease (right to generate the group) has ended. The tokens count as dropped.
             VersionTooOld: a token is older than the policy version of the lease.
         """
         ...
@@ -402,7 +407,7 @@ class PromptSource(Protocol):
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the outcomes that `note` receives may change the order of the prompts."""
+        """Whether the summaries that `note` receives may change the order of the prompts."""
         ...
 
     def take(self, count: int) -> Sequence[Prompt]:
@@ -414,5 +419,5 @@ class PromptSource(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the source's state as JSON values. Example: the position in the order of the prompts."""
+        """Return the source's state, such as its position in the order of the prompts, as JSON values."""
         ...

@@ -1,4 +1,4 @@
-"""Writes receipts to the run's ``receipts/``: one JSON line for each `Act`, such as the load of a version.
+"""Writes receipts, one JSON line for each `Act` (such as the load of a version), to the run's folder ``receipts/``.
 
 A process calls `start` once, and then `note`. ``asyncrl audit`` compares the lines of all processes.
 """
@@ -85,7 +85,7 @@ def note(act: Act, **values: Any) -> None:
 def _append(path: Path, lines: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if (written := os.write(descriptor, lines)) < len(lines):  # the disk is full; leave no part of a line
+        if (written := os.write(descriptor, lines)) < len(lines):  # the disk is full: remove the partial line
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:

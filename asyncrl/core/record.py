@@ -84,16 +84,16 @@ class SpanKind(StrEnum):
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
     step = "step"  # from the previous commit, or the start of training, to the step's commit
-    plan_wait = "plan_wait"  # the plan loop waits for a batch
+    plan_wait = "plan_wait"  # the controller waits until the buffer has a batch
     dispatched = "dispatched"  # from the dispatch of a planned step to the ranks until its update has ended
     evaluation = "evaluation"  # an evaluation; also on the lanes of engines that answer held-out prompts
     checkpoint = "checkpoint"  # a checkpoint is saved; also on the lane of a rank that it blocks
     # Engines: lane ``engine-0``
     start = "start"  # from the start of the engine until its first weights are verified
-    down = "down"  # the engine has failed, is fenced or restarts
+    down = "down"  # the engine has failed, is restarting, or may not serve
     stage = "stage"  # weights are copied to the host during generation
     pause = "pause"  # generation is paused for new weights
-    load_stage = "load_stage"  # a phase of a load, on lane ``engine-0/load``; ``cause`` names the phase
+    load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the device (colocated)
     # Members of the fleet: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
@@ -111,7 +111,7 @@ class SpanKind(StrEnum):
     offload = "offload"
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
     publish_copy = "publish_copy"  # the rank copies its weights and is blocked
-    publish = "publish"  # the publish in the background, from the copy to the offer
+    publish = "publish"  # the publish in the background, from the copied weights until engines can load them
     publish_stage = "publish_stage"  # a phase of `publish` or of its preparation; ``cause`` names the phase
 
 
@@ -133,9 +133,9 @@ class LevelName(StrEnum):
     leased = "leased"
     stored = "stored"
     planned = "planned"
-    budget = "budget"  # groups that can be admitted now
+    budget = "budget"  # number of groups that workers may start now
     full = "full"  # 1 while the limit on bytes prevents admission
-    bytes = "bytes"  # stored trajectories and prefixes
+    bytes = "bytes"  # bytes of stored trajectories and of saved unfinished groups
     # Per member of the fleet, on the lanes of `SpanKind.member`
     epoch = "epoch"  # number of faults so far
     # Per process, on its own lane, once per step
@@ -234,7 +234,7 @@ class Recorder:
         self._wakes, self._ends = threading.Event(), threading.Event()
         host = host or socket.gethostname()
         directory.mkdir(parents=True, exist_ok=True)
-        # If the process records again after a stop, it writes a new file.
+        # A process that records again after `stop` writes a new file.
         names = (f"{process}@{host}-{os.getpid()}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
         self._path = next(path for name in names if not (path := directory / f"{name}.msgpack").exists())
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)

@@ -77,7 +77,7 @@ class Turn:
         )
 
     def is_same_prompt(self, other: Turn) -> bool:
-        """Return whether two turns have the same tokens and the same images."""
+        """Return whether this turn and ``other`` have the same tokens and the same images."""
         pairs = zip(self.images, other.images, strict=False)
         return (
             np.array_equal(self.token_ids, other.token_ids)
@@ -320,7 +320,7 @@ class TrajectoryGroup:
     @property
     def policy_versions(self) -> np.ndarray:
         """Policy version of each sampled token, [n] int32, without the tokens of baselines (greedy answers)."""
-        # The index `SHARED` (-1) of the prompt's turn selects the appended False.
+        # The prompt's turn has the trajectory index -1 (`SHARED`), which selects the appended False.
         is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]
@@ -364,7 +364,7 @@ class TrajectoryGroup:
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """Return the loss mask of a branch, [T] bool: True at the tokens that are trained in this branch."""
+        """Return the loss mask of a branch (a path of turns), [T] bool: True at the tokens that are trained in it."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:

@@ -126,7 +126,7 @@ class GroupSummary:
 
     @property
     def is_scored(self) -> bool:
-        """Whether every reward is finite. A reward model may return NaN or infinity."""
+        """Whether every reward of the group is finite. A reward model may return NaN or infinity."""
         return all(map(math.isfinite, self.rewards))
 
     @property
@@ -266,5 +266,5 @@ class WeightOffer:
 
     @property
     def name(self) -> str:
-        """The version's name in messages. Example: ``"policy version 7"``."""
+        """Name of the offered version for messages. Example: ``"policy version 7"``."""
         return "the frozen weights" if self.version == FROZEN else f"policy version {self.version}"

@@ -157,7 +157,7 @@ class Alarms:
         )
 
 
-# Conditions over a full window. Each function returns the alarm's message, or an empty text
+# Conditions over the records of the last `WINDOW` steps. Each function returns the alarm's message, or an empty text
 
 
 def _equal_rewards(window: Sequence[StepRecord], _: RunLimits) -> str:

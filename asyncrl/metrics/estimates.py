@@ -25,10 +25,11 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Estimate:
-        """Estimate the mean of one value per prompt, for prompts drawn independently from a population.
+        """Return the mean of one value per prompt, with a 95% interval for the mean over the population of prompts.
 
-        If every value is 0 or 1, the interval is Wilson's (doi 10.1080/01621459.1927.10502953). Otherwise it is the
-        seeded percentile bootstrap with 1,000 resamples of whole prompts.
+        The prompts must be drawn independently. If every value is 0 or 1, the interval is Wilson's (doi
+        10.1080/01621459.1927.10502953). Otherwise it is the seeded percentile bootstrap with 1,000 resamples of whole
+        prompts.
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
@@ -49,11 +50,13 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that one of k samples passes (arXiv 2107.03374, equation 1).
+    """Estimate the probability that at least one of k samples of a prompt passes (arXiv 2107.03374, equation 1).
+
+    The estimate is unbiased.
 
     Args:
-        num_samples: Samples of the prompt.
-        num_passed: Samples that pass.
+        num_samples: Number of samples of the prompt.
+        num_passed: Number of these samples that pass.
         k: At most ``num_samples``. Example: if 1 of 4 samples passes, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)

@@ -165,7 +165,7 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Share of busy time since the start of training, 0 to 1; 0 before the start."""
+        """Share of the pool's time that was busy since the start of training, 0 to 1; 0 before the start."""
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
@@ -346,7 +346,7 @@ class ScalarEvents:
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def go_back(self, step: int) -> None:
-        """Begin a new file. TensorBoard then ignores the scalars of ``step`` and later steps in older files."""
+        """Continue in a new event file. TensorBoard then ignores scalars of ``step`` and later steps in older files."""
         self._file.close()
         self._file = self._open()
         start = self._log(status=self._log.START)

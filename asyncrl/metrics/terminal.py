@@ -1,6 +1,6 @@
-"""The user's view of a run: a live view on a terminal, otherwise plain lines.
+"""Shows the progress of a run: a live view on a terminal, otherwise one line of metrics every few seconds.
 
-The view also writes a line when a component is ready. Without a terminal, it writes a line every few seconds.
+In both cases, a line is printed as soon as a component is ready.
 """
 
 from __future__ import annotations

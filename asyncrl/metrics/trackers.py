@@ -47,7 +47,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Send the remaining metrics and end the tracked run."""
+        """Send the metrics that are not sent yet, and mark the run as ended in the tracker."""
         ...
 
 
@@ -128,7 +128,7 @@ class Trackers:
             self._each(lambda tracker, event=event: tracker.record(event) if tracker.keeps_history else None)
 
     def close(self) -> None:
-        """Send the remaining metrics and end the tracked run."""
+        """Send the metrics that are not sent yet to all trackers, and mark the run as ended there."""
         self._each(lambda tracker: tracker.close())
         self._trackers = {}
 
@@ -186,7 +186,7 @@ class WandbTracker:
         self._run.log(numbers_of(event) | axis)
 
     def close(self) -> None:
-        """Send the remaining metrics and end the tracked run."""
+        """Send the metrics that are not sent yet to Weights & Biases, and mark the run as ended there."""
         self._run.finish()
         self._teardown()  # ends wandb's service process
 

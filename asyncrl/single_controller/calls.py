@@ -1,7 +1,7 @@
-"""One call from a worker group: its deadline, its route to each worker, its futures and its results.
+"""How a worker group calls a method of its workers: deadline, route to each worker, futures and results.
 
-If an argument is a future, the group sends its Ray references. Ray starts the call when the referenced results exist,
-so the worker does not block while they are computed. If the computation of a result failed, the call raises its error.
+If an argument is a future, the group sends the future's Ray references. Ray starts the call as soon as the referenced
+results exist, so that the worker does not block before. If a result could not be computed, the call raises the error.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These functions return one entry per rank, so their results have no padded rows.
+# Collect functions that return one entry per rank. Padded rows cannot be removed from their results.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 

@@ -58,7 +58,7 @@ class Columns:
 
 
 def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
-    """Turn a value into frames.
+    """Turn a value into frames: a list of byte buffers that a transport can send without copies.
 
     Args:
         value: One of these types, but not a subclass:
@@ -88,10 +88,11 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bool = False) -> Any:
-    """Turn frames back into the value.
+    """Turn frames, the byte buffers of a message, back into the value that `encode` got.
 
     Args:
-        frames: The result of `encode`, as any objects with a buffer. The transport must limit their number and size.
+        frames: The result of `encode`, as any objects with a buffer. The transport must limit the number and the size
+            of frames.
         foreign: The list that `encode` filled.
         writable: Whether the returned arrays are writable if their frames are.
 
@@ -450,7 +451,7 @@ def scalar_of(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
-    """Return the dtype with this name. Raises `WireError` for a dtype that `encode` does not send."""
+    """Return the numpy dtype of a name such as ``<f4``. Raises `WireError` for a dtype that `encode` does not send."""
     if _PLAIN_NAME.fullmatch(name) is None:
         raise WireError(f"dtype {name!r} is not supported")
     try:
@@ -478,7 +479,7 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 
 
 def record_of(parts: list[Any]) -> np.ndarray:
-    """Rebuild the structured array from the result of `record_parts`.
+    """Build a structured array from a list that `record_parts` returned.
 
     `decode` turns all errors of this function into `WireError`. The function itself raises `WireError` in these cases:
 
@@ -509,7 +510,7 @@ def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligne
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape from a header as a tuple. Raises `WireError` if it is not a valid shape."""
+    """Return an array's shape from a header as a tuple. Raises `WireError` if it is not a valid shape."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
         raise WireError("an array has an impossible shape: it must have at most 64 dimensions, integers >= 0")
     return tuple(shape)

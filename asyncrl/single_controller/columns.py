@@ -56,7 +56,7 @@ def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
 
 
 def cat_rows(tensors: Sequence[Any]) -> Any:
-    """Concatenate dense or nested tensors along the rows. Raises `BatchError` for a mixture."""
+    """Concatenate the rows of tensors, which are all dense or all nested. Raises `BatchError` for a mixture."""
     if not any(map(is_nested, tensors)):
         return torch.cat(list(tensors), dim=0)
     if not all(map(is_nested, tensors)):
@@ -65,7 +65,7 @@ def cat_rows(tensors: Sequence[Any]) -> Any:
 
 
 def is_nested(tensor: Any) -> bool:
-    """Return whether the value is a nested tensor."""
+    """Return whether ``tensor``, any value, is a nested tensor of torch."""
     return isinstance(tensor, torch.Tensor) and tensor.is_nested
 
 
@@ -80,7 +80,7 @@ def rows_of(nested: Any) -> list[torch.Tensor]:
 
 
 def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
-    """Return a nested tensor with these rows. Its layout and ragged dimension are those of the nested tensor ``like``."""
+    """Return a nested tensor with these rows, with layout and ragged dimension of the nested tensor ``like``."""
     if like.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
     values, dim = like.values(), like._ragged_idx - 1
@@ -322,7 +322,7 @@ def deep_equal(a: Any, b: Any) -> bool:
 
 
 def facts_equal(a: Any, b: Any) -> bool:
-    """Return whether two values are `deep_equal`, or equal by ``==``. Example: 1 and 1.0."""
+    """Return whether two values are equal by `deep_equal` or by ``==``. Example: 1 and 1.0 are equal."""
     if deep_equal(a, b):
         return True
     try:
@@ -365,7 +365,10 @@ def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) ->
 
 
 def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether dtype, shape and values are the same. NaN equals NaN. Nested tensors are compared by rows."""
+    """Return whether two tensors have the same dtype, shape and values. NaN equals NaN.
+
+    Nested tensors are compared row by row.
+    """
     if a.is_nested or b.is_nested:
         if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
             return False

@@ -388,7 +388,7 @@ class DataProto:
         return self
 
     def is_padding_enabled(self) -> bool:
-        """Return whether dispatch may pad this batch to a multiple of the number of ranks."""
+        """Return whether a call may append rows to this batch, so that the ranks get parts of equal size."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -480,7 +480,7 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def get_data_info(self) -> str:
-        """Return a text with one line per entry: the name, then shape, dtype and device, or the type."""
+        """Return a text that describes the batch, with one line per entry: name, and shape, dtype, device or type."""
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
             for key, t in self._columns().items()
@@ -583,9 +583,9 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append copies of rows, from the first row on, until ``size_divisor`` divides the number of rows.
+    """Return a batch with copies of rows, from the first row on, appended until ``size_divisor`` divides its length.
 
-    Returns the padded batch and the number of appended rows. If no row was appended, the batch is ``data`` itself.
+    The second returned value is the number of appended rows. If it is 0, the batch is ``data`` itself.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
@@ -598,7 +598,7 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Return the batch without its last ``pad_size`` rows."""
+    """Return the batch without its last ``pad_size`` rows, which `pad_dataproto_to_divisor` appended."""
     return data[:-pad_size] if pad_size else data
 
 

@@ -19,7 +19,8 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# A dispatch function adds this keyword argument, the number of padded rows. They are removed from the result.
+# A dispatch function adds this keyword argument: how many rows it has appended as padding to each batch. The call later
+# removes as many rows from the result.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -58,7 +59,10 @@ class DataProtoFuture:
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
-        """Return a future of ``select(result)``. The process that fetches the result runs ``select``."""
+        """Return a future of ``select(result)``, where ``result`` is the joined result of this future.
+
+        The process that fetches the result calls ``select``.
+        """
         first = self.dispatch_fn
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
@@ -326,7 +330,7 @@ BESIDE = "beside"
 
 
 def beside(method: Method) -> Method:
-    """Decorate a registered method to run in a second thread, in parallel with the worker's other methods.
+    """Decorate a method that has the decorator `register`, so that it runs in a second thread of the worker.
 
     The second thread runs its calls in order. The methods must be thread-safe. All other methods of the class then run
     in one thread, which is not the main thread of the process.
@@ -604,7 +608,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode. Groups that exist already keep the old functions.
+    """Replace the dispatch and collect functions of a mode. Worker groups that exist already keep the old functions.
 
     Raises `UsageError` for an unknown mode.
     """

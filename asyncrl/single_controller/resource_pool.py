@@ -59,7 +59,7 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Number of processes on all nodes."""
+        """Number of processes of the pool, over all nodes."""
         return sum(self._store)
 
     def local_world_size_list(self) -> list[int]:
@@ -145,7 +145,7 @@ class RayResourcePool(ResourcePool):
         self.apart = apart
         self.labels = dict(labels or {})
         self.timeout_s = timeout_s
-        self._num_users = 0  # number of groups in this pool or in a part of it
+        self._num_users = 0  # number of worker groups in this pool or in a part of this pool
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
@@ -201,10 +201,10 @@ class RayResourcePool(ResourcePool):
         return pgs
 
     async def reserve(self, device_name: str = "cuda") -> list[str]:
-        """Reserve the placement groups, and wait without a deadline until the cluster grants them.
+        """Reserve the pool's placement groups, and wait without a deadline until the cluster grants all of them.
 
-        Returns the node id of each placement group. A cancelled wait leaves nothing reserved. The method ignores
-        ``apart``.
+        Returns a list with the node id of each placement group. If the wait is cancelled, nothing stays reserved. The
+        pool's option ``apart`` has no effect here.
         """
         pgs = [
             self._asked(f"{self.name_prefix}_{count}:{index}", count, self.labels, device_name)
@@ -645,7 +645,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options.update(options)
 
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
-        """Return a copy of this object for one rank.
+        """Return a copy of this class with its arguments and options, changed for one rank.
 
         If the class does not set ``num_cpus``, the actor uses the CPUs that the pool reserved.
 

@@ -114,7 +114,7 @@ def _aligned(size: int) -> int:
 
 
 def all_gather_data_proto(data: Any, process_group: Any) -> None:
-    """Concatenate the batches of all ranks on every rank, in rank order and in place. This is a collective.
+    """Replace each rank's batch, in place, by the rows of all ranks' batches in rank order. This is a collective.
 
     The ranks may have different numbers of rows. The tensors stay on the device of this rank's tensors, and
     ``meta_info`` does not change.

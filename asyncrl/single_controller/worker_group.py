@@ -77,7 +77,7 @@ class WorkerGroup:
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
     ) -> None:
-        """Wait until all workers have started, then watch them from a thread.
+        """Wait until all workers have started. Then start a thread that waits for the death of a worker.
 
         The end of a worker's process wakes the thread. The thread also asks Ray for the workers' states every
         ``every_n_seconds``. After a death, it calls ``on_death`` once with an error that names the worker. By default
@@ -110,7 +110,7 @@ class WorkerGroup:
         self._watch = self._checker_thread = None
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a worker dies, even if no call runs. Returns an error that names the worker.
+        """Wait until a worker of this group dies, even if no call runs. Return an exception that names the worker.
 
         Raises `ClusterDiedError` if Ray shuts down.
         """
@@ -478,10 +478,10 @@ class RayWorkerGroup(WorkerGroup):
     execute_all = execute_all_async
 
     def shutdown(self) -> None:
-        """Kill the workers. Groups that were spawned from this group, or attached to its workers, end too.
+        """Kill the workers. This also ends other groups of the same workers (from `spawn`, or attached by name).
 
-        The last group of a pool also releases the reservation. A running call raises `WorkerDiedError`. After a
-        shutdown of Ray, this call kills no worker, so that detached workers still run.
+        The last group of a pool also releases the pool's reservation. A running call raises `WorkerDiedError`. After a
+        shutdown of Ray, the method kills no worker, so that detached workers still run.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
