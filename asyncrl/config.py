@@ -394,7 +394,7 @@ class WeightsConfig:
 
     @property
     def rules(self) -> CarrierRules:
-        """What the chosen weight transport supports: the way of the bytes, and the options that it allows."""
+        """What the chosen weight transport supports, such as other hosts, deltas or adapters."""
         into_engines = self.transport is Transport.collective and self.collective_into is CollectiveInto.engine
         return CARRIERS[f"{self.transport}{', collective_into=engine' if into_engines else ''}"]
 

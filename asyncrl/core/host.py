@@ -123,7 +123,7 @@ def keep_freed_memory(num_bytes: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
+    """Ask the Linux kernel to kill this process as soon as the parent process ends."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -246,8 +246,8 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 def leave_stop_to_owner() -> None:
     """Block SIGINT and SIGTERM in this thread, and in the threads and processes that it starts later.
 
-    The name means that only the supervisor, the owner of the run, handles a stop. The function first starts Python's
-    resource tracker, because a later start would unblock both signals (Python < 3.13).
+    Then only the supervisor, the owner of the run, handles a stop. The function first starts Python's resource tracker,
+    because a later start would unblock both signals (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)

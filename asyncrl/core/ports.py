@@ -65,7 +65,7 @@ class RolloutBuffer(Protocol):
 
         Args:
             lease: The lease.
-            num_tokens: Number of tokens that the policy has generated for the group. They count as dropped.
+            num_tokens: Number of tokens that the policy has generated for the group. The tokens count as dropped.
             reason: Why the tokens are dropped. Example: ``reward``.
             max_failures: If not 0, this attempt counts as failed, and the buffer drops the group after this many failed
                 attempts.
@@ -76,7 +76,7 @@ class RolloutBuffer(Protocol):
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """Return the unfinished group that an earlier worker saved for this prompt; None if none was saved.
+        """Return the unfinished group that was saved for this prompt by `save_progress`; None if none was saved.
 
         Call this once per lease, before generating. The later `put` or `release` must count the tokens of the saved
         group too.
@@ -219,7 +219,7 @@ class ControlBuffer(Protocol):
         """Keep up to ``num_engines`` engines on policy version ``version`` until `unpin` or the next `pin`.
 
         Call this before the version is offered. The first engines that request the version keep the version. The call
-        waits until the set of engines that serve the version differs from ``known``. It returns the engines' names.
+        waits until the names of the engines that serve the version differ from ``known``, and returns these names.
 
         Raises:
             WeightsGone: no engine serves the version, and the buffer does not offer it.
@@ -234,8 +234,8 @@ class ControlBuffer(Protocol):
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report groups of planned batches whose trajectories are lost, because a store of the buffer restarted.
 
-        The buffer queues the prompts of these groups again, with the reason ``store_lost``. It chooses the affected
-        batches, and all later batches, again.
+        The buffer queues the prompts of these groups again, with the reason ``store_lost``. The buffer also chooses the
+        affected batches, and all later batches, again.
         """
         ...
 

@@ -306,8 +306,8 @@ class Recorder:
         ``attempt`` counts the times that a worker began to generate the group; it is -1 if the event does not belong
         to one attempt. ``event`` is a `GroupEvent`. Each event has its own details:
 
-        - lease: ``version`` of the admission, ``deadline``: the last version that may consume the group, ``inherited``:
-          tokens of a saved prefix.
+        - lease: ``version`` of the engine when the worker may start, ``deadline``: the last learner version that may
+          train on the group, ``inherited``: number of tokens that an earlier attempt has saved.
         - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
           first_token is the first token of this attempt.
         - stored: ``version`` of the oldest token, ``newest`` of the newest, and ``learner``: the learner's version.

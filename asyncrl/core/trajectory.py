@@ -202,7 +202,7 @@ class TrajectoryGroup:
         """Check the dtypes and lengths of all columns, and that the turns form trees below the shared prompt.
 
         Raises:
-            ValueError: a column or a turn is wrong. The message names it.
+            ValueError: a column or a turn is wrong. The message names the column or turn.
         """
         token, trajectory = self.token_columns, self.trajectory_columns
         for columns, needed in ((token, _TOKEN_COLUMNS), (trajectory, _TRAJECTORY_COLUMNS)):
@@ -364,7 +364,7 @@ class TrajectoryGroup:
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """Return the loss mask of a branch (a path of turns), [T] bool: True at the tokens that are trained in it."""
+        """Return the loss mask of a branch (a path of turns), [T] bool: True at tokens that this branch trains."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
@@ -406,7 +406,7 @@ class TrajectoryGroup:
 
     @cached_property
     def previous_turns(self) -> list[int]:
-        """For each of the M turns, the index of the last sampled turn before it in the tree; `ROOT` without one."""
+        """For each of the M turns, the index of the turn's nearest sampled ancestor in the tree; `ROOT` without one."""
         previous: list[int] = []
         for _, parent, _, _, _ in self._rows:
             is_given = parent != ROOT and not self._rows[parent][3]
@@ -417,7 +417,7 @@ class TrajectoryGroup:
     def earned(self) -> list[float]:
         """Reward of each sampled turn, plus the rewards of the tool and environment turns after it, [M] float.
 
-        A turn that was not sampled has the value 0. Its reward counts for its nearest sampled ancestor, if it has one.
+        A turn that was not sampled has the value 0: its reward is added to its nearest sampled ancestor's, if any.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:

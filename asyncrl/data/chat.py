@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 def read_messages(
     rows: Rows, key: str, *, section: str = "data", system_prompt: str = "", has_images: bool = False
 ) -> list[tuple[Message, ...]]:
-    """Return the chat messages of each row, from the column ``key``. If ``system_prompt`` is set, it comes first.
+    """Return the chat messages of each row, from the column ``key``. A ``system_prompt`` becomes the first message.
 
     Each message has a role and a text as content. Only a message with tool calls may have no content. If
     ``has_images``, the content may also be a list of text and image parts. All other fields are kept for the chat

@@ -94,7 +94,7 @@ class PromptStream:
     def first(self) -> Prompt:
         """Return the prompt that `take` returns first on a new stream. The position of this stream does not change.
 
-        After calls of `take` on a stream with a sampler, it is the prompt that the sampler would choose next.
+        On a stream with a sampler, the result is the prompt that the sampler would choose next.
         """
         row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)

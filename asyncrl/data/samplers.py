@@ -39,7 +39,7 @@ class Sampler(Protocol):
         """Receive the result of a prompt: ``group`` has the rewards of all its samples.
 
         ``row`` is the index of the prompt's row. Results of groups that a filter dropped arrive too. A result can be
-        lost if the buffer server restarts. It arrives again if workers generate the group again.
+        lost if the buffer server restarts. A result arrives again if workers generate the group again.
         """
         ...
 

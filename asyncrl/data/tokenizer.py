@@ -31,8 +31,9 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Load the tokenizer of a model directory.
 
-    With ``chat_template``, the tokenizer can render conversations, and transformers loads it. Without, the library
-    ``tokenizers`` loads it if its class is ``PreTrainedTokenizerFast``, because transformers would import torch.
+    With ``chat_template``, transformers loads a tokenizer that can render conversations. Without, the library
+    ``tokenizers`` loads a tokenizer of the class ``PreTrainedTokenizerFast``, because transformers would import torch.
+    Transformers loads all other classes.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())

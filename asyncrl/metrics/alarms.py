@@ -106,8 +106,8 @@ class Alarms:
     def evaluation(self, evaluation: Evaluation) -> list[Alarm]:
         """Check an evaluation on held-out prompts for a fall of the reward.
 
-        Returns a list with the alarm if it begins or ends with this evaluation, or an empty list. The alarm lasts while
-        the 95% interval of the greedy reward lies below the interval of the best evaluation so far.
+        Returns a list with one alarm if the alarm begins or ends with this evaluation, else an empty list. The alarm
+        lasts while the 95% interval of the greedy reward lies below the interval of the best evaluation so far.
         """
         now = evaluation.interval("greedy")
         if self._best is None or now.mean >= self._best[1].mean:

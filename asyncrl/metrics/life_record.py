@@ -80,7 +80,7 @@ def read_life(run_dir: Path) -> LifeRecord | None:
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
     """Follow the chain of resumed runs back from a run folder. Return (run folder, record) pairs, oldest first.
 
-    Each run resumed from a checkpoint of the run before it. The chain ends at a folder without a record.
+    In the chain, each run resumed from a checkpoint of the previous run. The search ends at a folder without a record.
     """
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()

@@ -341,7 +341,7 @@ class ScalarEvents:
         self._file = self._open()
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Queue the scalars of one step, by tag, for the event file. They are written within about 10 s."""
+        """Queue the scalars of one step, by tag. The writer's thread writes them to the file within about 10 s."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 

@@ -382,7 +382,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
 def describe(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     """Return bytes that describe an array's dtype and shape.
 
-    They are the length of the dtype's name, the number of dimensions, the name, and the dimensions (int64).
+    The bytes are the length of the dtype's name, the number of dimensions, the name, and the dimensions (int64).
     """
     return descriptor(dtype.str.encode(), shape)
 
@@ -464,9 +464,9 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Return a list that describes a structured array: shape, whether it is aligned, field names, arrays per field.
+    """Return a structured array as a list: shape, whether the dtype is aligned, field names, and an array per field.
 
-    Returns None if this does not determine the dtype of the array.
+    Returns None if these values do not determine the dtype of the array.
     """
     dtype = array.dtype
     if not dtype.names:

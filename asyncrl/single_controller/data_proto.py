@@ -218,7 +218,7 @@ class DataProto:
     def to_tensordict(self) -> TensorDict:
         """Return the tensors, arrays and meta information as one TensorDict, the inverse of `from_tensordict`.
 
-        Raises `BatchError` if two of them have the same name.
+        Raises `BatchError` if a name occurs twice, for example as a tensor and as meta information.
         """
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]

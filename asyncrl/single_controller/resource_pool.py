@@ -645,7 +645,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._options.update(options)
 
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
-        """Return a copy of this class with its arguments and options, changed for one rank.
+        """Return a copy of this object, with arguments and options changed for the actor of one rank.
 
         If the class does not set ``num_cpus``, the actor uses the CPUs that the pool reserved.
 
@@ -719,7 +719,7 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """Reserve a pool, if it is not reserved, and return the place of each rank in its placement groups, by rank.
+    """Reserve a pool, if that has not happened, and return the place of each rank in the pool's placement groups.
 
     ``strategy`` replaces the pool's placement strategy. ``device_name`` is ``cuda`` or ``npu``.
     """
