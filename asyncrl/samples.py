@@ -1,6 +1,6 @@
 """``asyncrl samples RUN``: show the decoded samples of a run.
 
-The rollout workers write them as parquet files to the run's ``samples/`` (`rollout_fleet.sample_log`).
+The rollout workers write the samples as parquet files to the run's folder ``samples/`` (`rollout_fleet.sample_log`).
 """
 
 from __future__ import annotations

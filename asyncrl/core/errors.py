@@ -199,7 +199,7 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
 
 
 def check_bounds(section: str, options: object, **bounds: str) -> None:
-    """Check the lower bounds of numeric options. Raise `ValueError` for the first option below its bound.
+    """Check the lower bounds of numeric options. Raise `ValueError` for the first option that violates its bound.
 
     Args:
         section: Prefix of the options' names in the message.

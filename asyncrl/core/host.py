@@ -1,4 +1,4 @@
-"""The host of a process: private folders, memory, visible GPUs, and stop signals. It imports neither torch nor ray.
+"""Functions for private folders, memory, visible GPUs and stop signals. The module imports neither torch nor ray.
 
 Only the supervisor handles SIGINT and SIGTERM, because ``scancel`` or systemd sends SIGTERM to every process of a run
 at once. The controller blocks both signals. Its threads and child processes, including Ray's daemons, inherit the mask.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Bytes for `keep_freed_memory` in a process that computes."""
+"""Argument of `keep_freed_memory` in processes that allocate large arrays or tensors."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment variables that hide all GPUs from a process."""

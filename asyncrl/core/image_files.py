@@ -1,6 +1,6 @@
 """Reads images in chat messages and dataset rows, and converts them to `Image` objects.
 
-An image is a data URL, base64 text, or the bytes of a file. In dataset rows it may also be a path.
+An image is given as a data URL, as base64 text, or as the bytes of a file. Dataset rows may also name a path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def is_image(part: Any) -> bool:
 
 
 def source_of(part: Mapping[str, Any]) -> Any:
-    """Return the image that a content part of a message holds or names: bytes, a path, a URL or base64 text.
+    """Return the image that a content part of a message holds: bytes, a path, a URL, base64 text, or a dict of these.
 
     Returns None if the part names no image. The image is not read or decoded.
     """

@@ -1,7 +1,7 @@
 """Images of prompts and tool results. Each image is a grid of patches with 8-bit pixels.
 
 In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The language model
-replaces their embeddings by the *merged features* of the image.
+replaces the embeddings of these tokens by the *merged features* of the image.
 """
 
 from __future__ import annotations

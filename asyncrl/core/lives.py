@@ -3,7 +3,7 @@
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
 
-`keep_up` restarts rollout workers, the buffer server, the stores and the learner's ranks.
+Runs use `keep_up` for rollout workers, the buffer server, the stores of trajectories and the learner's ranks.
 """
 
 from __future__ import annotations

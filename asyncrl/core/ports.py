@@ -382,7 +382,7 @@ class FleetPort(Protocol):
         ...
 
     async def drain(self) -> FleetCounts:
-        """Stop generation for good: abort all running groups, give up their leases, and return the final counts."""
+        """Stop generation: abort all running groups, give up their leases, and return the final counts."""
         ...
 
 

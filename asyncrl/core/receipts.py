@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "receipts"
 DIGEST_BITS = 62
-"""Sums of digests are modulo 2**`DIGEST_BITS`."""
+"""Number of bits of a digest. Sums of digests are taken modulo 2**`DIGEST_BITS`."""
 
 
 class Act(StrEnum):

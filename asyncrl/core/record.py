@@ -1,7 +1,7 @@
 """Writes the profile of a process: spans (intervals), levels (counts) and stamps (events of prompt groups).
 
-Each record has a *lane*, the name of the process or of a part of it. `span`, `level` and `stamp` are thread-safe. A
-separate thread writes the records every 50 ms.
+Each record has a *lane*, the name of the process or of a part of the process. `span`, `level` and `stamp` are
+thread-safe. A separate thread writes the records every 50 ms.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
 Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.

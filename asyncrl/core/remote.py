@@ -1,6 +1,6 @@
-"""Wait for remote results with a deadline, and for the end of processes on this machine.
+"""Wait for the results of Ray workers with a deadline, and for the end of processes on this machine.
 
-Only functions that need Ray import it.
+Importing this module does not import Ray. Calls of functions that need Ray import it.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class StepDeadline:
         return min(self._limit_s, max(self._floor_s, self._factor * self._longest_s[kind]))
 
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
-        """Await the result of a call for at most `seconds`, measure how long the call takes, and return the result.
+        """Await and return the result of a call, with the deadline for calls of this kind. Measure the call's duration.
 
         The measurement begins at the time when the call was queued (``pending.queued_s``), or now if that time is
         unknown. The caller may begin to await late, and a shorter duration would make the next deadlines too short.
@@ -211,7 +211,7 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""Waits count time in ticks of this length. While the process is stopped, at most one tick counts."""
+"""`within` counts time in ticks of this many seconds, so that a stop of the process counts as at most one tick."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 

@@ -1,6 +1,6 @@
-"""The stacks of all threads of a run's processes, written when a deadline is missed.
+"""Writes the stacks of all threads of a run's processes to files after a missed deadline.
 
-The signal handler is C code (`faulthandler`), so it also runs while a library blocks the process or holds the GIL.
+The handler of the signal SIGUSR2 is C code (`faulthandler`), so it also runs while a library holds the GIL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path("logs", "stacks")
 """Folder of the stack files, in the run's folder. Example: process 4711 writes ``logs/stacks/learner-0-4711.log``."""
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
-"""Seconds for the processes to write their stacks. After this, the caller may kill them."""
+"""Seconds that the processes have to write their stacks. After that, the caller may kill the processes."""
 _REST_S = 10.0
 """Shortest time in seconds between two requests of a process for stacks, because many calls can miss deadlines at once.
 """

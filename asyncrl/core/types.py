@@ -234,7 +234,7 @@ OfferKind = Literal["full", "delta", "adapter"]
 
 
 FROZEN = -1
-"""Version number of the frozen weights below adapters. They are not a policy version."""
+"""Version number of the frozen weights that adapters are added to. The frozen weights are not a policy version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

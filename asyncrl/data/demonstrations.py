@@ -1,4 +1,4 @@
-"""Reads demonstrations for supervised fine-tuning: tokens of text or chat messages, and a mask of learned tokens."""
+"""Reads examples for supervised fine-tuning, and converts each one to token ids and a mask of the learned tokens."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
 
 
 _Stretch = tuple[Sequence[int], bool]
-"""Token ids, and whether the tokens are learned."""
+"""A piece of an example: token ids, and whether the loss includes these tokens."""
 
 
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:

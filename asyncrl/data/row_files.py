@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _INT_RANGE = (-(2**63), 2**64 - 1)
-"""Range of integers in msgpack, which encodes rows for the reward function."""
+"""Smallest and largest integer that msgpack can encode. Rows are sent to the reward function as msgpack."""
 
 _PLAIN = "strings, numbers (64 bits), booleans, bytes, or lists and dicts of them"
 

@@ -1,6 +1,7 @@
 """Samplers choose the row of the training files for each prompt group. ``data.sampler`` is a name in `SAMPLERS`.
 
-A sampler must not use a clock, or random numbers other than those from its seed. Its state is part of each checkpoint.
+A sampler must not use a clock, or random numbers other than those from its seed. Each checkpoint has the sampler's
+state.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class WeightedSampler:
         self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
 
     def choose(self) -> int:
-        """Return the index of the next row, from the data source that is furthest below its weight."""
+        """Return the index of the next row, from the data source that is furthest below its share of the prompts."""
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:

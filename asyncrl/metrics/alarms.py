@@ -1,7 +1,7 @@
 """Alarms: conditions that stop or bias learning, waste devices, or will end the run.
 
-`Alarms` reads only the records of a run. An alarm on steps begins after `WINDOW` consecutive steps with its condition,
-because a single batch may meet it by chance.
+`Alarms` reads only the records of a run. An alarm on steps begins after `WINDOW` consecutive steps with the alarm's
+condition, because a single batch may meet the condition by chance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .history import read_records
 from .run_records import StepRecord
 
 WINDOW = 5
-"""Number of consecutive steps with a condition before its alarm begins."""
+"""Number of consecutive steps that must meet a condition before an alarm begins."""
 COLLAPSED = 0.01
 """Entropy below this share of its mean over the first steps counts as collapsed."""
 ALL_BUT_EQUAL = 0.9
@@ -28,7 +28,7 @@ MAX_TRUNCATED = 0.2
 MAX_LENGTH_BIAS = 0.25
 """Largest normal difference of the mean length of dropped samples from that of trained samples, as a share."""
 MIN_DROPPED_GROUPS = 20
-"""Smallest number of dropped groups for an alarm of their length."""
+"""Smallest number of dropped groups for an alarm on the length of their samples."""
 FULL = 0.95
 """The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5

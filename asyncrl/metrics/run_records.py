@@ -18,7 +18,7 @@ from asyncrl.core.types import TokenAccount
 from .estimates import Evaluation
 
 PREFIXES = {"episodes": "episode", "learner": "learner"}
-"""Prefixes of the dotted names of a record's nested numbers, by field."""
+"""Fields of a record that are dicts, and the prefix of the dicts' entries in dotted names such as ``learner.loss``."""
 FOR_TRACKERS = ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by_reason")
 """Fields of a record that only trackers read. ``metrics.jsonl`` does not have them."""
 

@@ -1,7 +1,7 @@
 """Trackers of a run's metrics: Weights & Biases, MLflow and Prometheus.
 
 If a tracker fails, the failure is logged and counted, and training continues. A tracker's package is imported when the
-tracker is opened. ``configs/grafana.json`` uses the metric names of Prometheus.
+tracker is opened. ``configs/grafana.json`` is a dashboard for the metrics that Prometheus reads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A codec for Ray, ZMQ and disk. A message is a versioned msgpack header, then the raw buffers of the arrays.
 
-For any input bytes, `decode` either raises `WireError` or returns plain values. It runs no code from the message, and
-it allocates memory in proportion to the message.
+For any input bytes, `decode` either raises `WireError` or returns plain values. `decode` runs no code from the message,
+and the memory that it allocates is proportional to the size of the message.
 """
 
 from __future__ import annotations

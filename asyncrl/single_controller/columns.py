@@ -1,4 +1,4 @@
-"""Operations on the columns of a batch, and the codec's description of tensors."""
+"""Operations on the columns of a batch, and the conversion of tensors to bytes for the codec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`register`, and the dispatch modes that split arguments over the ranks and join the results.
+"""The decorator `register`, and the dispatch modes, which split a call's arguments over ranks and join the results.
 
 This module does not load torch or ray.
 """

@@ -19,7 +19,7 @@ from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, memory_of
 
 T = TypeVar("T")
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
-"""Header, buffers, and values that the codec does not support."""
+"""An encoded batch: header, buffers of the arrays, and values that the codec does not support."""
 
 
 def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:

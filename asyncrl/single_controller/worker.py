@@ -1,4 +1,4 @@
-"""Workers, and the fusion of several workers into one process."""
+"""The base class of workers, and classes that run several workers in one process."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Worker(WorkerHelper):
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
         """Return the address and the port at which the group's processes meet, for ``torch.distributed``.
 
-        The address is that of the node of rank 0. Both are None if the group set none.
+        It is the address of the node of rank 0. Both values are None if the group set none.
         """
         return self._master_addr, self._master_port
 
