@@ -48,7 +48,7 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 
 
 def check_options(config: RunConfig) -> None:
-    """Check the options that do not depend on files."""
+    """Check that the run's options fit together, as far as this does not depend on files. Raises `ValueError`."""
     _check_roles(config)
     options = {role: role_options(config, role) for role in learner_roles(config)}
     _check_groups(config, options)
@@ -119,7 +119,7 @@ def _check_sampling(config: RunConfig) -> None:
 
 
 def odd_options(config: RunConfig) -> list[str]:
-    """Return a warning for each combination of options that is allowed but probably not intended."""
+    """Return a warning text for each combination of options that is allowed but probably not intended."""
     algorithm = config.algorithm
     odd = []
     if algorithm.anchor is Anchor.proximal and algorithm.num_mini_batches == 1 and algorithm.loss in ANCHORED_LOSSES:
@@ -136,7 +136,7 @@ def odd_options(config: RunConfig) -> list[str]:
 
 
 def check_files(config: RunConfig) -> None:
-    """Check the model and the data files of the run."""
+    """Check that the model and data files exist, and that the longest sequence fits the model. Raises `ValueError`."""
     check_model(config)
     if not config.data.train_files:
         raise ValueError("data.train_files must name at least one parquet or jsonl file, got none")
@@ -187,7 +187,7 @@ def _check_cache(config: RunConfig) -> None:
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that ``model.path`` contains a model and its tokenizer."""
+    """Check that the folder ``model.path`` has whole weights and a tokenizer. Raises `ValueError`."""
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
@@ -221,7 +221,10 @@ def _check_whole(option: str, model: Path) -> None:
 
 
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
-    """Check that the machine or cluster has enough CPUs and GPUs. `resolve_devices` must have run before."""
+    """Check that ``num_cpus`` CPUs and ``num_gpus`` GPUs are enough to start the run. Raises `ValueError`.
+
+    ``config`` must not have the device ``auto`` anymore (see `resolve_devices`).
+    """
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
         fleet = config.rollout_fleet
@@ -314,7 +317,10 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
 
 
 def policy_needs_trajectories(config: RunConfig) -> bool:
-    """Return whether the policy's objective reads whole trajectories. The call imports torch, which takes seconds."""
+    """Return whether the policy's loss, weight or masks need all tokens of a trajectory in one micro-batch.
+
+    The call imports torch, which takes seconds.
+    """
     from learner.losses import policy_objective
 
     return policy_objective(config.algorithm).needs_trajectories
@@ -367,7 +373,10 @@ def _check_colocation(config: RunConfig) -> None:
 
 
 def check_devices(config: RunConfig) -> None:
-    """Check that the weight transport supports the options and that colocated ranks and engines agree on the device."""
+    """Check that the chosen weight transport supports the run's options.
+
+    If learner ranks and engines share devices, also check that both have the same device. Raises `ValueError`.
+    """
     learner, fleet = config.learner, config.rollout_fleet
     use = CarrierUse(
         full_every=config.weights.full_every,
@@ -427,13 +436,13 @@ def _check_autoscaling(config: RunConfig) -> None:
 
 
 def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], None]) -> RunConfig:
-    """Return the run with ``cpu`` or ``cuda`` in place of each ``auto``.
+    """Return a copy of the options in which each device ``auto`` is replaced by ``cpu`` or ``cuda``.
 
     ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, if
     only one of ``learner.device`` and ``rollout_fleet.device`` is ``auto``, it gets the value of the other one.
 
     Args:
-        config: The run.
+        config: The options of the run.
         num_gpus: Number of visible GPUs on this machine, or of GPUs in the cluster that the run joined.
         say: Gets a message for the user if ``auto`` leaves GPUs unused.
 

@@ -150,7 +150,7 @@ class WarmStartConfig:
 
     @property
     def validates(self) -> bool:
-        """Whether the run measures a validation loss."""
+        """Whether supervised fine-tuning measures a validation loss, because the options set aside validation data."""
         return bool(self.val_files) or self.val_rows > 0
 
     def __post_init__(self) -> None:
@@ -288,7 +288,7 @@ class PlacementConfig:
                 )
 
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
-        """Return the number of processes on each node, at most ``per_node`` (0: no limit).
+        """Divide processes over nodes, at most ``per_node`` each (0: no limit). Return the number on each node.
 
         Example: 5 processes with ``per_node=2`` give 2, 2, 1.
         """
@@ -384,23 +384,23 @@ class WeightsConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether engines keep a copy of their weights in shared memory."""
+        """Whether each engine keeps a complete copy of its weights in shared memory of its host."""
         return self.full_every > 1 or self.copy_to_memory
 
     @property
     def keeps_images(self) -> bool:
-        """Whether engines or their hosts keep complete copies (images) of the weights in shared memory."""
+        """Whether complete copies of the weights are kept in shared memory, by each engine or once per host."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
     def rules(self) -> CarrierRules:
-        """The capabilities of the chosen transport."""
+        """What the chosen weight transport supports, such as other hosts, deltas or adapters."""
         into_engines = self.transport is Transport.collective and self.collective_into is CollectiveInto.engine
         return CARRIERS[f"{self.transport}{', collective_into=engine' if into_engines else ''}"]
 
     @property
     def given(self) -> dict[str, object]:
-        """Transport-specific options with a value other than the default."""
+        """Transport-specific options that the user has changed from the default: values by name."""
         names = ("copy_to_memory", "directory", "collective_into", "interface")
         defaults = {one.name: one.default for one in fields(self)}
         return {f"weights.{name}": getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
@@ -477,14 +477,15 @@ class RunConfig:
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether the run publishes LoRA adapters without the frozen weights."""
+        """Whether the learner sends engines only the LoRA adapters, without the frozen weights."""
         return self.weights.adapters and self.learner.lora.rank > 0
 
     @property
     def shares_checkpoints(self) -> bool:
-        """Whether all ranks share the folder of checkpoints.
+        """Whether all learner ranks use one folder of checkpoints, so that a checkpoint can be saved.
 
-        On several nodes this needs ``checkpoint.every_steps`` or ``checkpoint.directory``.
+        True on a single node. On several nodes, it is True if ``checkpoint.every_steps`` or ``checkpoint.directory`` is
+        set, because the folder must then be on a shared disk.
         """
         return self.placement.num_nodes == 1 or bool(self.checkpoint.every_steps or self.checkpoint.directory)
 
@@ -507,30 +508,30 @@ class StopDeadlines:
 
     @property
     def total_s(self) -> float:
-        """Sum of the deadlines."""
+        """Seconds to stop the whole run: the sum of the three deadlines."""
         return self.fleet_s + self.learner_s + self.ray_s
 
 
 def stop_deadlines(config: RunConfig) -> StopDeadlines:
-    """Compute the deadlines from ``rollout_fleet.stop_timeout_s``."""
+    """Return how long the parts of the run may take to stop, in seconds, from ``rollout_fleet.stop_timeout_s``."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
 
 def num_buffer_clients(config: RunConfig) -> int:
-    """Return the largest number of clients of one buffer server."""
+    """Return how many clients (engines, learner ranks, own processes) one buffer server can have at most."""
     sizes, roles = learner_pools(config), learner_roles(config)
     num_ranks = sum(sizes[pool] for pool in roles.values())  # one client per process and role
     return config.rollout_fleet.most_engines + num_ranks + _OWN_CLIENTS
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Return the largest number of store servers, which hold the trajectories."""
+    """Return how many store servers (processes that hold the trajectories) the run can have at most."""
     return num_engine_hosts(config) if keeps_stores_on_hosts(config) else config.buffer.num_store_servers
 
 
 def num_images(config: RunConfig) -> int:
-    """Return the largest number of copies (images) of the weights in one host's shared memory."""
+    """Return how many complete copies of the weights one host can have in shared memory at most."""
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
@@ -538,7 +539,7 @@ def num_images(config: RunConfig) -> int:
 
 
 def num_engine_hosts(config: RunConfig) -> int:
-    """Return the largest number of hosts with engines."""
+    """Return on how many hosts engines can run at most."""
     fleet, placement = config.rollout_fleet, config.placement
     if placement.num_nodes == 1:
         return 1
@@ -547,7 +548,7 @@ def num_engine_hosts(config: RunConfig) -> int:
 
 
 def keeps_stores_on_hosts(config: RunConfig) -> bool:
-    """Return whether the hosts of the rollout workers store the trajectories."""
+    """Return whether each host of rollout workers runs a store server, which holds the trajectories of that host."""
     buffer = config.buffer
     if buffer.stores_on is StoresOn.auto:
         return config.placement.num_nodes > 1 and not buffer.num_store_servers
@@ -555,7 +556,10 @@ def keeps_stores_on_hosts(config: RunConfig) -> bool:
 
 
 def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
-    """Return the logical CPUs of all learner ranks and ``num_engines`` engines (None: the engines at the start)."""
+    """Return how many logical CPUs the run reserves for all learner ranks and ``num_engines`` engines.
+
+    None means the number of engines at the start of the run.
+    """
     num_engines = config.rollout_fleet.fewest_engines if num_engines is None else num_engines
     placement = config.placement
     learner = sum(learner_pools(config).values()) * placement.cpus_per_learner_rank
@@ -563,7 +567,10 @@ def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
 
 
 def requested_gpus(config: RunConfig) -> int:
-    """Return the number of GPUs of the ranks and engines at the start of the run. On the CPU, they need none."""
+    """Return how many GPUs the learner ranks and engines need at the start of the run.
+
+    Ranks or engines whose device is the CPU need none. Engines that share the learner's GPUs need no further ones.
+    """
     fleet = config.rollout_fleet
     ranks = sum(learner_pools(config).values()) if config.learner.device == "cuda" else 0
     own_gpus = fleet.device == "cuda" and not config.placement.colocated
@@ -571,7 +578,11 @@ def requested_gpus(config: RunConfig) -> int:
 
 
 def learner_roles(config: RunConfig) -> dict[str, str]:
-    """Return the pool of each learner role, in the order in which the roles process a batch."""
+    """Return the learner's roles in this run, with the name of the resource pool of each role.
+
+    Roles are ``rm`` (reward model), ``ref`` (reference policy), ``critic`` and ``actor``. The dict has the order in
+    which the roles process a batch.
+    """
     algorithm, placement = config.algorithm, config.placement
     has_reference = algorithm.needs_reference and not config.learner.lora.rank
     pools = {
@@ -584,15 +595,15 @@ def learner_roles(config: RunConfig) -> dict[str, str]:
 
 
 def learner_pools(config: RunConfig) -> dict[str, int]:
-    """Return the number of processes of each learner pool that has a role."""
+    """Return the number of processes of each resource pool that at least one learner role uses, by pool name."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
 
 def episode_context(config: RunConfig) -> int:
-    """Return the largest number of tokens on a branch of an episode; 0 if no prompt has an environment.
+    """Return how many tokens one model input of an episode may have, with the prompt; 0 without environments.
 
-    A branch includes the prompt. If ``max_context`` is 0, the model and each role's micro-batch limit the branch.
+    If ``rollout_fleet.environment.max_context`` is 0, the model and each role's micro-batch set the limit.
     """
     if not may_play_episodes(config):
         return 0
@@ -603,31 +614,34 @@ def episode_context(config: RunConfig) -> int:
 
 
 def has_environment(config: RunConfig) -> bool:
-    """Return whether the run's options name an environment. Rows of the data may name others."""
+    """Return whether the options name an environment for all prompts. Rows of the data may name others."""
     return bool(config.rollout_fleet.environment.name)
 
 
 def role_options(config: RunConfig, role: str) -> LearnerConfig:
-    """Return the learner options of a role; ``num_ranks`` is the number of processes of the role's pool."""
+    """Return the learner options for one role, such as ``critic``: the role's own options replace the common ones.
+
+    ``num_ranks`` of the result is the number of processes of the role's resource pool.
+    """
     return config.learner.of_role(role, num_ranks=learner_pools(config)[learner_roles(config)[role]])
 
 
 def role_model(config: RunConfig, role: str) -> str:
-    """Return the folder of a role's model. A role without its own path uses the policy's folder."""
+    """Return the path of the model folder of a learner role. A role without its own path uses the policy's folder."""
     own = {"critic": config.learner.critic.path, "rm": config.learner.reward_model.path}
     return own.get(role, "") or config.model.path
 
 
 def may_play_episodes(config: RunConfig) -> bool:
-    """Return whether the run or a row of its data may have an environment."""
+    """Return whether some prompts may have an environment, named in the options or in a row of the data."""
     return has_environment(config) or config.data.has_environments
 
 
 def longest_sequence(config: RunConfig) -> int:
-    """Return the number of tokens of the longest sequence that the learner may get.
+    """Return the length, in tokens, of the longest sequence that the learner may get.
 
-    With an environment, this is `episode_context`. Without, it is the longest prompt plus the longest response. If only
-    some rows have an environment, it is the larger number.
+    With an environment, the length is `episode_context`. Without, it is the longest prompt plus the longest response.
+    If only some rows have an environment, it is the larger of the two.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
@@ -635,7 +649,7 @@ def longest_sequence(config: RunConfig) -> int:
 
 
 def num_positions(config: RunConfig) -> float:
-    """Return the longest sequence that the model can be trained on, in tokens; infinite without a limit.
+    """Return the length, in tokens, of the longest sequence that the model can be trained on; infinite without a limit.
 
     The limit is ``max_position_embeddings`` or `learner.rope.rope_limit`, whichever is smaller.
     """
@@ -645,12 +659,15 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Return the longest sequence that an engine may sample: `num_positions` minus the engine's reserved positions."""
+    """Return the length, in tokens, of the longest sequence that an engine may sample, with the prompt.
+
+    The length is `num_positions` minus the positions that the engine reserves.
+    """
     return num_positions(config) - config.rollout_fleet.num_reserved_positions
 
 
 def why_positions_end(config: RunConfig) -> str:
-    """Return why `num_positions` is below ``max_position_embeddings``; empty if it is not below."""
+    """Return a text, for errors, on why `num_positions` is below ``max_position_embeddings``; empty if it is not."""
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), rope_limit(settings)
     if limit is None or (longest is not None and limit >= longest):
@@ -662,13 +679,13 @@ def why_positions_end(config: RunConfig) -> str:
 
 
 def model_settings(path: str) -> dict[str, Any]:
-    """Read the ``config.json`` of a model. Values of ``text_config`` (multimodal models) take precedence."""
+    """Read the ``config.json`` in a model folder as a dict. Values in its ``text_config`` (multimodal models) win."""
     settings = json.loads(Path(path, "config.json").read_text())
     return {**settings, **settings.get("text_config", {})}
 
 
 def with_time_to_read(config: RunConfig) -> RunConfig:
-    """Return the options with longer start deadlines: one second more per 100 MB of model files."""
+    """Return a copy of the options with longer start deadlines: one second more per 100 MB of model files to read."""
     learner, fleet = config.learner, config.rollout_fleet
     policy_s = model_bytes(config.model.path) // SLOWEST_LOAD
     others_s = sum(
@@ -682,13 +699,13 @@ def with_time_to_read(config: RunConfig) -> RunConfig:
 
 
 def model_bytes(path: str) -> int:
-    """Return the bytes of a model's weight files."""
+    """Return the total size of the weight files in a model folder, in bytes."""
     folder = Path(path)
     return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
 
 
 def override_of(option: str, value: object) -> str:
-    """Return an override that sets ``option`` to the text of ``value``, with quotes if Hydra needs them.
+    """Return a command-line argument for Hydra that sets ``option`` to the text of ``value``, with quotes if needed.
 
     Example: ``output_dir='/data/Zoë (new)'``.
     """

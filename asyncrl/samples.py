@@ -1,6 +1,6 @@
 """``asyncrl samples RUN``: show the decoded samples of a run.
 
-The rollout workers write them as parquet files to the run's ``samples/`` (`rollout_fleet.sample_log`).
+The rollout workers write the samples as parquet files to the run's folder ``samples/`` (`rollout_fleet.sample_log`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ _BIDI = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:
-    """Read the rows of sample files. Raises `ValueError` if a file is missing or damaged."""
+    """Read parquet files of a run's ``samples/``. Return one dict per sample, in the order of the files.
+
+    Raises `ValueError` if a file is missing or damaged.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -54,9 +57,9 @@ class NewSamples:
         self._seen: set[Path] = set()
 
     def extremes(self, count: int) -> list[Sample]:
-        """Return up to ``count`` samples written since the last call, by rising reward.
+        """Return up to ``count`` of the samples written since the last call, sorted by rising reward.
 
-        If there are more, half have the lowest rewards and half the highest.
+        If there are more samples, half of the result has the lowest rewards and half the highest.
         """
         files = sorted(set(self._folder.glob("train-*.parquet")) - self._seen)
         self._seen.update(files)
@@ -65,12 +68,12 @@ class NewSamples:
 
 
 def sample_line(sample: Sample) -> str:
-    """Return a sample as one line. The middle of a long text is left out."""
+    """Return a sample as one line of text: version, reward, prompt, response. The middle of a long text is left out."""
     return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
 
 
 def printable(text: str) -> str:
-    r"""Escape control characters, except line breaks and tabs.
+    r"""Return a text that is safe to print on a terminal: control characters are escaped, except line breaks and tabs.
 
     Otherwise, a model's text could move the terminal's cursor, set the clipboard or reverse text. Example: an escape
     character becomes ``\x1b``.
@@ -86,7 +89,7 @@ def printable(text: str) -> str:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit status."""
+    """Run the command ``asyncrl samples`` and return its exit status. ``arguments`` defaults to ``sys.argv[1:]``."""
     options = _parser().parse_args(arguments)
     version = "*" if options.version is None else f"{options.version:08d}"
     pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"

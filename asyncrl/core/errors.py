@@ -164,9 +164,9 @@ class BatchError(ValueError, AssertionError):
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """Return the main cause inside exception groups and Ray's wrappers.
+    """Return the exception that caused ``error``: unpack exception groups and Ray's wrappers.
 
-    In an exception group, an `AsyncRLError` has priority over other errors. A missed deadline has the lowest priority.
+    From an exception group, choose one exception: an `AsyncRLError` first, a missed deadline last.
     """
     if isinstance(error, BaseExceptionGroup):
         return min((root_cause(inner) for inner in error.exceptions), key=_rank)
@@ -181,10 +181,10 @@ def _rank(cause: BaseException) -> int:
 
 
 def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Decorate a command: print its error as one message, and return an exit status.
+    """Decorate the main function of a command-line program: turn its exceptions into a message and an exit status.
 
-    The status is 1 for an `AsyncRLError`. It is 2 for a user's mistake (`ValueError`) and for a file that cannot be
-    read or written (`OSError`).
+    The status is 1 after an `AsyncRLError`. It is 2 after a user's mistake (`ValueError`) or after a file could not be
+    read or written (`OSError`). Without an exception, it is the function's own result.
     """
 
     @wraps(command)
@@ -199,9 +199,12 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
 
 
 def check_bounds(section: str, options: object, **bounds: str) -> None:
-    """Raise `ValueError` for an option that violates its bound.
+    """Check the lower bounds of numeric options. Raise `ValueError` for the first option that violates its bound.
 
-    A bound is ``>= LOW`` or ``> LOW``, then optionally a unit and ``; REMEDY``.
+    Args:
+        section: Prefix of the options' names in the message.
+        options: Object that has the options as attributes.
+        bounds: The bound of each option by name: ``>= LOW`` or ``> LOW``, then optionally a unit and ``; REMEDY``.
 
     Example: ``check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")``.
     """

@@ -1,4 +1,4 @@
-"""The host of a process: private folders, memory, visible GPUs, and stop signals. It imports neither torch nor ray.
+"""Functions for private folders, memory, visible GPUs and stop signals. The module imports neither torch nor ray.
 
 Only the supervisor handles SIGINT and SIGTERM, because ``scancel`` or systemd sends SIGTERM to every process of a run
 at once. The controller blocks both signals. Its threads and child processes, including Ray's daemons, inherit the mask.
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Bytes for `keep_freed_memory` in a process that computes."""
+"""Argument of `keep_freed_memory` in processes that allocate large arrays or tensors."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment variables that hide all GPUs from a process."""
@@ -53,7 +53,7 @@ class NotPrivate(AsyncRLError):
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Create a folder, and missing parents, that only this user can open; return the folder.
+    """Create a folder that only this user can open, and its missing parents. Return ``folder``.
 
     Raises:
         NotPrivate: the path is a link or a file, belongs to another user, or is writable by other users.
@@ -69,7 +69,11 @@ def make_private_folder(folder: Path) -> Path:
 
 
 def check_owned(folder: Path) -> None:
-    """Raise `NotPrivate` unless the path is a folder (not a link) of this user and other users cannot write to it."""
+    """Check that ``folder`` is a folder (not a link) of this user, and that other users cannot write to it.
+
+    Raises:
+        NotPrivate: one of these conditions is false.
+    """
     found = os.lstat(folder)
     is_folder = stat.S_ISDIR(found.st_mode)
     if not is_folder or found.st_uid != os.geteuid() or found.st_mode & 0o022:
@@ -81,21 +85,21 @@ def check_owned(folder: Path) -> None:
 
 
 def socket_base(longest: str) -> str:
-    """Return the folder for temporary files, or ``/tmp`` if a socket's path in that folder would be too long.
+    """Return the path of a folder for Unix sockets: the system's temporary folder, or ``/tmp`` if that is too long.
 
-    ``longest`` is the longest such path, relative to the folder. Linux limits the path of a socket to 107 bytes.
+    ``longest`` is the longest path of a socket, relative to the folder. Linux limits the whole path to 107 bytes.
     """
     base = tempfile.gettempdir()
     return base if len(os.fsencode(os.path.join(base, longest))) <= _MAX_SOCKET_PATH_BYTES else "/tmp"
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file with mode 0600 without following links; return the descriptor."""
+    """Open a file with ``os.open``, but refuse a link. A new file has mode 0600. Return the file descriptor."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
 
 def is_bare_name(name: object) -> bool:
-    """Return whether a file name stays in its folder: it has no separators and is not ``.`` or ``..``."""
+    """Return whether ``name`` is a file name without a folder: no separators, and not empty, ``.`` or ``..``."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
@@ -119,7 +123,7 @@ def keep_freed_memory(num_bytes: int) -> None:
 
 
 def end_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends (Linux)."""
+    """Ask the Linux kernel to kill this process as soon as the parent process ends."""
     parent = os.getppid()
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
@@ -129,18 +133,19 @@ def end_with_parent() -> None:
 
 
 def own_python() -> dict[str, str]:
-    """Return the ``runtime_env`` that Ray needs to start workers with this Python; empty if Ray needs none.
+    """Return the ``runtime_env`` (a dict) with which Ray starts workers with this Python interpreter.
 
-    Ray does not quote the path of Python. Without quotes, workers do not start if the path contains a space.
+    Ray does not quote the interpreter's path, so workers do not start if the path contains a space. The result holds
+    the quoted path. It is empty if the path needs no quotes.
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables by which torchrun or a batch system describes a process group; return their names.
+    """Remove the variables by which torchrun describes a torch process group, such as ``RANK``. Return their names.
 
-    With these variables, the processes of a run would try to join that group.
+    If the variables stayed, the processes of a run would try to join that process group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:
@@ -149,17 +154,18 @@ def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> 
 
 
 def ray_folder() -> str:
-    """Return the folder for the sessions of a Ray cluster on this host.
+    """Return the path of the folder in which Ray creates its session folders on this host.
 
-    It is in ``RAY_TMPDIR``, or else in `socket_base`.
+    The folder is ``ray`` in ``RAY_TMPDIR``. Without ``RAY_TMPDIR``, it is ``ray`` in the system's temporary folder, or
+    in ``/tmp`` if that path is too long for sockets.
     """
     return os.path.join(os.environ.get("RAY_TMPDIR") or socket_base(_LONGEST_RAY_SOCKET), "ray")
 
 
 def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the number of GPUs that CUDA shows to a process with this environment; 0 if there is no driver.
+    """Return the number of GPUs that CUDA shows to a process with these environment variables; 0 without a driver.
 
-    As in CUDA, the first invalid entry of ``CUDA_VISIBLE_DEVICES`` ends the list.
+    The first invalid entry of ``CUDA_VISIBLE_DEVICES`` hides itself and all entries after it, as in CUDA.
 
     Raises:
         DeadlineError: the NVIDIA driver does not answer.
@@ -169,10 +175,10 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the memory of the smallest GPU that CUDA shows to a process with this environment, in bytes.
+    """Return the total memory, in bytes, of the smallest GPU that CUDA shows to a process with this environment.
 
-    Returns 0 without a GPU, with a MIG instance, or if the driver does not report the memory. Raises the errors of
-    `visible_gpus`.
+    Returns 0 if there is no GPU, if one is a MIG instance, or if the driver does not report the memory. Raises the
+    errors of `visible_gpus`.
     """
     uuids, tool = _visible_uuids(environment), shutil.which("nvidia-smi")
     if tool is None or not uuids:
@@ -240,21 +246,27 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 def leave_stop_to_owner() -> None:
     """Block SIGINT and SIGTERM in this thread, and in the threads and processes that it starts later.
 
-    The function first starts Python's resource tracker, because a later start would unblock both signals
-    (Python < 3.13).
+    Then only the supervisor, the owner of the run, handles a stop. The function first starts Python's resource tracker,
+    because a later start would unblock both signals (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def keep_stop_blocked() -> None:
-    """Call `leave_stop_to_owner` if this process inherited blocked stop signals; otherwise do nothing."""
+    """Keep SIGINT and SIGTERM blocked if this process has inherited a blocked SIGTERM; otherwise do nothing.
+
+    To keep them blocked, call `leave_stop_to_owner`.
+    """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         leave_stop_to_owner()
 
 
 def release_resource_tracker() -> None:
-    """Let Python's resource tracker clean up and exit when no child of this process uses it."""
+    """Close this process's connection to Python's resource tracker.
+
+    The tracker cleans up and exits as soon as no other process has a connection to the tracker.
+    """
     tracker: Any = resource_tracker._resource_tracker
     if tracker._fd is not None:
         os.close(tracker._fd)

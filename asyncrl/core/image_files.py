@@ -1,6 +1,6 @@
 """Reads images in chat messages and dataset rows, and converts them to `Image` objects.
 
-An image is a data URL, base64 text, or the bytes of a file. In dataset rows it may also be a path.
+An image is given as a data URL, as base64 text, or as the bytes of a file. Dataset rows may also name a path.
 """
 
 from __future__ import annotations
@@ -35,12 +35,15 @@ MAX_ASPECT_RATIO = 200
 
 
 def is_image(part: Any) -> bool:
-    """Return whether a content part of a message is an image."""
+    """Return whether ``part``, one entry of a message's ``content`` list, holds an image."""
     return isinstance(part, Mapping) and part.get("type") in IMAGE_PARTS
 
 
 def source_of(part: Mapping[str, Any]) -> Any:
-    """Return the path, bytes or text of the image in a content part of a message, or None."""
+    """Return the image that a content part of a message holds: bytes, a path, a URL, base64 text, or a dict of these.
+
+    Returns None if the part names no image. The image is not read or decoded.
+    """
     url, source = part.get("image_url"), part.get("source")
     if isinstance(url, Mapping):
         return url.get("url")
@@ -50,7 +53,10 @@ def source_of(part: Mapping[str, Any]) -> Any:
 
 
 def image_part(content: bytes) -> dict[str, Any]:
-    """Make a content part of a message, in OpenAI's format, from the bytes of an image file."""
+    """Return a message's content part in OpenAI's format (an ``image_url`` dict) that holds an image as a data URL.
+
+    ``content`` is the bytes of an image file.
+    """
     from PIL import Image as Pillow
 
     with Pillow.open(io.BytesIO(content)) as opened:
@@ -60,13 +66,16 @@ def image_part(content: bytes) -> dict[str, Any]:
 
 
 def read_bytes(source: Any, where: str, *, from_files: bool = False) -> bytes:
-    """Return the bytes of an image file. Arguments and errors are those of `content_of`."""
+    """Return the bytes of an image file, and read the file if ``source`` is a path.
+
+    `content_of` describes the arguments and the errors.
+    """
     content = content_of(source, where, from_files=from_files)
     return content.read_bytes() if isinstance(content, Path) else content
 
 
 def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | Path:
-    """Return the bytes of an image file; its path if ``source`` is a path.
+    """Return the content of an image file as bytes. If ``source`` is a path, return the path and do not read the file.
 
     Args:
         source: A data URL, base64 text, bytes, or a mapping with ``bytes`` or ``path``.
@@ -105,7 +114,10 @@ def _path_in(source: str) -> Path | None:
 
 
 def is_vision_model(model_path: str) -> bool:
-    """Return whether the model in the folder has a vision tower that the learner trains."""
+    """Return whether the learner can train the vision tower of the model in the folder ``model_path``.
+
+    The answer depends on the model type in the folder's ``config.json``. It is False if that file is missing.
+    """
     file = Path(model_path, "config.json")
     return file.is_file() and json.loads(file.read_text()).get("model_type") in VISION_FAMILIES
 
@@ -132,7 +144,7 @@ class ImageReader:
 
     @cached_property
     def format(self) -> PixelFormat:
-        """Conversion of the model's images to patches and features."""
+        """The sizes and factors by which the model's image processor cuts an image into patches and scales pixels."""
         return PixelFormat.of(self._processor)
 
     @cached_property
@@ -151,9 +163,9 @@ class ImageReader:
         return {"shortest_edge": shortest, "longest_edge": min(longest, self.max_pixels)}
 
     def num_tokens(self, content: bytes | Path, where: str) -> int:
-        """Return the number of placeholder tokens of an image file. Reads only the header.
+        """Return how many placeholder tokens an image file takes in the prompt. Only the file's header is read.
 
-        Raises the errors of `image`.
+        ``content`` is the file's bytes or path. ``where`` names the image in errors. Raises the errors of `image`.
         """
         width, height = _size(content, where)
         limits = self._limits
@@ -163,6 +175,8 @@ class ImageReader:
 
     def image(self, content: bytes, where: str) -> Image:
         """Decode an image file, resize it within the limits and cut it into patches.
+
+        ``content`` is the bytes of the file. ``where`` names the image in errors.
 
         Raises:
             ValueError: Pillow cannot read the bytes as an image, or the image is too large or too narrow.
@@ -188,21 +202,30 @@ class ImageReader:
         )
 
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> list[Image]:
-        """Return the images of messages in OpenAI's form, in order. Raises the errors of `image`."""
+        """Decode all images in chat messages of OpenAI's form, in their order. Raises the errors of `image`."""
         return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
 
     def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:
-        """Assign the images to the placeholders in ``token_ids``, as `place_images` does."""
+        """Assign each image to its run of the model's placeholder tokens in ``token_ids``, [T] ints.
+
+        Returns each image with the index of its first placeholder token. `place_images` describes the errors.
+        """
         return place_images(token_ids, images, self.token_id, where)
 
 
 def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
-    """Return the image reader of a model; None if the learner does not train a vision tower of the model."""
+    """Return an `ImageReader` for the model in a folder; None if the learner cannot train a vision tower of the model.
+
+    ``max_pixels`` is the largest number of pixels of a resized image.
+    """
     return ImageReader(model_path=model_path, max_pixels=max_pixels) if is_vision_model(model_path) else None
 
 
 async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[PlacedImage, ...]:
-    """Decode the images of a prompt in a thread, and assign them to its placeholders. Without a reader, return ().
+    """Decode the images of a prompt in a thread, and find the placeholder tokens of each image.
+
+    Returns each image with the index of its first placeholder token in the prompt. Returns () without a reader or
+    without images.
 
     Raises:
         ValueError: an image cannot be decoded, or does not fit its placeholders. The message names the prompt group.
@@ -218,7 +241,10 @@ async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Pla
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """Yield each image in messages, as `source_of` returns it, with a name for errors."""
+    """Yield a pair per image in chat messages: its bytes, path or text (see `source_of`), and a name for errors.
+
+    Example of a name: ``messages[0].content[2]``.
+    """
     for number, message in enumerate(messages):
         content = message.get("content")
         for place, part in enumerate(content if isinstance(content, list | tuple) else ()):
@@ -227,9 +253,10 @@ def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str
 
 
 def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, where: str) -> tuple[PlacedImage, ...]:
-    """Assign each image to its run of placeholder tokens.
+    """Assign each image to its run of placeholder tokens in a sequence of token ids.
 
-    ``token_id`` is the id of the placeholder. ``where`` names ``token_ids`` in error messages.
+    Returns each image with the index of its first placeholder token, in the order of ``images``. ``token_id`` is the
+    id of the placeholder. ``where`` names ``token_ids`` in error messages.
 
     Raises:
         ValueError: the placeholders do not fit the images.
@@ -252,7 +279,10 @@ def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, 
 
 
 def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id: int, where: str) -> list[int]:
-    """Repeat the placeholder of each image; ``counts`` has the number of copies per image.
+    """Return a copy of ``token_ids`` in which each image has its full number of placeholder tokens.
+
+    In ``token_ids``, each image has one placeholder, the token ``token_id``. ``counts`` has the number of placeholders
+    that each image needs. ``where`` names ``token_ids`` in error messages.
 
     Raises:
         ValueError: the number of placeholders is not the number of images.
@@ -268,13 +298,13 @@ def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id:
 
 
 def placeholder_ids(model_path: str) -> tuple[int, int]:
-    """Return the ids of the placeholder tokens of images and of videos."""
+    """Return a pair of token ids from a model's ``config.json``: the placeholder of images, and that of videos."""
     settings = json.loads(Path(model_path, "config.json").read_text())
     return settings["image_token_id"], settings["video_token_id"]
 
 
 def load_processor(model_path: str) -> Any:
-    """Load the image processor of a model. The processor uses Pillow and numpy.
+    """Load the image processor of the model in a folder: transformers' class for Qwen that uses Pillow and numpy.
 
     Raises:
         ValueError: the image processor is not Qwen's, or cannot be loaded.

@@ -1,7 +1,7 @@
 """Images of prompts and tool results. Each image is a grid of patches with 8-bit pixels.
 
 In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The language model
-replaces their embeddings by the *merged features* of the image.
+replaces the embeddings of these tokens by the *merged features* of the image.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Image:
 
     @property
     def num_tokens(self) -> int:
-        """Number of placeholder tokens."""
+        """Number of placeholder tokens that stand for the image in a sequence."""
         return len(self.pixels) // self.merge_size**2
 
 
@@ -63,12 +63,12 @@ class PlacedImage:
 
     @property
     def end(self) -> int:
-        """Index of the token after the last placeholder."""
+        """Index of the token after the image's last placeholder."""
         return self.offset + self.image.num_tokens
 
 
 def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
-    """Add ``by`` tokens to the offsets of images."""
+    """Return copies of placed images whose offsets, the indices of their first tokens, are larger by ``by``."""
     return tuple(PlacedImage(image=placed.image, offset=placed.offset + by) for placed in images)
 
 
@@ -80,13 +80,13 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
 
     Args:
         start: Position of the first token.
-        num_tokens: T.
-        images: In the order of their offsets; they do not overlap.
+        num_tokens: Length of the sequence, T.
+        images: The images of the sequence, in the order of their offsets; they do not overlap.
 
     Returns:
-        [T, 3] int32 positions in time, height and width, and the position of the next token. Example with ``start=5``:
-        a text token, an image of 1 × 2 × 1 merged patches and a text token have the positions (5, 5, 5), (6, 6, 6),
-        (6, 7, 6) and (8, 8, 8). The next position is 9.
+        A pair: [T, 3] int32 positions in time, height and width, and the position of a token that follows. Example
+        with ``start=5``: a text token, an image of 1 × 2 × 1 merged patches and a text token have the positions
+        (5, 5, 5), (6, 6, 6), (6, 7, 6) and (8, 8, 8). The second value is 9.
     """
     positions, done = np.empty((num_tokens, 3), dtype=np.int32), 0
     for placed in images:
@@ -118,7 +118,10 @@ class GroupImages:
         self.first_rows = np.concatenate(([0], np.cumsum(num_patches // self.grids[:, 3] ** 2)))
 
     def check(self, where: str) -> None:
-        """Raise `ValueError` if grids and pixels do not match each other; ``where`` names the group."""
+        """Check the dtypes and shapes of the columns ``grids`` and ``pixels``. Raise `ValueError` if one is wrong.
+
+        ``where`` names the group in the message.
+        """
         if self.grids.dtype != np.dtype("<i4") or self.grids.ndim != 2 or self.grids.shape[1] != 4:
             raise ValueError(
                 f"{where}: image column {GRIDS!r} must be [images, 4] int32, got {self.grids.dtype} {self.grids.shape}"
@@ -131,16 +134,16 @@ class GroupImages:
 
     @property
     def num_images(self) -> int:
-        """Number of images, I."""
+        """Number of distinct images in the group, I."""
         return len(self.grids)
 
     def pixels_of(self, index: int) -> np.ndarray:
-        """Return the pixels of one image, [P, …] uint8."""
+        """Return the pixels of the image at ``index``: [P, 3 · patch size²] uint8 for its P patches, a view."""
         return self.pixels[self._first_patches[index] : self._first_patches[index + 1]]
 
     @cached_property
     def images(self) -> tuple[Image, ...]:
-        """The images of the group."""
+        """The distinct images of the group, as `Image` objects."""
         return tuple(
             Image(
                 pixels=self.pixels_of(index),
@@ -152,7 +155,10 @@ class GroupImages:
         )
 
     def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
-        """Return the images in a sequence of T tokens. ``image_rows``: [T], the sequence's part of `IMAGE_ROWS`."""
+        """Return the images in a sequence of T tokens, each with the index of its first token in the sequence.
+
+        ``image_rows``: [T] int32, the sequence's rows of the token column ``image_rows``.
+        """
         starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
         which = self.first_rows.searchsorted(image_rows[starts])
         return tuple(
@@ -163,10 +169,17 @@ class GroupImages:
 def group_columns(
     lengths: Sequence[int], parents: Sequence[int], images: Sequence[Sequence[PlacedImage]]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Return the image columns of a group, and its token columns `IMAGE_ROWS` and `POSITIONS`.
+    """Convert the images of a prompt group's turns to columns.
 
-    Equal images are stored once. Each argument has one entry per turn. Parents come before their children; the parent
-    of a root is -1.
+    Equal images are stored once. Each argument has one entry per turn, a sequence of tokens in a tree.
+
+    Args:
+        lengths: Number of tokens of each turn.
+        parents: Index of the turn before each turn; -1 for the root of a tree. Parents come before their children.
+        images: The images in each turn, with their offsets in the turn.
+
+    Returns:
+        Two dicts of arrays: the image columns `GRIDS` and `PIXELS`, and the token columns `IMAGE_ROWS` and `POSITIONS`.
     """
     distinct: dict[str, tuple[int, Image]] = {}
     rows, positions, ends, num_rows = [], [], [], 0
@@ -191,7 +204,7 @@ def group_columns(
 
 
 def digest_of_pixels(pixels: np.ndarray, grid: Iterable[int]) -> str:
-    """Return the hexadecimal digest of an image's pixels and grid."""
+    """Return a digest of an image's pixels and grid (patches in time, height and width): 32 hexadecimal digits."""
     import hashlib
 
     digest = hashlib.blake2b(repr([int(size) for size in grid]).encode(), digest_size=16)
@@ -220,7 +233,7 @@ class PixelFormat:
 
     @classmethod
     def of(cls, processor: Any) -> PixelFormat:
-        """Read the format from an image processor of transformers."""
+        """Read the patch sizes and the normalization from a Hugging Face image processor."""
         return cls(
             patch_size=processor.patch_size,
             temporal_patch_size=processor.temporal_patch_size,
@@ -232,14 +245,14 @@ class PixelFormat:
 
     @property
     def pixels_per_patch(self) -> int:
-        """Number of values of one patch, 3 · patch size²."""
+        """Number of 8-bit values that one patch has in ``pixels``: 3 · patch size²."""
         return 3 * self.patch_size**2
 
     def features(self, pixels: Tensor) -> Tensor:
-        """Convert pixels, [P, 3 · patch size²] uint8, to float32 inputs of the vision tower.
+        """Normalize the pixels of P patches, [P, 3 · patch size²] uint8, for the vision tower.
 
         Returns:
-            [P, 3 · frames · patch size²] float32.
+            [P, 3 · frames · patch size²] float32 on the device of ``pixels``. All frames of a patch are equal.
         """
         values = pixels.float().view(len(pixels), 3, 1, -1) * self.rescale
         mean, std = (values.new_tensor(each).view(1, 3, 1, 1) for each in (self.mean, self.std))

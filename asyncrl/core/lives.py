@@ -3,7 +3,7 @@
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
 
-`keep_up` restarts rollout workers, the buffer server, the stores and the learner's ranks.
+Runs use `keep_up` for rollout workers, the buffer server, the stores of trajectories and the learner's ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Restartable(Protocol):
         ...
 
     async def end(self, fault: Exception) -> float:
-        """Record the ``fault`` of the component, and clean up.
+        """Record ``fault``, the error of the component, and clean up after the component.
 
         Returns the seconds to pause before the next start. Raises an error if the component must not be restarted.
         """
@@ -37,9 +37,10 @@ class Restartable(Protocol):
 
 
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
-    """Restart a component until its work is done. Any exception of `begin` or `watch` causes a restart.
+    """Watch a component, and restart it after each failure, until its work is done.
 
-    Raises the errors of `Restartable.end`.
+    A failure is any exception of the component's `begin` or `watch`. ``has_begun`` tells that the component runs
+    already. Raises the errors of the component's `end`.
     """
     while True:
         try:
@@ -53,7 +54,7 @@ async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
 
 
 async def answered(call: Awaitable[T]) -> T:
-    """Await a call. Raises `WorkerDiedError` if Ray cancels the call."""
+    """Await a call and return its result. Raises `WorkerDiedError` if Ray cancels the call."""
     try:
         return await call
     except asyncio.CancelledError:

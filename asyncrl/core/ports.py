@@ -1,4 +1,7 @@
-"""The protocols between the packages. These packages do not import each other."""
+"""The interfaces between the buffer, the rollout fleet, the learner and the controller, as typing protocols.
+
+The packages of these components do not import each other.
+"""
 
 from __future__ import annotations
 
@@ -12,95 +15,114 @@ from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, W
 
 
 class RolloutBuffer(Protocol):
-    """The interface of a rollout worker to the replay buffer. The client's deadline applies to every call.
+    """The interface of a rollout worker to the replay buffer. Every call has the deadline of the buffer's client.
 
     Attributes:
-        count_generated: Set by the worker. Returns the number of policy tokens that this worker has generated so far,
-            including running samples.
+        count_generated: A function that the worker sets. It returns the number of policy tokens that this worker has
+            generated so far, including running samples.
     """
 
     count_generated: Callable[[], int]
 
     async def enter(self) -> str:
-        """Connect and start the heartbeats; return the worker's name for `ControlBuffer.bury`."""
+        """Connect to the buffer and start heartbeats. Return the worker's name, which `ControlBuffer.bury` takes."""
         ...
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
-        """Wait until at least one group is admitted at ``engine_version``; return up to ``max_groups`` leases.
+        """Wait until this worker may generate at least one prompt group; return up to ``max_groups`` leases.
 
-        Returns an empty list if the server's long-poll period ends first. Then call again.
+        A lease is the right to generate one group. ``engine_version`` is the policy version that the worker's engine
+        serves. Returns an empty list if the server's long-poll period ends first. Then call again.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend the leases that are still valid. `revocation` reports the revoked leases."""
+        """Extend the leases (rights to generate a group) that are still valid, and ignore the others.
+
+        `revocation` reports the leases that the buffer has revoked.
+        """
         ...
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
-        """Store a finished group and wait until it is stored. Idempotent.
+        """Send a finished prompt group to the buffer, and wait until the group is stored.
+
+        A repeated call has no effect.
 
         Args:
             group: The finished group.
-            num_left_out: Tokens of trajectories that the worker omitted. They count as dropped for the reason
-                ``reward``.
-            data_source: As in `Prompt`.
+            num_left_out: Number of tokens in trajectories that the worker left out of the group. These tokens count as
+                dropped for the reason ``reward``.
+            data_source: Name of the prompt's task.
 
         Raises:
-            LeaseExpired: the lease has ended. The tokens count as dropped.
+            LeaseExpired: the worker's lease (right to generate the group) has ended. The tokens count as dropped.
             VersionTooOld: a token is older than the policy version of the lease.
         """
         ...
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Return a lease without a result. Its ``num_tokens`` policy tokens count as dropped for ``reason``.
+        """Give up a lease, the right to generate a group, without a result. The buffer queues the prompt again.
 
-        The buffer requeues the prompt. If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops
-        the group after ``max_failures`` failed attempts. Returns whether the buffer dropped the group.
+        Args:
+            lease: The lease.
+            num_tokens: Number of tokens that the policy has generated for the group. The tokens count as dropped.
+            reason: Why the tokens are dropped. Example: ``reward``.
+            max_failures: If not 0, this attempt counts as failed, and the buffer drops the group after this many failed
+                attempts.
+
+        Returns:
+            Whether the buffer has dropped the group.
         """
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """Return the saved prefix of this lease's group, if an earlier attempt saved one.
+        """Return the unfinished group that was saved for this prompt by `save_progress`; None if none was saved.
 
-        Call this once, before generating. The later put or release must include the tokens of the prefix.
+        Call this once per lease, before generating. The later `put` or `release` must count the tokens of the saved
+        group too.
         """
         ...
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
-        """Save a running group with its lease, so that another worker can continue it.
+        """Save an unfinished group, so that another worker can continue to generate the group.
 
-        Unfinished samples have the finish reason ``unfinished``. The group must have at least one token.
+        Unfinished samples have the finish reason ``unfinished``. The group must have at least one sampled token.
+        ``lease`` is this worker's lease of the group.
 
         Raises the errors of `put`, and `StoreFull`.
         """
         ...
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait until the buffer revokes an attempt; return its (group_id, attempt). The worker must abort it."""
+        """Wait until the buffer revokes a lease of this worker, and return the lease's (group id, attempt number).
+
+        The worker must stop generating this group.
+        """
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
-        """Wait for groups that another worker would finish sooner; return the (group_id, attempt) of each group.
+        """Wait for groups of this worker that another worker would finish sooner.
 
-        The worker must save and release these groups. The buffer then leases them to a faster worker.
+        Returns the (group id, attempt number) of each group. The worker must save these groups with `save_progress` and
+        give up their leases with `release`. The buffer then leases the groups to a faster worker.
         """
         ...
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait for weights newer than version ``after`` (-1 for any) and return the newest version.
+        """Wait until weights newer than policy version ``after`` (-1: any) exist, and say where to load the newest.
 
         Raises `WeightsError` if a version could not be published.
         """
         ...
 
     async def loaded(self, version: int, took_s: float) -> None:
-        """Report that this worker's engine serves ``version``; loading took ``took_s`` seconds."""
+        """Report that this worker's engine serves policy version ``version``; loading took ``took_s`` seconds."""
         ...
 
     async def fenced(self) -> None:
-        """Report that this worker's engine serves no version until the next `loaded`.
+        """Report that this worker's engine serves no policy version until the worker calls `loaded` again.
 
-        Until then, `ControlBuffer.served` ignores this engine.
+        Until then, `ControlBuffer.served` ignores the engine.
         """
         ...
 
@@ -113,14 +135,17 @@ class WeightLog(Protocol):
     """The interface of learner rank 0 to report published versions; thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
-        """Offer weights to the engines.
+        """Tell the engines that a new policy version is ready, and where to load the version.
 
-        Returns the oldest version that the buffer may still offer, so that the caller can delete older versions.
+        Returns the oldest version that engines may still load, so that the caller can delete older versions.
         """
         ...
 
     def publish_failed(self, reason: str) -> None:
-        """Report a failed publish. Calls that wait for weights raise `WeightsError`."""
+        """Report that publishing weights failed. Calls that wait for weights then raise `WeightsError`.
+
+        ``reason`` is the text of the error.
+        """
         ...
 
 
@@ -128,7 +153,10 @@ class LearnerBuffer(WeightLog, Protocol):
     """The interface of a learner rank to the replay buffer."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        """Return planned groups in the order of ``group_ids``. Arrays are read-only views of the received bytes."""
+        """Return prompt groups of a planned batch, in the order of ``group_ids``.
+
+        The groups' arrays are read-only views of the received bytes.
+        """
         ...
 
     def close(self) -> None:
@@ -140,52 +168,58 @@ class ControlBuffer(Protocol):
     """The interface of the controller to the replay buffer."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
-        """Queue prompts. Waits while the queue is full. Idempotent per group id.
+        """Queue prompts for the rollout workers. Wait while the queue is full. A group id is queued only once.
 
-        With ``wants_outcomes``, the call returns the groups that workers have finished since the last call with
-        ``wants_outcomes``, including groups that a filter dropped. Otherwise it returns no groups. Without prompts, the
-        call does not wait.
+        With ``wants_outcomes``, the call returns summaries of the groups that workers have finished since the last call
+        with ``wants_outcomes``, including groups that a filter dropped. Otherwise it returns no groups. Without
+        prompts, the call does not wait.
         """
         ...
 
     async def plan(self, version: int) -> Plan:
-        """Wait for the batch that the learner consumes at ``version``. A second call returns the same plan."""
+        """Wait until the batch for learner step ``version`` can be chosen, and return a plan: the groups in the batch.
+
+        A second call with the same version returns the same plan.
+        """
         ...
 
     async def commit(self, version: int) -> BufferStats:
-        """Mark the plan of ``version`` as consumed. The learner version is then ``version + 1``. Idempotent."""
+        """Report that the learner has trained on the batch of ``version``. Return the buffer's counts.
+
+        The learner version is then ``version + 1``. A repeated call has no effect.
+        """
         ...
 
     async def stats(self) -> BufferStats:
-        """Return the ledger's current counts."""
+        """Return the buffer's current counts of groups, tokens and bytes."""
         ...
 
     async def finished(self) -> list[tuple[int, int]]:
-        """Return the ids of consumed and dropped groups, as sorted ranges [start, end)."""
+        """Return the ids of the groups that were trained on or dropped, as sorted ranges (start, end), without end."""
         ...
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
         """Wait until at least ``num_engines`` engines exist, and all of them serve versions newer than ``after``.
 
-        Returns the oldest version that an engine serves, and the longest load time in seconds. Raises `WeightsError` if
-        a version could not be published.
+        Returns a pair: the oldest policy version that an engine serves, and the longest load time in seconds. Raises
+        `WeightsError` if a version could not be published.
         """
         ...
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
-        """Declare a rollout worker dead: take back its leases and refuse its later messages. Idempotent.
+        """Declare a rollout worker dead: let other workers generate its groups, and refuse its later messages.
 
         Tokens that the worker neither stored nor released count as lost. ``worker`` is the name from
-        `RolloutBuffer.enter`. Returns the larger of ``num_generated`` and the number of generated tokens in the
-        worker's last heartbeat.
+        `RolloutBuffer.enter`. Returns the number of tokens that the worker has generated: the larger of
+        ``num_generated`` and the number in the worker's last heartbeat. A repeated call has no effect.
         """
         ...
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
+        """Keep up to ``num_engines`` engines on policy version ``version`` until `unpin` or the next `pin`.
 
-        Call this before the version is offered. The first engines that request the version stay on it. The call waits
-        until the set of engines that serve the version differs from ``known``, and returns that set.
+        Call this before the version is offered. The first engines that request the version keep the version. The call
+        waits until the names of the engines that serve the version differ from ``known``, and returns these names.
 
         Raises:
             WeightsGone: no engine serves the version, and the buffer does not offer it.
@@ -194,41 +228,45 @@ class ControlBuffer(Protocol):
         ...
 
     async def unpin(self) -> None:
-        """Offer all engines the newest version again."""
+        """End the effect of `pin`: offer all engines the newest policy version again."""
         ...
 
     async def lose(self, group_ids: Sequence[int]) -> None:
-        """Report groups of planned batches that are missing in the stores.
+        """Report groups of planned batches whose trajectories are lost, because a store of the buffer restarted.
 
-        The buffer requeues their prompts for the reason ``store_lost``. It plans their batches, and all later batches,
-        again.
+        The buffer queues the prompts of these groups again, with the reason ``store_lost``. The buffer also chooses the
+        affected batches, and all later batches, again.
         """
         ...
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
-        """Set the learner back to the ``version`` of a checkpoint; ``incarnation`` is its new incarnation. Idempotent.
+        """Set the buffer back after the learner has restarted from a checkpoint of learner version ``version``.
 
-        The buffer withdraws all offers, revokes running attempts, and drops groups and saved prefixes with a token of a
-        later version. Engines get new leases after they load weights of the new learner. The caller must enqueue again
-        the prompts of groups that finished after the checkpoint.
+        ``incarnation`` counts these restarts. The buffer no longer offers the old learner's weights to engines. It
+        revokes all leases, and drops finished and unfinished groups with a token of a version after ``version``. The
+        engines get new leases after they load weights of the new learner. The caller must enqueue again the prompts of
+        groups that finished after the checkpoint. A repeated call has no effect.
         """
         ...
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
-        """Set the buffer of a resumed run to a checkpoint, as `rewind` does, with incarnation 0. Idempotent.
+        """Set the buffer of a new ``asyncrl train`` process to the checkpoint from which the process resumes.
+
+        A repeated call has no effect.
 
         Args:
             version: Learner version of the checkpoint.
-            key: Name of the checkpoint, as in `checkpoint`.
+            key: Random name that `checkpoint` got when the checkpoint was written.
             tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the restored
                 account lacks count as dropped for the reason ``resume``.
         """
         ...
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> Any:
-        """Write the state for `resume` to ``folder``, an absolute path. Return when the folder is complete.
+        """Write the buffer's part of a checkpoint to ``folder``, an absolute path. Return after the folder is complete.
 
-        The steps before ``version`` must be planned or committed. ``key`` is a random name for the checkpoint.
+        The batches of all steps before ``version`` must be planned or committed. ``key`` is a random name for the
+        checkpoint, which `resume` needs.
         """
         ...
 
@@ -243,41 +281,58 @@ class LearnerPort(Protocol):
     checkpoints: Path
 
     async def scored(self, plan: Plan) -> Plan:
-        """Return the plan with the rewards of the reward model, or the same plan without a reward model."""
+        """Compute the rewards of a planned batch with the reward model. Return the plan with these rewards.
+
+        If the run has no reward model, return ``plan`` itself.
+        """
         ...
 
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start the update on a batch. The metrics include ``started_at`` and ``ended_at`` in Unix seconds."""
+        """Start the learner step on a batch. Return an awaitable of the step's metrics by name.
+
+        The metrics include ``started_at`` and ``ended_at`` in Unix seconds.
+        """
         ...
 
     def publish(self, version: int) -> Awaitable[None]:
-        """Publish the weights as ``version``, after all updates that are queued so far.
+        """Queue a publish of the weights as policy version ``version``, after all updates that are queued so far.
 
-        The ranks continue as soon as they have copied the weights. After the publish, the buffer offers the version to
-        the engines.
+        The awaitable is done as soon as the ranks have copied the weights; the ranks then go on with the next update.
+        The rest of the publish runs in the background. After the publish, engines can load the version.
         """
         ...
 
     async def finish_publish(self) -> None:
-        """Wait until the current version is offered. Raises `WeightsError` if publishing failed."""
+        """Wait until engines can load the last published version. Raises `WeightsError` if publishing failed."""
         ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Train the critic on the batch of the last `update`. Without a critic, return no metrics."""
+        """Start to train the critic on the batch of the last `update`. Return an awaitable of its metrics by name.
+
+        Without a critic, there are no metrics.
+        """
         ...
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
-        """Save a checkpoint of ``version`` with the run's state ``run``. With ``wait``, wait until it is complete.
+        """Queue the save of a checkpoint.
 
-        ``parts`` names the folders of the checkpoint that other processes write. The checkpoint is complete when these
-        folders exist too.
+        Args:
+            version: Learner version of the weights.
+            run: State of the controller, stored in the checkpoint.
+            wait: Whether the awaitable waits until the checkpoint is complete.
+            parts: Names of folders in the checkpoint that other processes write. The checkpoint is complete only after
+                these folders exist too.
+
+        Returns:
+            An awaitable of the checkpoint's path.
         """
         ...
 
     async def withdraw(self) -> Sequence[int]:
-        """Discard the batch after a `BatchLost`, and wait until the ranks have skipped their queued calls.
+        """After a `BatchLost`, discard the batch, and wait until the ranks have skipped the calls queued for the batch.
 
-        Returns the missing groups. Raises `LearnerDiedError` if the ranks cannot continue.
+        Returns the ids of the groups whose trajectories are lost. Raises `LearnerDiedError` if the ranks cannot
+        continue.
         """
         ...
 
@@ -286,11 +341,14 @@ class ColocatedLearnerPort(LearnerPort, Protocol):
     """A learner group that can release its devices for the engines."""
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
-        """Publish the weights as ``version``, offload, and wait until the version is offered."""
+        """Publish the weights as policy version ``version`` and move the learner's tensors off the devices.
+
+        The awaitable is done after engines can load the version.
+        """
         ...
 
     def trainer_mode(self) -> Awaitable[None]:
-        """Load the offloaded tensors to the devices again."""
+        """Move the learner's offloaded tensors back to the devices."""
         ...
 
 
@@ -316,15 +374,15 @@ class FleetPort(Protocol):
     """The interface of the controller to the rollout fleet. The engines load offered weights without the controller."""
 
     def engines(self) -> Sequence[str]:
-        """Return the names of the current engines."""
+        """Return the names of the current engines. Example: ``"0"``."""
         ...
 
     async def counters(self) -> FleetCounts:
-        """Return the fleet's counters since its start."""
+        """Return the fleet's counts of tokens and failures since the start of the fleet."""
         ...
 
     async def drain(self) -> FleetCounts:
-        """Abort running groups, release their leases, and return the final counters."""
+        """Stop generation: abort all running groups, give up their leases, and return the final counts."""
         ...
 
 
@@ -332,15 +390,15 @@ class ColocatedFleetPort(FleetPort, Protocol):
     """A fleet that can release its devices."""
 
     async def release_device(self, incarnation: int | None = None) -> None:
-        """Wait until running groups end, then release the devices until the next weights are offered.
+        """Wait until running groups end. Then free the engines' GPU memory until new weights are offered.
 
-        No engine starts before `take_device`. If ``incarnation`` is given, the engines then refuse weights of earlier
-        incarnations.
+        No engine starts before `take_device`. ``incarnation`` counts the learner's restarts from a checkpoint. If
+        ``incarnation`` is given, the engines later refuse weights from before this restart.
         """
         ...
 
     def take_device(self) -> None:
-        """Let engines start again. Call it after the learner has moved its tensors off the devices."""
+        """Let engines use the devices again. Call this after the learner has moved its tensors off the devices."""
         ...
 
 
@@ -349,17 +407,17 @@ class PromptSource(Protocol):
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the outcomes that `note` receives may change the order of the prompts."""
+        """Whether the summaries that `note` receives may change the order of the prompts."""
         ...
 
     def take(self, count: int) -> Sequence[Prompt]:
-        """Return the next ``count`` prompts."""
+        """Return the next ``count`` prompts of the endless order."""
         ...
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
-        """Receive the outcomes of finished groups."""
+        """Receive summaries (rewards, lengths) of finished groups, which may change the order of later prompts."""
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the source's state as JSON values. Example: the position in the order of the prompts."""
+        """Return the source's state, such as its position in the order of the prompts, as JSON values."""
         ...

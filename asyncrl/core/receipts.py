@@ -1,4 +1,4 @@
-"""Writes receipts to the run's ``receipts/``: one JSON line for each `Act`, such as the load of a version.
+"""Writes receipts, one JSON line for each `Act` (such as the load of a version), to the run's folder ``receipts/``.
 
 A process calls `start` once, and then `note`. ``asyncrl audit`` compares the lines of all processes.
 """
@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "receipts"
 DIGEST_BITS = 62
-"""Sums of digests are modulo 2**`DIGEST_BITS`."""
+"""Number of bits of a digest. Sums of digests are taken modulo 2**`DIGEST_BITS`."""
 
 
 class Act(StrEnum):
@@ -49,22 +49,25 @@ _unwritten: list[bytes] = []
 
 
 def start(run_dir: Path, process: str) -> None:
-    """Make `note` write to the file of this process in ``run_dir``. The first line creates the file."""
+    """Enable `note` in this process: later calls append to a file of this process in the run's folder ``run_dir``.
+
+    ``process`` is the name of the process, and of the file. The first line creates the file.
+    """
     global _path
     _path = run_dir / FOLDER / f"{process}.jsonl"
 
 
 def stop() -> None:
-    """Stop writing receipts."""
+    """Disable `note` in this process, and discard lines that could not be written."""
     global _path
     _path = None
     _unwritten.clear()
 
 
 def note(act: Act, **values: Any) -> None:
-    """Append a line. Without `start`, do nothing.
+    """Append a JSON line with the act and ``values`` to the file of this process. Before `start`, do nothing.
 
-    If the write fails, the function logs an error, and the next call writes the line again.
+    If the write fails, the function logs an error, and the next call tries to write the line again.
     """
     if (path := _path) is None:
         return
@@ -82,7 +85,7 @@ def note(act: Act, **values: Any) -> None:
 def _append(path: Path, lines: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if (written := os.write(descriptor, lines)) < len(lines):  # the disk is full; leave no part of a line
+        if (written := os.write(descriptor, lines)) < len(lines):  # the disk is full: remove the partial line
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:
@@ -90,15 +93,19 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def counts_of(versions: np.ndarray) -> dict[str, int]:
-    """Return the number of tokens per policy version. ``versions``: [T] int32; -1 where not sampled."""
+    """Count the sampled tokens of each policy version. Return the counts by version, a decimal string for JSON.
+
+    ``versions``: [T] int32, the version that sampled each token; -1 for a token that was not sampled.
+    """
     return {str(version): count for version, count in sorted(Counter(versions[versions >= 0].tolist()).items())}
 
 
 def token_digest(group_id: int, trajectory: int, token_ids: np.ndarray) -> int:
-    """Return the digest of the tokens of one sampled turn, in [0, 2**`DIGEST_BITS`).
+    """Return a digest of the tokens that the policy sampled in one turn of a trajectory: an int below 2**62.
 
-    The digest depends on the group, the trajectory, the tokens and their order (SplitMix64, Steele et al., OOPSLA
-    2014). The digest of several turns is the sum of their digests. ``token_ids``: [T] int32.
+    The digest depends on the group, the trajectory, the tokens and the order of the tokens (SplitMix64, Steele et al.,
+    OOPSLA 2014). The digest of several turns is the sum of the turns' digests, modulo 2**62. ``trajectory`` is the
+    index of the trajectory in the group. ``token_ids``: [T] int32.
     """
     owner = (group_id << 16 ^ trajectory) * 0x9E3779B97F4A7C15 & (1 << 64) - 1
     mixed = np.arange(len(token_ids), dtype=np.uint64) << np.uint64(32) | token_ids.astype(np.uint32)

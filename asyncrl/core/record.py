@@ -1,7 +1,7 @@
 """Writes the profile of a process: spans (intervals), levels (counts) and stamps (events of prompt groups).
 
-Each record has a *lane*, the name of the process or of a part of it. `span`, `level` and `stamp` are thread-safe. A
-separate thread writes the records every 50 ms.
+Each record has a *lane*, the name of the process or of a part of the process. `span`, `level` and `stamp` are
+thread-safe. A separate thread writes the records every 50 ms.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
 Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
@@ -84,16 +84,16 @@ class SpanKind(StrEnum):
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
     step = "step"  # from the previous commit, or the start of training, to the step's commit
-    plan_wait = "plan_wait"  # the plan loop waits for a batch
+    plan_wait = "plan_wait"  # the controller waits until the buffer has a batch
     dispatched = "dispatched"  # from the dispatch of a planned step to the ranks until its update has ended
     evaluation = "evaluation"  # an evaluation; also on the lanes of engines that answer held-out prompts
     checkpoint = "checkpoint"  # a checkpoint is saved; also on the lane of a rank that it blocks
     # Engines: lane ``engine-0``
     start = "start"  # from the start of the engine until its first weights are verified
-    down = "down"  # the engine has failed, is fenced or restarts
+    down = "down"  # the engine has failed, is restarting, or may not serve
     stage = "stage"  # weights are copied to the host during generation
     pause = "pause"  # generation is paused for new weights
-    load_stage = "load_stage"  # a phase of a load, on lane ``engine-0/load``; ``cause`` names the phase
+    load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the device (colocated)
     # Members of the fleet: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
@@ -111,7 +111,7 @@ class SpanKind(StrEnum):
     offload = "offload"
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
     publish_copy = "publish_copy"  # the rank copies its weights and is blocked
-    publish = "publish"  # the publish in the background, from the copy to the offer
+    publish = "publish"  # the publish in the background, from the copied weights until engines can load them
     publish_stage = "publish_stage"  # a phase of `publish` or of its preparation; ``cause`` names the phase
 
 
@@ -133,9 +133,9 @@ class LevelName(StrEnum):
     leased = "leased"
     stored = "stored"
     planned = "planned"
-    budget = "budget"  # groups that can be admitted now
+    budget = "budget"  # number of groups that workers may start now
     full = "full"  # 1 while the limit on bytes prevents admission
-    bytes = "bytes"  # stored trajectories and prefixes
+    bytes = "bytes"  # bytes of stored trajectories and of saved unfinished groups
     # Per member of the fleet, on the lanes of `SpanKind.member`
     epoch = "epoch"  # number of faults so far
     # Per process, on its own lane, once per step
@@ -178,7 +178,7 @@ class OpenSpan:
         self._number = number
 
     def close(self) -> None:
-        """End the span now."""
+        """Record the end of the interval: now."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.end_span(self._number)
@@ -234,7 +234,7 @@ class Recorder:
         self._wakes, self._ends = threading.Event(), threading.Event()
         host = host or socket.gethostname()
         directory.mkdir(parents=True, exist_ok=True)
-        # If the process records again after a stop, it writes a new file.
+        # A process that records again after `stop` writes a new file.
         names = (f"{process}@{host}-{os.getpid()}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
         self._path = next(path for name in names if not (path := directory / f"{name}.msgpack").exists())
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)
@@ -263,17 +263,17 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Begin a span now or at ``start``.
+        """Record the begin of a span, an interval of one activity, and return an object that ends the span.
 
         Args:
-            kind: A `SpanKind`.
+            kind: The activity, a `SpanKind`.
             lane: Name of the lane; empty for the process's lane. A name with a leading slash is appended to the
                 process's lane. Example: ``/reward``.
             version: Related policy version.
             step: Related learner step.
-            group: Related prompt group.
-            cause: Further detail of the kind.
-            start: Monotonic nanoseconds.
+            group: Id of the related prompt group.
+            cause: Further detail of the activity. Example: the name of a phase.
+            start: When the span began, in monotonic nanoseconds; None for now.
         """
         with self._lock:
             self._num_spans += 1
@@ -283,11 +283,17 @@ class Recorder:
         return OpenSpan(self if is_kept else None, number)
 
     def end_span(self, number: int, end: int | None = None) -> None:
-        """End a span by its number."""
+        """Record the end of a span. Callers use `OpenSpan.close`.
+
+        ``number`` counts the spans of the process. ``end`` is in monotonic nanoseconds; None for now.
+        """
         self._add(Tag.close, number, self._clock() if end is None else end)
 
     def level(self, name: str, value: int, *, lane: str = "") -> None:
-        """Record a new value of a count. An unchanged value is ignored."""
+        """Record the new value of a count, such as the number of stored groups. An unchanged value is ignored.
+
+        ``name`` is a `LevelName`. ``lane`` names the part of the run, like in `span`.
+        """
         lane = self._whole(lane)
         if self._levels.get((name, lane)) != value and self._add(Tag.level, name, lane, self._clock(), value):
             self._levels[name, lane] = value
@@ -295,12 +301,13 @@ class Recorder:
     def stamp(
         self, event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any
     ) -> None:
-        """Record an event of a prompt group; ``details`` are msgpack values.
+        """Record that something happened to a prompt group now; ``details`` are values that msgpack can encode.
 
-        ``attempt`` is -1 if the event does not belong to one attempt. Details per `GroupEvent`:
+        ``attempt`` counts the times that a worker began to generate the group; it is -1 if the event does not belong
+        to one attempt. ``event`` is a `GroupEvent`. Each event has its own details:
 
-        - lease: ``version`` of the admission, ``deadline``: the last version that may consume the group, ``inherited``:
-          tokens of a saved prefix.
+        - lease: ``version`` of the engine when the worker may start, ``deadline``: the last learner version that may
+          train on the group, ``inherited``: number of tokens that an earlier attempt has saved.
         - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
           first_token is the first token of this attempt.
         - stored: ``version`` of the oldest token, ``newest`` of the newest, and ``learner``: the learner's version.
@@ -313,7 +320,10 @@ class Recorder:
         self._add(Tag.stamp, event, group, attempt, self._whole(lane), self._clock(), version, details)
 
     def clock(self, reference: str, *, offset_ns: int, error_ns: int) -> None:
-        """Record that clock ``reference`` is ``offset_ns`` ahead of this process's clock, within ``error_ns``."""
+        """Record that another clock is ``offset_ns`` nanoseconds ahead of this process's clock.
+
+        ``reference`` is the other clock's name, from `clock_id`. The true offset differs by at most ``error_ns``.
+        """
         self._add(Tag.clock, reference, self._clock(), offset_ns, error_ns)
 
     def close(self) -> None:
@@ -370,10 +380,11 @@ _recorder: Recorder | None = None
 
 
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
-    """Start to record this process, unless it already records or the options disable recording.
+    """Start to record spans, counts and events of this process to a file in ``config.directory``.
 
-    If the folder is not writable, the run logs a warning and continues without recording. The process also starts
-    `receipts` and `stacks`, even if recording is disabled.
+    Do not start a second recording, and none if the options disable recording. If the folder is not writable, log a
+    warning and go on without a recording. In each case, if ``config.directory`` is set, also enable the receipts and
+    the stack files of this process (modules `receipts` and `stacks`).
     """
     global _recorder
     if config.directory:
@@ -390,7 +401,7 @@ def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
 
 
 def stop() -> None:
-    """Write the queued records and stop recording. Without `start`, do nothing."""
+    """Write the queued records and stop recording. Also stop the receipts and the stack files of this process."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
@@ -405,35 +416,51 @@ def current() -> Recorder | None:
 
 
 def span(kind: str, **of: Any) -> OpenSpan:
-    """Begin a span, as `Recorder.span`."""
+    """Record the begin of a span, an interval of one activity, and return an object that ends the span.
+
+    ``kind`` is a `SpanKind`. ``of`` has the keyword arguments of `Recorder.span`. If this process does not record, the
+    returned object records nothing.
+    """
     return NO_SPAN if _recorder is None else _recorder.span(kind, **of)
 
 
 def level(name: str, value: int, *, lane: str = "") -> None:
-    """Record a new value of a lane's count; ``name`` is a `LevelName`."""
+    """Record the new value of a count, such as the number of stored groups, if this process records.
+
+    ``name`` is a `LevelName`. ``lane`` names the part of the run; empty for this process.
+    """
     if _recorder is not None:
         _recorder.level(name, value, lane=lane)
 
 
 def cpu() -> None:
-    """Record the processor time of this process as `LevelName.cpu`."""
+    """Record the processor time that this process has used so far, in microseconds, if this process records."""
     level(LevelName.cpu, time.process_time_ns() // 1000)
 
 
 def stamp(event: str, group: int, **of: Any) -> None:
-    """Record an event of a prompt group, as `Recorder.stamp`."""
+    """Record that something happened to a prompt group now, if this process records.
+
+    ``event`` is a `GroupEvent`, and ``group`` is the group's id. ``of`` has the keyword arguments of `Recorder.stamp`.
+    """
     if _recorder is not None:
         _recorder.stamp(event, group, **of)
 
 
 def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
-    """Record the offset of this process's clock, as `Recorder.clock`."""
+    """Record that another clock is ``offset_ns`` nanoseconds ahead of this process's clock, if this process records.
+
+    ``reference`` is the other clock's name, from `clock_id`. The true offset differs by at most ``error_ns``.
+    """
     if _recorder is not None:
         _recorder.clock(reference, offset_ns=offset_ns, error_ns=error_ns)
 
 
 def torch_trace_name(step: int, role: str, rank: int | str) -> str:
-    """Return the name of the file with torch.profiler's trace of one learner step, per role and rank."""
+    """Return the file name of the trace that torch.profiler writes of one learner step in one process.
+
+    ``role`` is the process's role, such as ``actor``. Example: ``torch-step10-actor-0.json.gz``.
+    """
     return f"torch-step{step}-{role}-{rank}.json.gz"
 
 

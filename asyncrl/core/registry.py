@@ -23,7 +23,10 @@ class Registry(Generic[T]):
         self._entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[E], E]:
-        """Return a decorator that registers an implementation. Raises `ValueError` if the name is taken."""
+        """Return a decorator that registers a function or class under ``name``.
+
+        The decorator returns the function or class unchanged, or raises `ValueError` if the name is taken.
+        """
 
         def enter(entry: E) -> E:
             if name in self._entries:
@@ -34,11 +37,11 @@ class Registry(Generic[T]):
         return enter
 
     def names(self) -> list[str]:
-        """Return the registered names, sorted."""
+        """Return the registered names as a sorted list."""
         return sorted(self._entries)
 
     def get(self, name: str) -> T:
-        """Return an implementation. Import the user's file or module if the name contains one.
+        """Return the function or class of a name. Import the user's file or module if the name contains one.
 
         Args:
             name: A registered name, or ``file.py:name`` or ``module:name``. The text after the colon is a function of
@@ -79,7 +82,7 @@ class Registry(Generic[T]):
 
 
 def absolute_name(name: str) -> str:
-    """Make the path of ``file.py:function`` absolute, for processes with another working directory.
+    """Return the name ``file.py:function`` with an absolute path, for processes with another working directory.
 
     Other names are returned unchanged.
     """

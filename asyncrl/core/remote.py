@@ -1,6 +1,6 @@
-"""Wait for remote results with a deadline, and for the end of processes on this machine.
+"""Wait for the results of Ray workers with a deadline, and for the end of processes on this machine.
 
-Only functions that need Ray import it.
+Importing this module does not import Ray. Calls of functions that need Ray import it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class WorkerIdentity:
         return f"group {self.group!r}, rank {self.rank}, on node {self.node}"
 
     def log_tail(self) -> str:
-        """Return the end of the worker's log, after a line break; empty if there is no log."""
+        """Return the last lines of the worker's log as a text that begins with a line break; empty without a log."""
         return "" if self.last_words is None else f"\nLast lines of {self.last_words()}"
 
 
@@ -49,7 +49,7 @@ identities: dict[str, WorkerIdentity] = {}
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
-    """Wait for the results of all references, or for the first failure.
+    """Return the values of Ray object references, like ``ray.get``. ``what`` names the results in the error.
 
     Raises:
         DeadlineError: a result is missing after ``timeout_s`` seconds. The message names the late workers.
@@ -67,7 +67,10 @@ def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "resu
 
 
 async def fetch_async(refs: Sequence[Any]) -> list[Any]:
-    """Await the results like `fetch`, but without a deadline. Use `within` for a deadline."""
+    """Await the values of Ray object references, without a deadline. Use `within` for a deadline.
+
+    Raises `WorkerDiedError` if a worker died before it computed a result.
+    """
     from ray.exceptions import RayError
 
     try:
@@ -77,10 +80,10 @@ async def fetch_async(refs: Sequence[Any]) -> list[Any]:
 
 
 async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str) -> T:
-    """Await the result of a worker group's call for at most ``timeout_s`` seconds.
+    """Await the result of a worker group's call for at most ``timeout_s`` seconds, and return the result.
 
-    ``option`` names the option that sets this deadline. Time during which this process is stopped (SIGSTOP) does not
-    count.
+    ``option`` names the option that sets this deadline, for the message. Time during which this process is stopped
+    (SIGSTOP) does not count.
 
     Raises:
         DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. For
@@ -103,12 +106,18 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
 
 def refs_of(pending: Any) -> list[Any]:
-    """Return the Ray references in the result of a worker group's call; empty if there are none."""
+    """Return the Ray object references in what a worker group's call has returned; an empty list if there are none.
+
+    ``pending`` is that list itself, or an object with the references in its attribute ``futures``.
+    """
     return pending if isinstance(pending, list) else getattr(pending, "futures", [])
 
 
 def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None:
-    """Wait up to ``timeout_s`` for the results. Return the error if a worker of a missing result died, else None."""
+    """Wait up to ``timeout_s`` seconds for Ray results, to find out whether a worker has died.
+
+    Returns the `WorkerDiedError` of the first result that a dead worker should have computed, or None.
+    """
     import ray
     from ray.exceptions import RayError
 
@@ -137,16 +146,17 @@ class StepDeadline:
         self._longest_s: dict[str, float] = {}
 
     def seconds(self, kind: str) -> float:
-        """Return the current deadline of this kind of call. Example: 200 s after calls of 9 s and 20 s."""
+        """Return the deadline for the next call of this kind, in seconds. Example: 200 after calls of 9 s and 20 s."""
         if kind not in self._longest_s:
             return self._limit_s
         return min(self._limit_s, max(self._floor_s, self._factor * self._longest_s[kind]))
 
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
-        """Await a result, as the function `within` does, with the deadline of this kind of call.
+        """Await and return the result of a call, with the deadline for calls of this kind. Measure the call's duration.
 
-        The measured duration begins when the call was queued (``pending.queued_s``), or now if that time is unknown.
-        The caller may begin to await late, and a shorter duration would make the next deadlines too short.
+        The measurement begins at the time when the call was queued (``pending.queued_s``), or now if that time is
+        unknown. The caller may begin to await late, and a shorter duration would make the next deadlines too short.
+        The function `within` describes ``what``, ``option`` and the `DeadlineError`.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -158,9 +168,9 @@ class StepDeadline:
 
 
 def translated(error: Exception) -> Exception:
-    """Return `WorkerDiedError` if the death of a known worker or of its node caused the error.
+    """Return a `WorkerDiedError` for an error of Ray that the death of a worker or of a node caused.
 
-    Return other errors unchanged.
+    Return other errors, and the death of a worker that this process does not know, unchanged.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 
@@ -174,19 +184,22 @@ def translated(error: Exception) -> Exception:
 
 
 def raised_in_worker(error: BaseException) -> BaseException:
-    """Unwrap the exception of a worker's method from Ray's error. Return other errors unchanged."""
+    """Return the exception that a worker's method raised, without Ray's wrapper. Return other errors unchanged."""
     while isinstance(inside := getattr(error, "cause", None), BaseException):  # a RayTaskError
         error = inside
     return error
 
 
 def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
-    """Return the error for a worker's death."""
+    """Return the exception for a worker's death. Its message has the worker, ``reason``, and the end of the log."""
     return WorkerDiedError(f"worker of {identity} died. {reason.strip()}{identity.log_tail()}")
 
 
 def late_workers(refs: Sequence[Any]) -> str:
-    """Return a message with the workers of missing results, and the end of the log of the first one."""
+    """Return a text for an error: which workers' results are missing, and the end of the first such worker's log.
+
+    ``refs`` are Ray object references.
+    """
     import ray
 
     late = set(ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False)[1])
@@ -198,13 +211,13 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""Waits count time in ticks of this length. While the process is stopped, at most one tick counts."""
+"""`within` counts time in ticks of this many seconds, so that a stop of the process counts as at most one tick."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until a process of this machine has ended. It need not be a child. A zombie counts as ended."""
+    """Wait until the process ``pid`` of this machine, a child or not, has ended. A zombie counts as ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -236,7 +249,10 @@ def wait_for_first_end(pids: Sequence[int]) -> int:
 
 
 def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
-    """Return the end of a log file, or a remark if the file cannot be read."""
+    """Return the last ``num_lines`` lines of a log file as one text, or a remark if the file cannot be read.
+
+    Only the last 16 KiB of the file are read.
+    """
     try:
         with open(path, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL_BYTES))
@@ -247,7 +263,7 @@ def last_lines(path: str, num_lines: int = NUM_TAIL_LINES) -> str:
 
 
 def on_own_thread(work: Callable[[], T]) -> Future[T]:
-    """Run a function on a daemon thread, which does not delay the end of the process."""
+    """Run ``work`` on a daemon thread, which does not delay the end of the process. Return a future of the result."""
     future: Future[T] = Future()
 
     def run() -> None:

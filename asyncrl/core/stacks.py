@@ -1,6 +1,6 @@
-"""The stacks of all threads of a run's processes, written when a deadline is missed.
+"""Writes the stacks of all threads of a run's processes to files after a missed deadline.
 
-The signal handler is C code (`faulthandler`), so it also runs while a library blocks the process or holds the GIL.
+The handler of the signal SIGUSR2 is C code (`faulthandler`), so it also runs while a library holds the GIL.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FOLDER = Path("logs", "stacks")
 """Folder of the stack files, in the run's folder. Example: process 4711 writes ``logs/stacks/learner-0-4711.log``."""
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
-"""Seconds for the processes to write their stacks. After this, the caller may kill them."""
+"""Seconds that the processes have to write their stacks. After that, the caller may kill the processes."""
 _REST_S = 10.0
 """Shortest time in seconds between two requests of a process for stacks, because many calls can miss deadlines at once.
 """
@@ -33,9 +33,10 @@ _asked_s = -_REST_S
 
 
 def listen(run_dir: Path, process: str) -> None:
-    """Write the stacks of this process to a file in ``run_dir`` whenever SIGUSR2 arrives.
+    """From now on, write the stacks of all threads of this process to a file whenever SIGUSR2 arrives.
 
-    A second call has no effect. If the folder is not writable, the process does not listen and logs a warning.
+    The file is in ``run_dir``, the run's folder, and ``process`` is part of its name. A second call has no effect. If
+    the folder is not writable, the function only logs a warning.
     """
     global _file
     if _file is not None:
@@ -51,7 +52,7 @@ def listen(run_dir: Path, process: str) -> None:
 
 
 def stop() -> None:
-    """Stop listening. Remove the empty stack files of this process and of ended processes."""
+    """Stop reacting to SIGUSR2. Remove the empty stack files of this process and of ended processes."""
     global _file
     if _file is None:
         return
@@ -66,9 +67,10 @@ def stop() -> None:
 
 
 def missed(message: str, details: str = "") -> DeadlineError:
-    """Ask the processes of the run on this host for their stacks, then return the error of a missed deadline.
+    """Make all processes of the run on this host write their stacks. Return a `DeadlineError` for a missed deadline.
 
-    In a process that does not `listen`, the function only returns the error.
+    The error's message has ``message``, the folder with the stacks, and ``details``. In a process that did not call
+    `listen`, no stacks are written. Stacks are written at most every 10 s.
     """
     global _asked_s
     if _file is None:

@@ -61,7 +61,13 @@ class Turn:
 
     @classmethod
     def given(cls, token_ids: np.ndarray, *, parent: int = ROOT, images: tuple[PlacedImage, ...] = ()) -> Turn:
-        """Make a turn that the policy did not sample: a prompt, a tool result, an observation."""
+        """Return a turn that the policy did not sample: a prompt, a tool result, an observation.
+
+        Args:
+            token_ids: [T] int32.
+            parent: Index of the turn before this turn in the trajectory; -1 for a first turn.
+            images: The images in the turn, with the index of each image's first token.
+        """
         return cls(
             token_ids=token_ids,
             parent=parent,
@@ -71,7 +77,7 @@ class Turn:
         )
 
     def is_same_prompt(self, other: Turn) -> bool:
-        """Return whether two turns have the same tokens and the same images."""
+        """Return whether this turn and ``other`` have the same tokens and the same images."""
         pairs = zip(self.images, other.images, strict=False)
         return (
             np.array_equal(self.token_ids, other.token_ids)
@@ -139,7 +145,13 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Convert trajectories of one prompt to columns. Raises `ValueError` if the trajectories do not match."""
+        """Convert trajectories of one prompt to a group with arrays over all tokens.
+
+        ``attempt`` counts the times that a worker began to generate the group.
+
+        Raises:
+            ValueError: there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
+        """
         if not trajectories:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
         prompt = trajectories[0].turns[0]
@@ -187,7 +199,11 @@ class TrajectoryGroup:
         return group
 
     def check(self) -> None:
-        """Raise `ValueError` if the columns do not match each other; the message names the column."""
+        """Check the dtypes and lengths of all columns, and that the turns form trees below the shared prompt.
+
+        Raises:
+            ValueError: a column or a turn is wrong. The message names the column or turn.
+        """
         token, trajectory = self.token_columns, self.trajectory_columns
         for columns, needed in ((token, _TOKEN_COLUMNS), (trajectory, _TRAJECTORY_COLUMNS)):
             for name, dtype in needed.items():
@@ -220,7 +236,7 @@ class TrajectoryGroup:
 
     @cached_property
     def images(self) -> GroupImages | None:
-        """The images of the group; None if it has no images."""
+        """The distinct images of the group; None if the group has no images."""
         return GroupImages(self.image_columns) if self.image_columns else None
 
     @property
@@ -273,22 +289,22 @@ class TrajectoryGroup:
 
     @property
     def token_ids(self) -> np.ndarray:
-        """Token ids, [N] int32."""
+        """Token ids of all turns, [N] int32."""
         return self.token_columns["token_ids"]
 
     @property
     def logprobs(self) -> np.ndarray:
-        """Behavior log-probs, [N] float32; 0 where not sampled."""
+        """Log-probs of the tokens when they were sampled, [N] float32; 0 for tokens that were not sampled."""
         return self.token_columns["logprobs"]
 
     @property
     def versions(self) -> np.ndarray:
-        """Policy version of each token, [N] int32; -1 where not sampled."""
+        """Policy version that sampled each token, [N] int32; -1 for tokens that were not sampled."""
         return self.token_columns["versions"]
 
     @property
     def rewards(self) -> np.ndarray:
-        """Rewards of the outcomes, [G] float32."""
+        """Reward of each trajectory's outcome, [G] float32, without the rewards of single turns."""
         return self.trajectory_columns["rewards"]
 
     @property
@@ -298,22 +314,22 @@ class TrajectoryGroup:
 
     @cached_property
     def is_baseline(self) -> np.ndarray:
-        """Whether each trajectory is a baseline, [G] bool."""
+        """Whether each trajectory is a baseline (a greedy answer that is not trained on), [G] bool."""
         return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
 
     @property
     def policy_versions(self) -> np.ndarray:
-        """Versions of the tokens that the policy wrote, [n] int32, without baselines."""
-        # The index `SHARED` (-1) of the prompt's turn selects the appended False.
+        """Policy version of each sampled token, [n] int32, without the tokens of baselines (greedy answers)."""
+        # The prompt's turn has the trajectory index -1 (`SHARED`), which selects the appended False.
         is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]
 
     @cached_property
     def branches(self) -> tuple[Branch, ...]:
-        """All paths from root to leaf. Each sampled turn is trained in exactly one branch.
+        """All paths from the root of a turn tree to a leaf, for all trajectories. A path is one input of the model.
 
-        Turns of a baseline are not trained.
+        Each sampled turn is trained in exactly one path. Turns of a baseline (a greedy answer) are not trained.
         """
         if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
             return _flat_branches(self.num_trajectories)
@@ -332,21 +348,30 @@ class TrajectoryGroup:
         return tuple(branches)
 
     def along(self, branch: Branch, name: str) -> np.ndarray:
-        """Return the values of a token column along a branch, [T, …]."""
+        """Return the values of the token column ``name`` for the T tokens of a branch, [T, …].
+
+        A branch is a path of turns, the input of one forward pass.
+        """
         return self.along_each([branch], name)[0]
 
     def along_each(self, branches: Sequence[Branch], name: str) -> list[np.ndarray]:
-        """Return the values of a token column along each branch, [T, …] per branch, as views of one array."""
+        """Return the values of the token column ``name`` for each branch: a list of arrays [T, …], views of one array.
+
+        A branch is a path of turns, the input of one forward pass with T tokens.
+        """
         column, ends, lengths = self.token_columns[name], self._ends, self._lengths
         spans = [column[ends[turn] - lengths[turn] : ends[turn]] for branch in branches for turn in branch.turns]
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """Return the loss mask of a branch, [T] bool: True at the tokens that are trained in this branch."""
+        """Return the loss mask of a branch (a path of turns), [T] bool: True at tokens that this branch trains."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
-        """Return the `trained_mask` of each branch, [T] bool per branch, as views of one array."""
+        """Return the loss mask of each branch: a list of arrays [T] bool, views of one array.
+
+        A mask is True at the tokens that are trained in this branch.
+        """
         is_trained = [turn in branch.trained for branch in branches for turn in branch.turns]
         lengths = [self._lengths[turn] for branch in branches for turn in branch.turns]
         return self._apart(np.repeat(is_trained, lengths), branches)
@@ -365,9 +390,9 @@ class TrajectoryGroup:
         return sums
 
     def rewards_along(self, branch: Branch) -> np.ndarray | None:
-        """Return the rewards of the branch's trained turns, [T] float32; None if no turn of the group has a reward.
+        """Return the turn rewards for the T tokens of a branch, [T] float32; None if no turn of the group has a reward.
 
-        The reward of a turn is at its last token. Other tokens have 0.
+        The reward of a turn that is trained in this branch is at the turn's last token. Other tokens have 0.
         """
         if "turn_rewards" not in self.turn_columns:
             return None
@@ -381,7 +406,7 @@ class TrajectoryGroup:
 
     @cached_property
     def previous_turns(self) -> list[int]:
-        """Index of the nearest sampled ancestor of each turn, [M]; `ROOT` if a turn has none."""
+        """For each of the M turns, the index of the turn's nearest sampled ancestor in the tree; `ROOT` without one."""
         previous: list[int] = []
         for _, parent, _, _, _ in self._rows:
             is_given = parent != ROOT and not self._rows[parent][3]
@@ -392,7 +417,7 @@ class TrajectoryGroup:
     def earned(self) -> list[float]:
         """Reward of each sampled turn, plus the rewards of the tool and environment turns after it, [M] float.
 
-        A turn that was not sampled has the value 0. Its reward counts for its nearest sampled ancestor, if it has one.
+        A turn that was not sampled has the value 0: its reward is added to its nearest sampled ancestor's, if any.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:
@@ -403,11 +428,11 @@ class TrajectoryGroup:
         return earned
 
     def is_truncated(self, branch: Branch) -> bool:
-        """Return whether the branch ended at the length limit."""
+        """Return whether the last turn of the branch (a path of turns) ended at the length limit."""
         return self.turns["finish_reason"][branch.turns[-1]] == _TRUNCATED
 
     def trajectories(self) -> list[Trajectory]:
-        """Convert the columns back to trajectories."""
+        """Convert the columns back to G `Trajectory` objects, the inverse of `from_trajectories`."""
         rows, first = self.turns.tolist(), {}
         turns: list[list[Turn]] = [[self._turn(0, ROOT)] for _ in range(self.num_trajectories)]
         for index, (trajectory, parent, _, _, _) in enumerate(rows[1:], start=1):
@@ -463,7 +488,7 @@ class TrajectoryGroup:
 
     @cached_property
     def summary(self) -> GroupSummary:
-        """The metadata of the group."""
+        """The group's metadata without tokens: lengths, rewards, oldest and newest version."""
         lengths, branch_tokens, num_branches = self._counts()
         sampled = [row for row in self._rows[1:] if row[3]]
         if "baseline" in self.trajectory_columns:

@@ -126,12 +126,12 @@ class GroupSummary:
 
     @property
     def is_scored(self) -> bool:
-        """Whether every reward is finite. A reward model may return NaN or infinity."""
+        """Whether every reward of the group is finite. A reward model may return NaN or infinity."""
         return all(map(math.isfinite, self.rewards))
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether all trajectories have the same reward, and the same rewards of turns."""
+        """Whether all trajectories of the group have the same total reward, and the same rewards of single turns."""
         return len(set(self.rewards)) == 1 and not self.has_unlike_turns
 
 
@@ -163,7 +163,7 @@ class TokenAccount:
 
     @property
     def balance(self) -> int:
-        """Tokens that are missing in the account; 0 if the account balances."""
+        """Number of generated tokens that no other count of the account includes; 0 if the account balances."""
         return self.generated - self.trained - self.dropped - self.buffered - self.in_flight
 
 
@@ -212,7 +212,7 @@ class BufferStats:
 
     @property
     def num_tokens(self) -> int:
-        """All policy tokens in the account."""
+        """Number of policy tokens that the buffer knows: trained, dropped and buffered."""
         return self.tokens_trained + self.tokens_buffered + sum(self.tokens_dropped.values())
 
 
@@ -234,7 +234,7 @@ OfferKind = Literal["full", "delta", "adapter"]
 
 
 FROZEN = -1
-"""Version number of the frozen weights below adapters. They are not a policy version."""
+"""Version number of the frozen weights that adapters are added to. The frozen weights are not a policy version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -266,5 +266,5 @@ class WeightOffer:
 
     @property
     def name(self) -> str:
-        """The version's name in messages. Example: ``"policy version 7"``."""
+        """Name of the offered version for messages. Example: ``"policy version 7"``."""
         return "the frozen weights" if self.version == FROZEN else f"policy version {self.version}"

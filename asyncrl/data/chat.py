@@ -20,10 +20,11 @@ Message = Mapping[str, Any]
 def read_messages(
     rows: Rows, key: str, *, section: str = "data", system_prompt: str = "", has_images: bool = False
 ) -> list[tuple[Message, ...]]:
-    """Return the messages of each row, after the ``system_prompt`` if there is one.
+    """Return the chat messages of each row, from the column ``key``. A ``system_prompt`` becomes the first message.
 
-    Each message has a role. Its content is text. Only a message with tool calls may have no content. If ``has_images``,
-    the content may also be a list of text and image parts. All other fields are kept for the chat template.
+    Each message has a role and a text as content. Only a message with tool calls may have no content. If
+    ``has_images``, the content may also be a list of text and image parts. All other fields are kept for the chat
+    template. ``section`` is the section of the options' names in errors.
 
     Raises:
         ValueError: a value is not a list of messages, or begins with a system message although ``system_prompt`` is
@@ -79,7 +80,9 @@ def _part(part: Any, where: str) -> Message:
 
 
 def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
-    """Replace each mark ``<image>`` in the messages by the next image of the row. The image is not read yet.
+    """Return copies of a row's messages in which each mark ``<image>`` is replaced by the next entry of ``images``.
+
+    An entry is a path, bytes or base64 text; it is not read yet. ``where`` names the images in errors.
 
     Raises:
         ValueError: the number of marks is not the number of images.
@@ -106,13 +109,13 @@ def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[M
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the images in the messages of a row, in order and unread. An image is a path, bytes or base64 text."""
+    """Return the images in the messages of a row, in order, as they are given: paths, bytes or base64 texts."""
     contents = (message.get("content") for message in messages)
     return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages without image data, for a chat template."""
+    """Return the messages for a chat template: each image part is only ``{"type": "image"}``, without the image."""
     return [
         {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
         if isinstance(content := message.get("content"), list)
@@ -122,7 +125,10 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """Return the messages with images as data URLs, as in OpenAI's API. Raises `ValueError` if a file is missing."""
+    """Return copies of the messages in OpenAI's format, with each image as a data URL. Image files are read.
+
+    ``where`` names the messages in errors. Raises `ValueError` if an image is neither a file nor base64 text.
+    """
     return tuple(
         {
             **message,
@@ -138,7 +144,9 @@ def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message
 
 
 def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
-    """Return the tool schemas of each row. A value is a list or its JSON text; null means no tools.
+    """Return the tool schemas of each row, from the column ``key``: a tuple of dicts in OpenAI's format.
+
+    A value in the column is a list of schemas or a JSON text of such a list; null means no tools.
 
     Raises:
         ValueError: a value is not a list of function schemas with names, or names a function twice.
@@ -164,7 +172,7 @@ def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
 
 
 def check_template(section: str, tokenizer: Tokenizer) -> None:
-    """Check that the tokenizer has a chat template. Raises `ValueError`."""
+    """Raise `ValueError` if the tokenizer has no chat template. ``section`` names the options in the error."""
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"{section}.chat_template is true but the tokenizer of {getattr(tokenizer, 'name_or_path', '')!r} has no "
@@ -181,7 +189,15 @@ def render_chat(
     add_generation_prompt: bool,
     tools: Sequence[Message] = (),
 ) -> str:
-    """Render a conversation with its tools to text. ``where`` names the file, row and column in errors.
+    """Render a conversation with the tokenizer's chat template. Return the text.
+
+    Args:
+        messages: Chat messages in OpenAI's format.
+        where: Name of the file, row and column in errors.
+        tokenizer: The tokenizer.
+        template_kwargs: Further arguments of the template.
+        add_generation_prompt: Whether the text ends with the tokens that begin an answer.
+        tools: JSON schemas of the tools that the model may call.
 
     Raises:
         ValueError: the template refuses the conversation.
@@ -199,6 +215,6 @@ def render_chat(
 
 
 def short(value: Any) -> str:
-    """Return a value and its type for a message, at most about 60 characters."""
+    """Return a text for an error: the ``repr`` of a value, cut after 60 characters, and the value's type."""
     text = repr(value)
     return f"{text if len(text) <= 60 else text[:60] + '…'} ({type(value).__name__})"

@@ -115,19 +115,25 @@ class DataConfig:
 
     @property
     def has_environments(self) -> bool:
-        """Whether rows may have their own environments."""
+        """Whether a row of the data can choose its own environment, instead of the environment of the run."""
         return bool(self.environment_key or self.environment_by_source)
 
     @property
     def keys(self) -> list[str]:
-        """Names of the columns that the files must have."""
+        """Names of the columns that the options name, and that the files therefore must have."""
         single = (self.prompt_key, self.ground_truth_key, self.data_source_key, self.tools_key)
         keys = [*single, self.images_key, self.environment_key, self.environment_options_key, *self.extra_keys]
         return [key for key in keys if key]
 
 
 def check_prompt_format(section: str, options: Any) -> None:
-    """Raise `ValueError` if ``prompt_key`` or the chat template's options of a section are wrong."""
+    """Check the prompt column and the chat template's options of one section of the configuration.
+
+    ``section`` is the section's name in errors. ``options`` has the section's options as attributes.
+
+    Raises:
+        ValueError: ``prompt_key`` is empty, or options contradict each other.
+    """
     if not options.prompt_key:
         raise ValueError(f"{section}.prompt_key must name a column, got an empty string; 'prompt' is usual")
     for name in ("chat_template_kwargs", "system_prompt", "tools_key"):
@@ -145,7 +151,10 @@ def check_prompt_format(section: str, options: Any) -> None:
 
 
 def check_key(option: str, key: str) -> None:
-    """Raise `ValueError` if ``key`` is not the name of a column. An empty name means no column."""
+    """Check that ``key`` is written like a column name, such as ``a`` or ``a.b``. An empty ``key`` is allowed too.
+
+    Raises `ValueError`, which names ``option``, if a part between dots is empty.
+    """
     if key and not all(key.split(".")):
         raise ValueError(
             f"{option} must be a column name, got {key!r}; write a nested column as outer.inner, "

@@ -1,4 +1,4 @@
-"""Reads demonstrations for supervised fine-tuning: tokens of text or chat messages, and a mask of learned tokens."""
+"""Reads examples for supervised fine-tuning, and converts each one to token ids and a mask of the learned tokens."""
 
 from __future__ import annotations
 
@@ -40,16 +40,14 @@ class DemonstrationFormat:
 
 
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
-    """Read all rows of parquet or jsonl files.
+    """Read parquet or jsonl files, and tokenize each row as an example for supervised fine-tuning.
 
-    A plain row becomes prompt, response and end-of-sequence token. A conversation is rendered before and after each
-    assistant turn. The text that the turn adds is learned. Learned text and other text are tokenized separately, as in
-    generation.
-
-    ``tokenizer`` is the policy's tokenizer, from transformers.
+    A plain row becomes prompt, response and end-of-sequence token; the last two are learned. A conversation is rendered
+    before and after each assistant message, and the text that the message adds is learned. Learned text and other text
+    are tokenized separately, because generation does the same. ``tokenizer`` is the policy's Hugging Face tokenizer.
 
     Raises:
-        ValueError: a file, row or column does not match ``form``. The message names it.
+        ValueError: a file, row or column does not match ``form``. The message names the place.
     """
     if form.chat_template:
         check_template("sft", tokenizer)
@@ -75,7 +73,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
 
 
 _Stretch = tuple[Sequence[int], bool]
-"""Token ids, and whether the tokens are learned."""
+"""A piece of an example: token ids, and whether the loss includes these tokens."""
 
 
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:

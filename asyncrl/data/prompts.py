@@ -81,25 +81,28 @@ class PromptStream:
 
     @property
     def num_prompts(self) -> int:
-        """Number of prompts per epoch."""
+        """Number of prompts in the training files, without the prompts that are too long."""
         return len(self._prompts)
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts. ``count`` must be >= 0."""
+        """Return the next ``count`` prompts of the stream, and advance the stream. ``count`` must be >= 0."""
         self._position += count
         if self._sampler is not None:
             self._chosen += [self._choose(self._sampler) for _ in range(count)]
         return self.at(range(self._position - count, self._position))
 
     def first(self) -> Prompt:
-        """Return the prompt that a new stream returns first. The position of this stream does not change."""
+        """Return the prompt that `take` returns first on a new stream. The position of this stream does not change.
+
+        On a stream with a sampler, the result is the prompt that the sampler would choose next.
+        """
         row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)
 
     def at(self, positions: Sequence[int]) -> list[Prompt]:
-        """Return the prompts with these group ids. The stream's position does not change.
+        """Return the prompts at ``positions``, which are also the prompts' group ids. The stream does not advance.
 
-        With a sampler, `take` must have returned these prompts before.
+        On a stream with a sampler, `take` must have returned these prompts before.
         """
         return [_loaded(self._prompts[self._row(position)], position) for position in positions]
 
@@ -127,17 +130,17 @@ class PromptStream:
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the sampler gets the outcomes of groups."""
+        """Whether `note` has an effect: True if a sampler chooses the prompts."""
         return self._sampler is not None
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
-        """Report finished groups to the sampler."""
+        """Pass summaries (rewards, lengths) of finished groups to the sampler. Without a sampler, do nothing."""
         if self._sampler is not None:
             for group in groups:
                 self._asked("note", self._sampler.note, self._chosen[group.group_id], group)
 
     def state(self) -> dict[str, Any]:
-        """Return the state of the stream and of the sampler, as JSON values."""
+        """Return a copy of the state of the stream and of the sampler, as JSON values, for `restore`."""
         state = {
             "seed": self._seed,
             "position": self._position,
@@ -154,10 +157,10 @@ class PromptStream:
         return copy.deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
+        """Set the stream to the position of a state that `state` returned, in this process or an earlier one.
 
         Raises:
-            ValueError: the files or options differ from those of the saved state. The message names the difference.
+            ValueError: files or options have changed since the state was saved. The message names the difference.
         """
         now = self.state()
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
@@ -203,9 +206,10 @@ class PromptStream:
 def load_eval_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool = False, images: ImageReader | None = None
 ) -> list[Prompt]:
-    """Read the first ``eval_max_prompts`` held-out prompts (0: all). The group id is the index in the list.
+    """Read and tokenize the held-out prompts of ``config.eval_files``: the first ``eval_max_prompts``, or all if 0.
 
-    `PromptStream` describes ``has_environment`` and ``images``.
+    A prompt's group id is its index in the list. If ``has_environment``, all prompts have messages. ``images`` reads
+    image files; it is None for a text model. Raises the errors of `PromptStream`.
     """
     if not config.eval_files:
         return []

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 _INT_RANGE = (-(2**63), 2**64 - 1)
-"""Range of integers in msgpack, which encodes rows for the reward function."""
+"""Smallest and largest integer that msgpack can encode. Rows are sent to the reward function as msgpack."""
 
 _PLAIN = "strings, numbers (64 bits), booleans, bytes, or lists and dicts of them"
 
@@ -40,11 +40,11 @@ class Rows:
         return len(self.values)
 
     def where(self, index: int) -> str:
-        """Name a row for a message. Example: ``train.jsonl, line 3``."""
+        """Return a name of the row at ``index`` for an error message. Example: ``train.jsonl, line 3``."""
         return f"{self.path}, {self.unit} {self.numbers[index]}"
 
     def column(self, key: str) -> list[Any]:
-        """Return the values of a column. Dots separate the names of nested columns.
+        """Return one value per row: the column ``key``. In ``outer.inner``, ``inner`` is a field of the outer column.
 
         Raises:
             ValueError: a row does not have this column.
@@ -52,7 +52,7 @@ class Rows:
         return [self._value(index, key) for index in range(len(self))]
 
     def serializable_column(self, key: str) -> list[Any]:
-        """Return the values of a column after a check that msgpack can encode them.
+        """Return one value per row, like `column`, after a check that msgpack can encode all values.
 
         Raises:
             ValueError: a value is missing or null, or msgpack cannot encode it. Example: a date.
@@ -71,11 +71,11 @@ class Rows:
         return values
 
     def structures(self, key: str, *, is_json: bool = False) -> list[Any]:
-        """Return the values of a column of lists and mappings, after a check that msgpack can encode them.
+        """Return one value per row of a column of lists and mappings, after a check that msgpack can encode all values.
 
         Parquet stores null for a missing field of a mapping. Therefore the method removes null fields from mappings of
-        parquet files. If ``is_json``, the method decodes strings as JSON and keeps their null fields. To save memory,
-        rows with equal values share one object.
+        parquet files. If ``is_json``, the method decodes strings as JSON and keeps null fields in the decoded values.
+        To save memory, rows with equal values share one object.
 
         Raises:
             ValueError: a value is missing or not JSON, or msgpack cannot encode it.
@@ -113,7 +113,7 @@ class Rows:
 
 
 def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
-    """Read a file. From a parquet file, read only the columns of ``keys``.
+    """Read all rows of a parquet or jsonl file into memory. From a parquet file, read only the columns of ``keys``.
 
     Args:
         path: Path with the suffix ``.parquet`` or ``.jsonl``; ``~`` is the home directory.

@@ -1,6 +1,7 @@
 """Samplers choose the row of the training files for each prompt group. ``data.sampler`` is a name in `SAMPLERS`.
 
-A sampler must not use a clock, or random numbers other than those from its seed. Its state is part of each checkpoint.
+A sampler must not use a clock, or random numbers other than those from its seed. Each checkpoint has the sampler's
+state.
 """
 
 from __future__ import annotations
@@ -32,23 +33,23 @@ class Sampler(Protocol):
     """
 
     def choose(self) -> int:
-        """Return the row of the next prompt group, in 0 … N - 1."""
+        """Return the index of the row that becomes the next prompt, in 0 … N - 1."""
         ...
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Use the outcome of a row's finished group. The prompt stream also reports groups that a filter dropped.
+        """Receive the result of a prompt: ``group`` has the rewards of all its samples.
 
-        The buffer may lose outcomes when its server restarts. If the fleet generates a group again, its outcome arrives
-        again.
+        ``row`` is the index of the prompt's row. Results of groups that a filter dropped arrive too. A result can be
+        lost if the buffer server restarts. A result arrives again if workers generate the group again.
         """
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return the state as JSON values."""
+        """Return what the sampler needs to continue after a restart, as JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Continue from what `state` returned, in this process or an earlier one."""
         ...
 
 
@@ -71,11 +72,11 @@ class WeightedSampler:
         self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
 
     def choose(self) -> int:
-        """Return the row of the next prompt group."""
+        """Return the index of the next row, from the data source that is furthest below its share of the prompts."""
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Do nothing: this sampler does not use outcomes."""
+        """Do nothing: this sampler does not use rewards."""
 
     def _next_source(self) -> str:
         """Choose the source that is furthest below its share of prompts. In a tie, choose the first source."""
@@ -96,11 +97,11 @@ class WeightedSampler:
         return np.random.default_rng([self._seed, epoch, *source.encode()]).permutation(number).tolist()
 
     def state(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
+        """Return how many rows were taken of each data source, as JSON values."""
         return {"num_chosen": self._num_chosen, "num_in_order": self._num_in_order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Continue from the counts that `state` returned."""
         self._num_chosen, self._num_in_order = dict(state["num_chosen"]), dict(state["num_in_order"])
 
 
@@ -148,7 +149,7 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """Return the row of the next prompt group."""
+        """Return the index of the next row: the oldest in the pool of the next data source, or its next in order."""
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]
         explores = math.floor(number * self._explore) > math.floor((number - 1) * self._explore)
@@ -159,7 +160,10 @@ class DifficultySampler(WeightedSampler):
         return row
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Update the estimate of the row."""
+        """Update the estimated success rate of a row from the rewards of a finished group.
+
+        Ignore a group without rewards or with a reward that is not finite.
+        """
         if not group.rewards or not group.is_scored:
             return
         rate = sum(reward >= self._success for reward in group.rewards) / len(group.rewards)
@@ -171,12 +175,12 @@ class DifficultySampler(WeightedSampler):
             pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
-        """Return the state as JSON values."""
+        """Return the counts, the estimated success rates and the pools of rows, as JSON values."""
         pools = {name: list(pool) for name, pool in self._pools.items()}
         return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state."""
+        """Continue from the values that `state` returned."""
         super().restore(state)
         self._rates = {int(row): rate for row, rate in state["rates"]}
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in state["pools"].items()}
@@ -191,7 +195,15 @@ def make_sampler(
     weights: Mapping[str, float],
     options: Mapping[str, Any],
 ) -> Sampler:
-    """Make the sampler ``name`` for rows of ``sources``. If ``weights`` is empty, all sources have the same weight.
+    """Create the sampler that ``data.sampler`` names.
+
+    Args:
+        name: Registered name, ``file.py:Class`` or ``module:Class``.
+        sources: [N] names: the data source of each training row.
+        seed: The run's seed.
+        shuffle: Whether rows are taken in random order.
+        weights: Weight of each data source; empty: equal weights.
+        options: Further arguments of the class.
 
     Raises:
         ValueError: a source has no weight, a weight has no rows, or the class does not take the ``options``.

@@ -20,18 +20,20 @@ class Tokenizer(Protocol):
         ...
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        """Render one conversation."""
+        """Render the messages of one conversation with the chat template, to text or token ids."""
         ...
 
     def get_vocab(self) -> Mapping[str, int]:
-        """Return all tokens with their ids, including added tokens."""
+        """Return the id of each token text, including added tokens."""
         ...
 
 
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
-    """Return the tokenizer of a model directory. With ``chat_template`` it can render conversations.
+    """Load the tokenizer of a model directory.
 
-    Without ``chat_template``, the library ``tokenizers`` loads a plain fast tokenizer. Transformers loads all others.
+    With ``chat_template``, transformers loads a tokenizer that can render conversations. Without, the library
+    ``tokenizers`` loads a tokenizer of the class ``PreTrainedTokenizerFast``, because transformers would import torch.
+    Transformers loads all other classes.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())

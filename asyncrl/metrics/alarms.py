@@ -1,7 +1,7 @@
 """Alarms: conditions that stop or bias learning, waste devices, or will end the run.
 
-`Alarms` reads only the records of a run. An alarm on steps begins after `WINDOW` consecutive steps with its condition,
-because a single batch may meet it by chance.
+`Alarms` reads only the records of a run. An alarm on steps begins after `WINDOW` consecutive steps with the alarm's
+condition, because a single batch may meet the condition by chance.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .history import read_records
 from .run_records import StepRecord
 
 WINDOW = 5
-"""Number of consecutive steps with a condition before its alarm begins."""
+"""Number of consecutive steps that must meet a condition before an alarm begins."""
 COLLAPSED = 0.01
 """Entropy below this share of its mean over the first steps counts as collapsed."""
 ALL_BUT_EQUAL = 0.9
@@ -28,7 +28,7 @@ MAX_TRUNCATED = 0.2
 MAX_LENGTH_BIAS = 0.25
 """Largest normal difference of the mean length of dropped samples from that of trained samples, as a share."""
 MIN_DROPPED_GROUPS = 20
-"""Smallest number of dropped groups for an alarm of their length."""
+"""Smallest number of dropped groups for an alarm on the length of their samples."""
 FULL = 0.95
 """The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5
@@ -89,11 +89,11 @@ class Alarms:
 
     @property
     def current(self) -> list[Alarm]:
-        """The alarms that have not ended."""
+        """The alarms that have begun and not ended yet."""
         return [alarm for alarm in self.history if alarm.last_step is None]
 
     def step(self, record: StepRecord) -> list[Alarm]:
-        """Check the record of a step. Returns the alarms that begin or end with this step."""
+        """Check the metrics of one learner step. Return the alarms that begin or end with this step."""
         if self._window and record.step <= self._window[-1].step:  # the learner has returned to a checkpoint
             self._window.clear()
         self._window.append(record)
@@ -104,9 +104,10 @@ class Alarms:
         return self._update(found, record.step)
 
     def evaluation(self, evaluation: Evaluation) -> list[Alarm]:
-        """Check an evaluation. Returns the alarm if it begins or ends now.
+        """Check an evaluation on held-out prompts for a fall of the reward.
 
-        The alarm holds if the 95% interval of the greedy reward lies below the interval of the best evaluation.
+        Returns a list with one alarm if the alarm begins or ends with this evaluation, else an empty list. The alarm
+        lasts while the 95% interval of the greedy reward lies below the interval of the best evaluation so far.
         """
         now = evaluation.interval("greedy")
         if self._best is None or now.mean >= self._best[1].mean:
@@ -119,7 +120,7 @@ class Alarms:
         return self._update({"evaluation": message if now.high < best.low else ""}, evaluation.policy_version)
 
     def metrics(self) -> dict[str, float]:
-        """Return a metric ``alarm.NAME`` for each alarm so far: 1 while the alarm lasts, otherwise 0."""
+        """Return a metric ``alarm.NAME`` for each alarm that has ever begun: 1.0 if the alarm lasts now, else 0.0."""
         current = {alarm.name for alarm in self.current}
         return {f"alarm.{name}": float(name in current) for name in sorted(self._seen)}
 
@@ -156,7 +157,7 @@ class Alarms:
         )
 
 
-# Conditions over a full window. Each function returns the alarm's message, or an empty text
+# Conditions over the records of the last `WINDOW` steps. Each function returns the alarm's message, or an empty text
 
 
 def _equal_rewards(window: Sequence[StepRecord], _: RunLimits) -> str:
@@ -259,7 +260,7 @@ _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
 
 
 def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:
-    """Compute the alarms of a run from ``metrics.jsonl`` and ``evaluations.jsonl``.
+    """Read ``metrics.jsonl`` and ``evaluations.jsonl`` in a run's folder, and compute the alarms of the run.
 
     Raises:
         ValueError: a line is not a record. The message names the line.

@@ -25,10 +25,11 @@ class Estimate:
 
     @classmethod
     def over(cls, values: Sequence[float]) -> Estimate:
-        """Estimate the mean of one value per prompt, for prompts drawn independently from a population.
+        """Return the mean of one value per prompt, with a 95% interval for the mean over the population of prompts.
 
-        If every value is 0 or 1, the interval is Wilson's (doi 10.1080/01621459.1927.10502953). Otherwise it is the
-        seeded percentile bootstrap with 1,000 resamples of whole prompts.
+        The prompts must be drawn independently. If every value is 0 or 1, the interval is Wilson's (doi
+        10.1080/01621459.1927.10502953). Otherwise it is the seeded percentile bootstrap with 1,000 resamples of whole
+        prompts.
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
@@ -49,11 +50,13 @@ class Estimate:
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that one of k samples passes (arXiv 2107.03374, equation 1).
+    """Estimate the probability that at least one of k samples of a prompt passes (arXiv 2107.03374, equation 1).
+
+    The estimate is unbiased.
 
     Args:
-        num_samples: Samples of the prompt.
-        num_passed: Samples that pass.
+        num_samples: Number of samples of the prompt.
+        num_passed: Number of these samples that pass.
         k: At most ``num_samples``. Example: if 1 of 4 samples passes, pass@2 is 1 - C(3, 2) / C(4, 2) = 0.5.
     """
     return 1.0 - math.comb(num_samples - num_passed, k) / math.comb(num_samples, k)
@@ -91,14 +94,17 @@ class Evaluation:
     took_s: float = 0.0
 
     def interval(self, kind: str) -> Estimate:
-        """Return the estimate of ``sampled`` or ``greedy``."""
+        """Return the mean reward with its 95% interval. ``kind`` is ``sampled`` or ``greedy``.
+
+        Without an interval in `estimates`, both ends of the interval equal the mean.
+        """
         mean = getattr(self, kind)
         found = [one for name, one in self.estimates.items() if name.startswith("mean@" if kind == "sampled" else kind)]
         return found[0] if found else Estimate(mean=mean, low=mean, high=mean)
 
     @property
     def shortfall(self) -> str:
-        """Text about failed and missing prompts, for the end of a line; empty without such prompts."""
+        """Text for the end of a line: how many prompts failed or are unanswered, and why; empty if there are none."""
         parts = [f"the reward failed on {self.num_failed}"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())
@@ -106,9 +112,9 @@ class Evaluation:
         return f"; {', '.join(parts)}" if parts else ""
 
     def scalars(self) -> dict[str, float]:
-        """Return all estimates and the ends of their intervals, by name.
+        """Return all means and the ends of all 95% intervals, by name.
 
-        Examples: ``math/pass@4``, ``math/pass@4/low``.
+        Examples: ``pass@4``, and for the data source ``math``: ``math/pass@4``, ``math/pass@4/low``.
         """
         sources = {"": self.estimates, **{f"{source}/": estimates for source, estimates in self.by_source.items()}}
         named = {prefix + name: one for prefix, estimates in sources.items() for name, one in estimates.items()}
@@ -126,9 +132,15 @@ def evaluation_of(
     incomplete: Mapping[str, str],
     took_s: float,
 ) -> Evaluation | None:
-    """Compute the evaluation of these answers; None if no prompt has a reward.
+    """Compute means and confidence intervals from the rewards of answers; None if no prompt has a reward.
 
-    ``num_prompts`` is the number of requested prompts. A sample passes if its reward is at least ``pass_reward``.
+    Args:
+        answers: The answered prompts.
+        policy_version: Version that sampled the answers.
+        num_prompts: Number of requested prompts.
+        pass_reward: Smallest reward of a sample that passes, for pass@k.
+        incomplete: Why answers are missing, by engine.
+        took_s: Seconds from the first prompt to the last answer.
     """
     scored = [one for one in answers if not one.reward_failure]
     if not scored:

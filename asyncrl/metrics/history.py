@@ -1,4 +1,7 @@
-"""Reads the metrics of a run's earlier lives (`life_record`). A resumed run copies them into its own folder."""
+"""Reads the metrics that earlier ``asyncrl train`` processes of a run have written.
+
+A resumed run copies these metrics into its own folder.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ class History:
 
 
 def read_history(run_dir: Path, version: int) -> History:
-    """Return the history in a run's folder before a checkpoint of ``version``.
+    """Read the records of the steps and evaluations before a checkpoint of learner version ``version``.
 
     Raises:
         ValueError: there are no metrics, or a line is not a record of this version of asyncrl.
@@ -40,7 +43,7 @@ def read_history(run_dir: Path, version: int) -> History:
 
 
 def read_records(run_dir: Path) -> History:
-    """Return all steps and evaluations in a run's folder. A missing file counts as empty.
+    """Read the records of all steps and evaluations in a run's folder. A missing file counts as empty.
 
     Raises:
         ValueError: a line is not a record of this version of asyncrl. The message names the line.
@@ -82,10 +85,10 @@ def _evaluation(values: Mapping[str, Any]) -> Evaluation:
 
 
 def history_folder(checkpoint: Path, saved_in: str) -> Path:
-    """Return the folder of the life that saved a checkpoint.
+    """Return the run folder with the metrics of the ``asyncrl train`` process that saved a checkpoint.
 
-    It is the run folder that contains the checkpoint, if this folder has metrics. Otherwise it is ``saved_in``, the run
-    folder that the checkpoint names.
+    The result is the folder that contains ``checkpoint`` (two levels up), if this folder has metrics. Otherwise it is
+    ``saved_in``, the run folder that the checkpoint names.
     """
     holds = checkpoint.resolve().parent.parent
     return holds if (holds / "metrics.jsonl").is_file() else Path(saved_in)

@@ -1,4 +1,7 @@
-"""The file ``life.json`` of a life of a run. A life is one ``asyncrl train`` process, with its own run folder."""
+"""The file ``life.json`` in a run folder, which describes one life of a run.
+
+A life is one ``asyncrl train`` process, with its own run folder.
+"""
 
 from __future__ import annotations
 
@@ -48,34 +51,37 @@ class LifeRecord:
 
     @property
     def end(self) -> LifeState:
-        """How the life ended. Valid only if the life no longer runs."""
+        """How this ``asyncrl train`` process ended. Valid only if the process no longer runs."""
         return _ENDS.get(self.status, LifeState.failed)
 
     @property
     def first_step(self) -> int:
-        """The first learner step of the life: the version of the resumed checkpoint, or 0."""
+        """Number of the first learner step of this process: the version of the resumed checkpoint, or 0."""
         return int(Path(self.resumed).name[1:]) if self.resumed else 0
 
 
 def life_records(folder: Path) -> list[Path]:
-    """Return the folders below ``folder`` that have the record of a life."""
+    """Return the run folders in ``folder`` and below: all folders with a file ``life.json``, sorted."""
     return [path.parent for path in sorted(folder.resolve().glob("**/" + _RECORD))]
 
 
 def write_life(run_dir: Path, record: LifeRecord) -> None:
-    """Write the record of a life."""
+    """Write ``record`` to the file ``life.json`` in a run folder, atomically."""
     (run_dir / f".{_RECORD}").write_text(json.dumps(asdict(record)))
     (run_dir / f".{_RECORD}").replace(run_dir / _RECORD)
 
 
 def read_life(run_dir: Path) -> LifeRecord | None:
-    """Read the record of a life; None if the folder has none."""
+    """Read the file ``life.json`` of a run folder; None if there is no such file."""
     path = run_dir / _RECORD
     return LifeRecord(**json.loads(path.read_text())) if path.is_file() else None
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
-    """Return the life in a folder and all lives before it, oldest first. The search ends at a missing folder."""
+    """Follow the chain of resumed runs back from a run folder. Return (run folder, record) pairs, oldest first.
+
+    In the chain, each run resumed from a checkpoint of the previous run. The search ends at a folder without a record.
+    """
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()
     while folder is not None and (record := read_life(folder)) is not None:

@@ -18,7 +18,7 @@ from asyncrl.core.types import TokenAccount
 from .estimates import Evaluation
 
 PREFIXES = {"episodes": "episode", "learner": "learner"}
-"""Prefixes of the dotted names of a record's nested numbers, by field."""
+"""Fields of a record that are dicts, and the prefix of the dicts' entries in dotted names such as ``learner.loss``."""
 FOR_TRACKERS = ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by_reason")
 """Fields of a record that only trackers read. ``metrics.jsonl`` does not have them."""
 
@@ -110,7 +110,7 @@ class StepRecord:
     groups_dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
-        """Return all numbers by dotted name. Example: ``learner.loss``."""
+        """Return the numbers of this step by dotted name, a line of ``metrics.jsonl``. Example: ``learner.loss``."""
         numbers = asdict(self)
         for name in FOR_TRACKERS:
             del numbers[name]
@@ -165,13 +165,13 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Share of busy time since the start of training, 0 to 1; 0 before the start."""
+        """Share of the pool's time that was busy since the start of training, 0 to 1; 0 before the start."""
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
     @property
     def top_cause(self) -> tuple[str, float] | None:
-        """The largest recent cause of idle time and its share; None without idle time."""
+        """Largest recent cause of idle time, as a (name, share of the time) pair; None without idle time."""
         causes = {cause: share for cause, share in self.recent.items() if cause != BUSY and share > 0}
         return max(causes.items(), key=lambda item: item[1], default=None)
 
@@ -181,12 +181,12 @@ BUSY = "busy"
 
 
 def in_words(cause: str) -> str:
-    """Return the name of a cause as words. Example: ``publish_pause`` gives ``publish pause``."""
+    """Return the name of a cause of idle time as words. Example: ``publish_pause`` gives ``publish pause``."""
     return cause.replace("re_prefill", "re-prefill").replace("_", " ")
 
 
 def counted(number: float, noun: str) -> str:
-    """Return the number and the noun, in singular or plural. Example: ``1 rank``, ``2 ranks``."""
+    """Return a text with a number and a noun, in singular or plural. Example: ``1 rank``, ``2 ranks``."""
     plural = f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number if isinstance(number, int) else f'{number:g}'} {noun if number == 1 else plural}"
 
@@ -214,14 +214,14 @@ def summary_document(
     overlap: Mapping[str, Any] | None = None,
     advice: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the contents of ``summary.json``.
+    """Return the contents of a run's ``summary.json``, as a dict of JSON values.
 
     - ``total_steps`` is the configured number of steps; a stopped run has fewer.
     - ``before`` and ``after`` are the evaluations of version 0 and of the final version.
     - ``restarts`` counts the restarts by component. Its key ``batches`` counts the batches that were planned again.
-    - ``wall_s`` has seconds: ``total``, and ``start`` until the first step could begin.
-    - ``overlap`` is None without a profile.
-    - ``advice`` is None if no other option would have made the run faster.
+    - ``wall_s`` has two durations in seconds: ``total``, and ``start`` until the first step could begin.
+    - ``overlap`` is the report on busy and idle times, from the profile; None without a profile.
+    - ``advice`` is an option that would have made the run faster; None if there is none.
     """
     return {
         "experiment": experiment,
@@ -270,7 +270,10 @@ class MetricsWriter:
         self.evaluations: list[Evaluation] = []
 
     def write(self, record: StepRecord) -> None:
-        """Write one step.
+        """Write the metrics of one learner step to ``metrics.jsonl`` and to TensorBoard.
+
+        If the step is not newer than the last one, the learner has returned to a checkpoint. Then first move the lines
+        of the lost steps to ``metrics.lost.jsonl``.
 
         Raises:
             DiskError: the file cannot be written; the message names the process and the path.
@@ -291,7 +294,10 @@ class MetricsWriter:
         self._events.add({name.replace(".", "/"): value for name, value in numbers.items()}, record.step)
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Write an evaluation as a line of ``evaluations.jsonl`` and as scalars. Raises the errors of `write`."""
+        """Write an evaluation as a line of ``evaluations.jsonl`` and as TensorBoard scalars.
+
+        Raises the errors of `write`.
+        """
         self.evaluations.append(evaluation)
         numbers = asdict(evaluation)
         path = self._path.with_name("evaluations.jsonl")
@@ -301,7 +307,7 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-        """Write the history of the earlier lives of the run. Call this before other methods.
+        """Copy the metrics of the run before the resumed checkpoint into this run's files. Call this before `write`.
 
         Raises the errors of `write`.
         """
@@ -311,7 +317,7 @@ class MetricsWriter:
             self.write(record)
 
     def profile(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write the profile of a step as scalars under ``profile/``."""
+        """Write numbers from the profile of a step, by dotted name, as TensorBoard scalars under ``profile/``."""
         self._events.add({f"profile/{name.replace('.', '/')}": value for name, value in figures.items()}, step)
 
     def close(self) -> None:
@@ -335,12 +341,12 @@ class ScalarEvents:
         self._file = self._open()
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add the scalars of one step."""
+        """Queue the scalars of one step, by tag. The writer's thread writes them to the file within about 10 s."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
     def go_back(self, step: int) -> None:
-        """Begin a new file. TensorBoard then ignores the scalars of ``step`` and later steps in older files."""
+        """Continue in a new event file. TensorBoard then ignores scalars of ``step`` and later steps in older files."""
         self._file.close()
         self._file = self._open()
         start = self._log(status=self._log.START)
@@ -348,7 +354,7 @@ class ScalarEvents:
         self._file.add_event(self._event(wall_time=time.time(), step=step, session_log=start))
 
     def close(self) -> None:
-        """Flush and close."""
+        """Write the queued scalars and close the event file."""
         self._file.close()
 
 
@@ -365,12 +371,15 @@ def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
-    """Read the object in a JSON file of a run; None if there is no file. Raises the errors of `json_object`."""
+    """Read the object in a JSON file of a run; None if there is no file.
+
+    ``keys`` must be in the object. Raises the errors of `json_object`.
+    """
     return json_object(path.read_text(errors="replace"), str(path), *keys) if path.is_file() else None
 
 
 def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
-    """Parse a JSON object of a run.
+    """Parse a text as a JSON object that has the given ``keys``, and return the object.
 
     ``place`` names the text in messages. Example: ``line 3 of RUN/metrics.jsonl``.
 
@@ -390,7 +399,7 @@ def json_object(text: str, place: str, *keys: str) -> dict[str, Any]:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
+    """Write a JSON file atomically: readers see the old or the new content. Raises `DiskError`."""
     partial = path.with_suffix(path.suffix + ".partial")
     with writing(path):
         partial.write_text(json.dumps(document, indent=2) + "\n")
@@ -399,7 +408,7 @@ def write_json(path: Path, document: dict[str, Any]) -> None:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Convert an OSError to a DiskError that names the process and the path."""
+    """Convert an `OSError` in the ``with`` block to a `DiskError` that names the process and ``path``."""
     try:
         yield
     except OSError as error:
@@ -409,7 +418,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def plot_reward(path: Path, records: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-    """Plot reward and lag per learner step, with the held-out evaluations as marks."""
+    """Draw reward and lag per learner step, with the held-out evaluations as marks, to the image file ``path``."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,6 +1,6 @@
-"""The user's view of a run: a live view on a terminal, otherwise plain lines.
+"""Shows the progress of a run: a live view on a terminal, otherwise one line of metrics every few seconds.
 
-The view also writes a line when a component is ready. Without a terminal, it writes a line every few seconds.
+In both cases, a line is printed as soon as a component is ready.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TerminalView:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since the start of the command."""
+        """Seconds since this view was created, at the start of the command."""
         return time.monotonic() - self._began_s
 
     def __enter__(self) -> TerminalView:
@@ -64,12 +64,15 @@ class TerminalView:
         self._live.stop()
 
     def say(self, message: str) -> None:
-        """Write one permanent line."""
+        """Print one line with the elapsed seconds. The line stays above the live view."""
         self._console.print(f"[{self.elapsed_s:6.1f} s] {message}", markup=False)
 
     @contextmanager
     def waiting_for(self, part: str) -> Iterator[None]:
-        """Show that the run waits for a component, and write a line when the component is ready."""
+        """Show, during the ``with`` block, that the run waits for a component. Afterwards, print how long that took.
+
+        ``part`` is the component's name.
+        """
         self._waiting[part] = time.monotonic()
         if not self._console.is_terminal:
             self.say(f"waiting for {part}")
@@ -80,7 +83,10 @@ class TerminalView:
             del self._waiting[part]
 
     def step(self, record: StepRecord) -> None:
-        """Show a finished learner step."""
+        """Show the metrics of a finished learner step. Without a terminal, print a line at most every 5 s.
+
+        The first and the last step always print a line.
+        """
         self._records.append(record)
         self._history.append(record)
         now = time.monotonic()
@@ -90,11 +96,11 @@ class TerminalView:
             self.say("  ".join(f"{name} {value}" for name, value in self._cells(record)))
 
     def use(self, use: RunUse) -> None:
-        """Set the use of the pools that the view shows until the next call."""
+        """Set the busy and idle times of learner and fleet that the view shows until the next call."""
         self._use = use
 
     def evaluation(self, evaluation: Evaluation) -> None:
-        """Show a held-out evaluation."""
+        """Print a line with the mean rewards of an evaluation on held-out prompts."""
         sampled, greedy = evaluation.sampled, evaluation.greedy
         self.say(
             f"held out, policy version {evaluation.policy_version}: sampled {sampled:.3f}, greedy {greedy:.3f} "
@@ -102,7 +108,7 @@ class TerminalView:
         )
 
     def summary(self, summary: dict[str, Any], run_dir: Path) -> None:
-        """Write the final lines of a completed run."""
+        """Print the final lines of a completed run. ``summary`` is the result of `summary_document`."""
         tokens, overlap, lag = summary["tokens"], summary["overlap"], summary["max_lag"]
         self._console.print()
         self._console.print(f"policy version {summary['policy_version']} in {run_dir}", markup=False)

@@ -1,7 +1,7 @@
 """Trackers of a run's metrics: Weights & Biases, MLflow and Prometheus.
 
 If a tracker fails, the failure is logged and counted, and training continues. A tracker's package is imported when the
-tracker is opened. ``configs/grafana.json`` uses the metric names of Prometheus.
+tracker is opened. ``configs/grafana.json`` is a dashboard for the metrics that Prometheus reads.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class Tracker(Protocol):
     keeps_history: bool
 
     def record(self, event: Event) -> None:
-        """Record an event."""
+        """Send the numbers of an event: of a learner step, an evaluation, or the use of the pools."""
         ...
 
     def close(self) -> None:
-        """Send the remaining metrics and end the tracked run."""
+        """Send the metrics that are not sent yet, and mark the run as ended in the tracker."""
         ...
 
 
@@ -68,7 +68,7 @@ class TrackedRun:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Check that the names are known and that each tracker's package is installed.
+    """Check that the names of trackers are known, and that the Python package of each tracker is installed.
 
     Raises:
         ValueError: an unknown name, or a package that is not installed.
@@ -96,10 +96,11 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Sequence[str], run: TrackedRun) -> Trackers:
-        """Open trackers by name. If a tracker fails, close the opened trackers.
+        """Open the trackers with these names. If one cannot be opened, close the others.
 
         Raises:
-            ValueError: as `check_trackers`, or a tracker cannot be opened. The message names it.
+            ValueError: a name is unknown, a package is not installed, or a tracker cannot be opened. The message names
+                the tracker.
         """
         check_trackers(names)
         opened = cls({})
@@ -114,20 +115,20 @@ class Trackers:
 
     @property
     def lines(self) -> list[str]:
-        """One line per tracker, with the address of the run in it."""
+        """One line of text per tracker, with the address at which the tracker shows the run."""
         return [f"tracker {name}: {tracker.place}" for name, tracker in self._trackers.items()]
 
     def record(self, event: Event) -> None:
-        """Record an event in each tracker."""
+        """Send an event to all trackers. A tracker's error is logged and counted, not raised."""
         self._each(lambda tracker: tracker.record(event))
 
     def go_on(self, events: Sequence[Event]) -> None:
-        """Record the events of the earlier lives of a run in each tracker that keeps the history."""
+        """Send the events from before a resume to each tracker that needs them (``keeps_history``)."""
         for event in events:
             self._each(lambda tracker, event=event: tracker.record(event) if tracker.keeps_history else None)
 
     def close(self) -> None:
-        """Send the remaining metrics and end the tracked run."""
+        """Send the metrics that are not sent yet to all trackers, and mark the run as ended there."""
         self._each(lambda tracker: tracker.close())
         self._trackers = {}
 
@@ -141,9 +142,9 @@ class Trackers:
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """Return the numbers of an event under TensorBoard's names. Example: ``use/fleet/publish_pause``.
+    """Return the numbers of an event by name, with slashes like in TensorBoard. Example: ``use/fleet/publish_pause``.
 
-    ``use`` holds the shares of each pool's time since the start of training.
+    The names with ``use`` have the shares of each pool's time since the start of training, from 0 to 1.
     """
     if isinstance(event, StepRecord):
         return {name.replace(".", "/"): value for name, value in event.flat().items()}
@@ -179,13 +180,13 @@ class WandbTracker:
         self._run.define_metric("evaluation/*", step_metric="policy_version")
 
     def record(self, event: Event) -> None:
-        """Record an event."""
+        """Send the numbers of an event to Weights & Biases."""
         self._step = event.step if isinstance(event, StepRecord) else self._step
         axis = {"policy_version": event.policy_version} if isinstance(event, Evaluation) else {"step": self._step}
         self._run.log(numbers_of(event) | axis)
 
     def close(self) -> None:
-        """Send the remaining metrics and end the tracked run."""
+        """Send the metrics that are not sent yet to Weights & Biases, and mark the run as ended there."""
         self._run.finish()
         self._teardown()  # ends wandb's service process
 
@@ -216,7 +217,7 @@ class MlflowTracker:
         self._step = 0
 
     def record(self, event: Event) -> None:
-        """Record an event. Raise the error of an earlier failed send."""
+        """Start to send the numbers of an event to MLflow. Raise the error of an earlier failed send."""
         self._step = event.step if isinstance(event, StepRecord) else self._step
         at, now_ms = event.policy_version if isinstance(event, Evaluation) else self._step, int(1000 * time.time())
         numbers = {name: value for name, value in numbers_of(event).items() if math.isfinite(value)}
@@ -226,7 +227,7 @@ class MlflowTracker:
             self._pending.pop(0).wait()
 
     def close(self) -> None:
-        """Wait until all metrics are sent. Raise the error of a failed send."""
+        """Wait until all metrics are sent, and end the MLflow run. Raise the error of a failed send."""
         try:
             while self._pending:
                 self._pending.pop(0).wait()
@@ -290,7 +291,7 @@ class PrometheusTracker:
         self._numbers = make(Gauge, "step_metric", "Numbers of the last step, as in metrics.jsonl", ["name"])
 
     def record(self, event: Event) -> None:
-        """Record an event."""
+        """Set the served counters and gauges from an event."""
         if isinstance(event, StepRecord):
             self._record_step(event)
         elif isinstance(event, Evaluation):
@@ -329,7 +330,7 @@ class PrometheusTracker:
             self._numbers.labels(name).set(value)
 
     def close(self) -> None:
-        """Stop the server."""
+        """Stop the HTTP server that serves the metrics."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
@@ -360,7 +361,10 @@ def _leaves(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def split_address(address: str, option: str) -> tuple[str, int]:
-    """Split ``host:port``; an IPv6 host has brackets. Raises `ValueError` that names the option."""
+    """Split ``host:port`` into host and port. The brackets around an IPv6 host are removed.
+
+    Raises `ValueError`, which names ``option``, if the address has another form.
+    """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
         raise ValueError(f"{option} must be HOST:PORT, got {address!r}; 127.0.0.1:0 is loopback on any free port")
@@ -368,5 +372,5 @@ def split_address(address: str, option: str) -> tuple[str, int]:
 
 
 def in_url(host: str) -> str:
-    """Return a host for a URL, with brackets around an IPv6 address."""
+    """Return ``host`` in the form that URLs need: with brackets around an IPv6 address, else unchanged."""
     return f"[{host}]" if ":" in host else host

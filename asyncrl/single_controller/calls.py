@@ -1,7 +1,7 @@
-"""One call from a worker group: its deadline, its route to each worker, its futures and its results.
+"""How a worker group calls a method of its workers: deadline, route to each worker, futures and results.
 
-If an argument is a future, the group sends its Ray references. Ray starts the call when the referenced results exist,
-so the worker does not block while they are computed. If the computation of a result failed, the call raises its error.
+If an argument is a future, the group sends the future's Ray references. Ray starts the call as soon as the referenced
+results exist, so that the worker does not block before. If a result could not be computed, the call raises the error.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=Non
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Set the timeout of each blocking call inside this context.
+    """Set the timeout of each blocking call of a worker group in the ``with`` block, in seconds.
 
-    A late call raises `DeadlineError`. The workers continue.
+    A late call raises `DeadlineError`. The workers continue with the call.
     """
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
@@ -59,7 +59,10 @@ class PendingResults(list[Any]):
         self.queued_s = time.monotonic()
 
     def get(self, timeout_s: float | None = None) -> list[Any]:
-        """Return the results in rank order. Raises `DeadlineError` or `WorkerDiedError`."""
+        """Wait for the results of all ranks, and return them in rank order.
+
+        Raises `DeadlineError` after ``timeout_s`` seconds, and `WorkerDiedError` if a worker died.
+        """
         return fetch(self, timeout_s)
 
     def __await__(self) -> Generator[Any, None, list[Any]]:
@@ -74,7 +77,10 @@ class PendingResult(ray.ObjectRef):
         self.ref = ref
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Return the result. Raises `DeadlineError` or `WorkerDiedError`."""
+        """Wait for the result and return it.
+
+        Raises `DeadlineError` after ``timeout_s`` seconds, and `WorkerDiedError` if the worker died.
+        """
         return fetch([self.ref], timeout_s)[0]
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -89,7 +95,11 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Replace the references in each `DataProtoFuture` by None. Returns the new arguments and the references."""
+    """Take the Ray references out of a call's arguments, to send them as separate arguments.
+
+    Returns the arguments, in which each `DataProtoFuture` has None instead of each reference, and a list of the
+    references.
+    """
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
@@ -102,7 +112,11 @@ def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ar
 
 
 def attach_results(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> Arguments:
-    """Replace each future among the arguments by its result. ``results`` has the order of `detach_references`."""
+    """Return the arguments of a call with each `DataProtoFuture` replaced by its result.
+
+    ``args`` and ``kwargs`` come from `detach_references`. ``results`` are the values of the references, in the same
+    order.
+    """
     remaining = iter(results)
 
     def resolved(value: Any) -> Any:
@@ -137,7 +151,10 @@ class Route:
 
     @classmethod
     def of(cls, actor_class: Any, method_name: str, role: str) -> Route:
-        """Return the route to a method. ``role`` is the role in a fused class, and empty for other classes."""
+        """Find out how to call a method of an actor class.
+
+        ``role`` names the worker in a fused class (a class with one worker per role); it is empty for other classes.
+        """
         owner = actor_class.raw_cls_dict[role] if role else actor_class
         method = getattr(owner, method_name, None)
         remote_name = "_fuw_execute" if role else method_name
@@ -153,7 +170,10 @@ class Route:
     def call(
         self, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
     ) -> ray.ObjectRef:
-        """Call one worker. A silent call returns no result, but still raises errors."""
+        """Call the method on one worker, an actor handle. Return a Ray reference to the result.
+
+        If ``is_silent``, the result is None, but errors are still raised.
+        """
         name = self.remote_name
         if self.role_method is not None:
             args = (self.role_method, *args)
@@ -168,7 +188,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These functions return one entry per rank, so their results have no padded rows.
+# Collect functions that return one entry per rank. Padded rows cannot be removed from their results.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 
@@ -180,9 +200,17 @@ def func_generator(
     execute_fn: Callable[..., Any],
     blocking: bool,
 ) -> Callable[..., Any]:
-    """Return a method for a worker group that calls a registered method of its workers.
+    """Return a function, for use as a method of ``group``, that calls a registered method of the group's workers.
 
-    The returned method waits for the results if ``blocking``, and removes the padding that dispatch added.
+    Args:
+        group: The worker group.
+        method_name: Name of the workers' method.
+        dispatch_fn: Turns the caller's arguments into arguments per rank.
+        collect_fn: Turns the list of results into the caller's result.
+        execute_fn: The group's method that calls all workers, or only rank 0.
+        blocking: Whether the returned function waits for the results.
+
+    The returned function also removes the rows that were added as padding.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -211,7 +239,10 @@ def _unpadded(output: Any, padding_size: int) -> Any:
 
 
 def shared(values: list[Any]) -> list[Any]:
-    """If all ``values`` are the same large object, replace them by references to one copy in the object store."""
+    """Avoid sending one large object several times: store it once, and return a list of references to this copy.
+
+    ``values`` are the arguments for all ranks. Unless all are the same object of at least 100 kB, return ``values``.
+    """
     if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
         return values
     if any(value is not values[0] for value in values):

@@ -1,7 +1,7 @@
 """A codec for Ray, ZMQ and disk. A message is a versioned msgpack header, then the raw buffers of the arrays.
 
-For any input bytes, `decode` either raises `WireError` or returns plain values. It runs no code from the message, and
-it allocates memory in proportion to the message.
+For any input bytes, `decode` either raises `WireError` or returns plain values. `decode` runs no code from the message,
+and the memory that it allocates is proportional to the size of the message.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Columns:
 
 
 def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
-    """Turn a value into frames.
+    """Turn a value into frames: a list of byte buffers that a transport can send without copies.
 
     Args:
         value: One of these types, but not a subclass:
@@ -88,10 +88,11 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
 
 
 def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bool = False) -> Any:
-    """Turn frames back into the value.
+    """Turn frames, the byte buffers of a message, back into the value that `encode` got.
 
     Args:
-        frames: The result of `encode`, as any objects with a buffer. The transport must limit their number and size.
+        frames: The result of `encode`, as any objects with a buffer. The transport must limit the number and the size
+            of frames.
         foreign: The list that `encode` filled.
         writable: Whether the returned arrays are writable if their frames are.
 
@@ -142,13 +143,13 @@ class Encoder:
         self.foreign = foreign
 
     def pack(self, value: Any) -> Any:
-        """Encode a value to the bytes of the header, and append its buffers to ``buffers``."""
+        """Encode a value to msgpack bytes, and append the memory of its arrays to the list ``buffers``."""
         return msgpack.packb(
             value, default=self.hook, strict_types=True, datetime=True, unicode_errors="surrogatepass", buf_size=4096
         )
 
     def hook(self, value: Any) -> Any:
-        """Encode a value of a type that msgpack does not support. msgpack calls this method."""
+        """Convert a value of a type that msgpack does not support to a supported one. msgpack calls this method."""
         kind = type(value)
         if kind is Columns:
             return self.columns(value.tensors)
@@ -167,7 +168,10 @@ class Encoder:
         return self.left_out(value) if packed is None else packed
 
     def left_out(self, value: Any) -> msgpack.ExtType:
-        """Append an unsupported value to ``foreign``. Raises `Unsupported` if ``foreign`` is None."""
+        """Append a value that the codec does not support to the list ``foreign``, and return a marker for the header.
+
+        Raises `Unsupported` if ``foreign`` is None.
+        """
         if self.foreign is None:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             detail = f" of dtype {value.dtype}" if isinstance(value, np.ndarray | np.generic) else ""
@@ -176,9 +180,10 @@ class Encoder:
         return msgpack.ExtType(_EXT_FOREIGN, b"")
 
     def array(self, array: np.ndarray) -> Any:
-        """Encode an array as a descriptor and a buffer with its memory.
+        """Return the header's entry for an array, and append the array's memory to ``buffers``.
 
-        The items of arrays of objects and of variable-length strings go into the header.
+        The items of arrays of objects and of variable-length strings go into the header instead. Return None if the
+        dtype is not supported.
         """
         if array.dtype.kind in _PLAIN_KINDS:
             self.buffers.append(buffer_of(array))
@@ -191,7 +196,10 @@ class Encoder:
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Encode tensors as one flat list, which is faster to decode than a tree."""
+        """Return the header's entry for a dict of tensors, and append the tensors' memory to ``buffers``.
+
+        The entry is one flat list, which is faster to decode than a tree.
+        """
         describe = _torch_side().describe
         try:
             described = [describe(tensor) for tensor in tensors.values()]
@@ -203,7 +211,10 @@ class Encoder:
         return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
-        """Encode a tensor as a description and buffers. Return None if the value is not a supported tensor."""
+        """Return the header's entry for a tensor, and append the tensor's memory to ``buffers``.
+
+        Return None if the value is not a tensor, or not a supported one and ``foreign`` is a list.
+        """
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
             return None
@@ -229,7 +240,7 @@ class Decoder:
         self.open_marks = 0
 
     def unpack(self, data: Any) -> Any:
-        """Decode the header, and return the value."""
+        """Decode the msgpack bytes of the header, and return the message's value."""
         # Check that the whole header exists before values are built, so that a false length cannot allocate memory.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
         walker.feed(data)
@@ -252,7 +263,7 @@ class Decoder:
         return value
 
     def extension(self, code: int, data: bytes) -> Any:
-        """Decode a msgpack extension. msgpack calls this method."""
+        """Return the value of a msgpack extension with this type code and content. msgpack calls this method."""
         if code == _EXT_TENSOR:
             return _torch_side().tensor_of(data, self.take, copy=True)
         if code == _EXT_ARRAY:
@@ -274,21 +285,21 @@ class Decoder:
         raise WireError(f"message contains an unknown type with the code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
-        """Build the value of a decoded list. msgpack calls this method."""
+        """Return the value of a decoded list: the list itself, or what the mark at its start says. For msgpack."""
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1
         return items.pop(0).build(self, items)
 
     def take(self) -> memoryview:
-        """Return the next buffer."""
+        """Return the next buffer of the message that no value has used yet."""
         if self.num_taken >= len(self.buffers):
             raise WireError(f"message is truncated: its header describes more than {len(self.buffers)} buffers")
         self.num_taken += 1
         return self.buffers[self.num_taken - 1]
 
     def objects(self, parts: list[Any]) -> np.ndarray:
-        """Decode an array of Python values."""
+        """Build an object array from a list: the items, then the dimensions."""
         items, *dims = parts
         shape = checked_items(dims, items)
         array = np.empty(len(items), dtype=object)
@@ -301,7 +312,7 @@ class Decoder:
         return array.reshape(shape)
 
     def strings(self, parts: list[Any]) -> np.ndarray:
-        """Decode an array of strings of any length."""
+        """Build an array of strings of any length from a list: the items, then the dimensions."""
         items, *dims = parts
         shape = checked_items(dims, items)
         if not {str}.issuperset(map(type, items)):
@@ -309,14 +320,14 @@ class Decoder:
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
     def nested_tensor(self, parts: list[Any]) -> Any:
-        """Decode a nested tensor."""
+        """Build a nested tensor from a list with its description, and from the next buffers."""
         (description,) = parts
         if type(description) is not list:
             raise WireError("a nested tensor has no list of its parts")
         return _torch_side().tensor_of(description, self.take, copy=True)
 
     def columns(self, parts: list[Any]) -> dict[str, Any]:
-        """Decode tensors by name."""
+        """Build a dict of tensors from a flat list of names and descriptions, and from the next buffers."""
         tensor_of = _torch_side().tensor_of
         described = zip(parts[::2], parts[1::2], strict=True)
         return {name: tensor_of(description, self.take, copy=False) for name, description in described}
@@ -358,7 +369,7 @@ def _steps(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def buffer_of(array: np.ndarray) -> memoryview:
-    """Return the array's memory as bytes in C order. The memory is copied only if the array is not contiguous."""
+    """Return an array's content as bytes in C order: a view if the array is contiguous, else a copy."""
     try:
         return array.data.cast("B")
     except (TypeError, ValueError):  # not contiguous, empty, or a dtype without a buffer format
@@ -369,17 +380,20 @@ def buffer_of(array: np.ndarray) -> memoryview:
 
 @lru_cache(maxsize=4096)
 def describe(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
-    """Make a descriptor: the length of the dtype's name, the number of dimensions, the name, the dimensions (int64)."""
+    """Return bytes that describe an array's dtype and shape.
+
+    The bytes are the length of the dtype's name, the number of dimensions, the name, and the dimensions (int64).
+    """
     return descriptor(dtype.str.encode(), shape)
 
 
 def descriptor(name: bytes, shape: tuple[int, ...]) -> bytes:
-    """Make the descriptor of an array from the name of its dtype."""
+    """Return bytes that describe an array, like `describe`, from the name of the dtype and the shape."""
     return struct.pack(f"<BB{len(name)}s{len(shape)}q", len(name), len(shape), name, *shape)
 
 
 def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
-    """Read a descriptor. Returns the dtype's name, the shape, and the position after the descriptor."""
+    """Read bytes that `descriptor` returned. Return the dtype's name, the shape, and the position of the next byte."""
     name_length, ndim = data[0], data[1]
     name = data[2 : 2 + name_length]
     end = 2 + name_length + 8 * ndim
@@ -403,7 +417,7 @@ def _layout(data: bytes) -> tuple[np.dtype, tuple[int, ...], int]:
 def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
     """Return an array that is a view of a buffer, read-only unless ``writable``.
 
-    Raises `WireError` if the buffer does not fit the descriptor ``data``.
+    ``data`` describes the dtype and the shape (see `describe`). Raises `WireError` if the buffer's size does not fit.
     """
     dtype, shape, nbytes = _layout(data)
     if nbytes != buffer.nbytes:
@@ -424,7 +438,7 @@ def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
 
 
 def scalar_of(data: bytes) -> Any:
-    """Return a numpy scalar from its descriptor and its bytes."""
+    """Return a numpy scalar from bytes: its description (see `describe`), then its value."""
     name, shape, end = parse(data)
     dtype = dtype_of(name)
     if shape or len(data) - end != dtype.itemsize:
@@ -437,7 +451,7 @@ def scalar_of(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
-    """Return the dtype with this name. Raises `WireError` for a dtype that `encode` does not send."""
+    """Return the numpy dtype of a name such as ``<f4``. Raises `WireError` for a dtype that `encode` does not send."""
     if _PLAIN_NAME.fullmatch(name) is None:
         raise WireError(f"dtype {name!r} is not supported")
     try:
@@ -450,9 +464,9 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Return shape, alignment, field names and columns of a structured array.
+    """Return a structured array as a list: shape, whether the dtype is aligned, field names, and an array per field.
 
-    Returns None if these do not determine the dtype of the array.
+    Returns None if these values do not determine the dtype of the array.
     """
     dtype = array.dtype
     if not dtype.names:
@@ -465,7 +479,7 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 
 
 def record_of(parts: list[Any]) -> np.ndarray:
-    """Rebuild the structured array from the result of `record_parts`.
+    """Build a structured array from a list that `record_parts` returned.
 
     `decode` turns all errors of this function into `WireError`. The function itself raises `WireError` in these cases:
 
@@ -496,14 +510,14 @@ def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligne
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return a shape from a header as a tuple. Raises `WireError` if it is not a valid shape."""
+    """Return an array's shape from a header as a tuple. Raises `WireError` if it is not a valid shape."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
         raise WireError("an array has an impossible shape: it must have at most 64 dimensions, integers >= 0")
     return tuple(shape)
 
 
 def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
-    """Return a shape as a tuple. Raises `WireError` if it does not match the number of items."""
+    """Return a shape from a header as a tuple. Raises `WireError` if it does not match the number of ``items``."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
         raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")

@@ -1,4 +1,4 @@
-"""Operations on the columns of a batch, and the codec's description of tensors."""
+"""Operations on the columns of a batch, and the conversion of tensors to bytes for the codec."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, 
 
 
 def as_index(idxs: Any, num_rows: int) -> np.ndarray:
-    """Convert an index to row positions, int64 in [0, B). The index has integers in [-B, B), or is a mask of B bools.
+    """Convert the index of a selection to row positions, [n] int64 in [0, B), where B is ``num_rows``.
 
-    Raises `TypeError` for other values. Raises `IndexError` if a position is outside the batch, or if the index has
-    another shape.
+    ``idxs`` is a list, array or tensor: integers in [-B, B), or a mask of B bools. Raises `TypeError` for other values.
+    Raises `IndexError` if a position is outside the batch, or if the index has another shape.
     """
     index = np.asarray(idxs.detach().cpu() if isinstance(idxs, torch.Tensor) else idxs)
     if index.ndim != 1:
@@ -42,7 +42,11 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """Return rows of a column. Positions give copies. A slice with step > 0 of a dense column gives a view."""
+    """Return the selected rows of a column, an array or a dense or nested tensor.
+
+    ``rows`` is a slice, or [n] int64 positions. Positions give a copy. A slice with step > 0 of a dense column gives a
+    view.
+    """
     if isinstance(column, np.ndarray):
         return column[rows]
     if not is_nested(column):
@@ -52,7 +56,7 @@ def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
 
 
 def cat_rows(tensors: Sequence[Any]) -> Any:
-    """Concatenate dense or nested tensors along the rows. Raises `BatchError` for a mixture."""
+    """Concatenate the rows of tensors, which are all dense or all nested. Raises `BatchError` for a mixture."""
     if not any(map(is_nested, tensors)):
         return torch.cat(list(tensors), dim=0)
     if not all(map(is_nested, tensors)):
@@ -61,12 +65,12 @@ def cat_rows(tensors: Sequence[Any]) -> Any:
 
 
 def is_nested(tensor: Any) -> bool:
-    """Return whether the value is a nested tensor."""
+    """Return whether ``tensor``, any value, is a nested tensor of torch."""
     return isinstance(tensor, torch.Tensor) and tensor.is_nested
 
 
 def rows_of(nested: Any) -> list[torch.Tensor]:
-    """Return the rows of a nested tensor, as views."""
+    """Return the rows of a nested tensor as a list of dense tensors, which are views."""
     if nested.layout is not torch.jagged:
         return list(nested.unbind())
     offsets, lengths = nested.offsets(), nested.lengths()
@@ -76,7 +80,7 @@ def rows_of(nested: Any) -> list[torch.Tensor]:
 
 
 def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
-    """Make a nested tensor of these rows, with the layout and the ragged dimension of ``like``."""
+    """Return a nested tensor with these rows, with layout and ragged dimension of the nested tensor ``like``."""
     if like.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
     values, dim = like.values(), like._ragged_idx - 1
@@ -87,7 +91,7 @@ def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """Make an object array. As in numpy, sequences of equal length become further dimensions of the array."""
+    """Return a numpy array of dtype object with these values. Items of equal length become further dimensions."""
     try:
         return np.array(values, dtype=object)
     except ValueError:  # numpy rejects arrays that agree only in their first dimensions
@@ -98,7 +102,7 @@ def object_array(values: Any) -> np.ndarray:
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """Select the named entries. If ``keys`` is None, return ``entries`` itself."""
+    """Return a dict with the entries of these names. Ignore unknown names. If ``keys`` is None, return ``entries``."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -106,7 +110,15 @@ def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any
 
 
 def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[str, Any]]:
-    """Remove and return entries of several dicts. If an entry is missing, raise `BatchError` and remove nothing."""
+    """Remove entries from several dicts, and return the removed entries of each dict.
+
+    Args:
+        parts: The dicts (or TensorDict, or None), by name for errors.
+        wanted: The keys to remove from each dict, in the order of ``parts``.
+
+    Raises:
+        BatchError: a key is missing. Nothing is then removed.
+    """
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
         missing = sorted(set(keys) - set(known))
@@ -135,34 +147,35 @@ class UnbuiltBatch:
 
     @property
     def batch_size(self) -> torch.Size:
-        """The batch size, ``[B]``."""
+        """The batch size that the TensorDict will have, ``[num_rows]``."""
         return torch.Size((self.num_rows,))
 
     def items(self) -> ItemsView[str, Any]:
-        """Return the names and tensors, read-only."""
+        """Return (name, tensor) pairs. Do not write to the tensors."""
         return self.tensors.items()
 
     def select(self, *keys: str) -> UnbuiltBatch:
-        """Select tensors by name. Raises `KeyError` if a tensor is missing."""
+        """Return an `UnbuiltBatch` with only the named tensors, not copied. Raises `KeyError` if one is missing."""
         missing = [key for key in keys if key not in self.tensors]
         if missing:
             raise KeyError(f"batch has no {missing}, only {list(self.tensors)}")
         return UnbuiltBatch({key: self.tensors[key] for key in keys}, self.num_rows, self.device, self.is_borrowed)
 
     def build(self) -> TensorDict:
-        """Build the TensorDict, with copies of borrowed tensors."""
+        """Return the tensors as a TensorDict. If other processes may read the memory, the tensors are copied."""
         return self.clone() if self.is_borrowed else TensorDict(self.tensors, self.batch_size, device=self.device)
 
     def clone(self) -> TensorDict:
-        """Build a TensorDict of copies of the tensors."""
+        """Return a TensorDict with copies of the tensors."""
         copies = {key: tensor.clone() for key, tensor in self.tensors.items()}
         return TensorDict(copies, self.batch_size, device=self.device)
 
 
 def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
-    """Cut a TensorDict into equal parts. It may have nested tensors and non-tensor entries.
+    """Cut the rows of a TensorDict into ``chunks`` TensorDicts of equal size.
 
-    Raises `BatchError` if there is no batch dimension, or if ``chunks`` does not divide the number of rows.
+    The TensorDict may have nested tensors and non-tensor entries. Raises `BatchError` if there is no batch dimension,
+    or if ``chunks`` does not divide the number of rows.
     """
     if not data.batch_size or chunks < 1 or data.batch_size[0] % chunks != 0:
         raise BatchError(f"a TensorDict of batch size {tuple(data.batch_size)} cannot be cut into {chunks} equal parts")
@@ -173,7 +186,10 @@ def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
 
 
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
-    """Join TensorDicts with the same entries along the rows. If they have no batch dimension, return the first."""
+    """Concatenate the rows of TensorDicts that have the same entries.
+
+    If the first TensorDict has no batch dimension, return the first one. Raises `BatchError` if the entries differ.
+    """
     if not data[0].batch_size:
         return data[0]
     same_columns([dict.fromkeys(map(str, part.keys())) for part in data], "a TensorDict")
@@ -198,9 +214,10 @@ _DROP_ONE = "Drop or rename one of them"
 
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Add the tensors of the second TensorDict to the first one, in place.
+    """Add the tensors of the second TensorDict to the first one, in place. Return the first one.
 
-    Raises `BatchError` if the batch sizes differ, or if tensors of the same name differ. NaN equals NaN.
+    If one of them is None, return the other. Raises `BatchError` if the batch sizes differ, or if tensors of the same
+    name differ. NaN equals NaN.
     """
     if tensor_dict1 is None or tensor_dict2 is None:
         return tensor_dict2 if tensor_dict1 is None else tensor_dict1
@@ -220,7 +237,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the arrays of the second dict to the first one, in place.
+    """Add the arrays of the second dict to the first dict, in place. Return the first dict.
 
     Raises `BatchError` if arrays of the same name differ. NaN equals NaN.
     """
@@ -233,7 +250,10 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the entries of the second dict to the first one, in place. Raises `BatchError` if entries conflict."""
+    """Add the entries of the second dict to the first dict, in place. Return the first dict.
+
+    Raises `BatchError` if both dicts have a key with different values.
+    """
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
             raise BatchError(
@@ -245,9 +265,9 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 
 
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
-    """Turn records into columns named by the keys of the first record.
+    """Turn a list of dicts (records) into one dict of lists: for each key, the values of all records.
 
-    A later record may lack keys. Raises `BatchError` if a later record has a new key.
+    A later record may lack keys; the key's list is then shorter. Raises `BatchError` if a later record has a new key.
     """
     if not list_of_dict:
         return {}
@@ -261,7 +281,10 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> d
 
 
 def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, list[Any]]:
-    """Turn records into columns. Raises `BatchError` unless all records have the same keys."""
+    """Turn a list of dicts (records) with the same keys into one dict of lists: per key, the values of all records.
+
+    Raises `BatchError` if the keys differ. ``part`` names the records in the message.
+    """
     for record in records:
         if record.keys() != records[0].keys():
             raise BatchError(
@@ -271,9 +294,10 @@ def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, l
 
 
 def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the meta information of batches. Each entry of ``metrics`` becomes a list of the batches' values.
+    """Return one dict with the meta information of several batches.
 
-    Raises `BatchError` if another key has different values.
+    ``metrics`` becomes a dict of lists: for each metric, the values of all batches. Raises `BatchError` if two batches
+    have different values for another key.
     """
     merged: dict[str, Any] = {}
     metrics: list[Mapping[str, Any]] = []
@@ -298,7 +322,7 @@ def deep_equal(a: Any, b: Any) -> bool:
 
 
 def facts_equal(a: Any, b: Any) -> bool:
-    """Return whether two values are `deep_equal`, or equal by ``==``. Example: 1 and 1.0."""
+    """Return whether two values are equal by `deep_equal` or by ``==``. Example: 1 and 1.0 are equal."""
     if deep_equal(a, b):
         return True
     try:
@@ -341,7 +365,10 @@ def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) ->
 
 
 def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether dtype, shape and values are the same. NaN equals NaN. Nested tensors are compared by rows."""
+    """Return whether two tensors have the same dtype, shape and values. NaN equals NaN.
+
+    Nested tensors are compared row by row.
+    """
     if a.is_nested or b.is_nested:
         if not (a.is_nested and b.is_nested) or a.size(0) != b.size(0):
             return False
@@ -374,10 +401,10 @@ with warnings.catch_warnings():  # torch warns about read-only memory only once:
 
 
 def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
-    """Return the description and the memory of a tensor.
+    """Return a pair for sending a tensor: its description (dtype and shape), and a list of memoryviews of its memory.
 
-    Only a tensor that is not contiguous or not on the CPU is copied. Raises `Unsupported` if the codec cannot send the
-    tensor.
+    A nested tensor has several memoryviews. Only a tensor that is not contiguous or not on the CPU is copied. Raises
+    `Unsupported` if the codec cannot send the tensor.
     """
     if not isinstance(tensor, torch.Tensor):
         raise Unsupported(tensor, f"the codec does not support {type(tensor).__name__} as a column of tensors")
@@ -430,9 +457,10 @@ def _layout(data: bytes) -> tuple[torch.dtype, np.dtype | None, tuple[int, ...],
 
 
 def tensor_of(description: Any, take: Callable[[], memoryview], *, copy: bool) -> torch.Tensor:
-    """Decode a tensor from its description and the buffers that ``take`` returns. ``copy`` copies read-only buffers.
+    """Build a tensor from a description that `describe` returned, and from buffers with the tensor's memory.
 
-    Raises `WireError` if the description and the buffers do not fit together.
+    Each call of ``take`` returns the next buffer. The tensor shares memory with the buffer; with ``copy``, a read-only
+    buffer is copied. Raises `WireError` if the description and the buffers do not fit together.
     """
     if type(description) is list:
         return _nested_of(description, take, copy=copy)
@@ -466,7 +494,10 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
 
 
 def jagged_of(values: torch.Tensor, offsets: torch.Tensor, lengths: torch.Tensor | None, ragged_dim: Any) -> Any:
-    """Make a jagged nested tensor. Raises `WireError` if its parts do not fit together."""
+    """Return a nested tensor of the jagged layout from its parts, the arguments of ``nested_tensor_from_jagged``.
+
+    Raises `WireError` if the parts do not fit together.
+    """
     if values.is_nested or type(ragged_dim) is not int or not 1 <= ragged_dim <= values.ndim:
         raise WireError("a nested tensor has no values, or an impossible ragged dimension")
     _check_rows(values.shape[ragged_dim - 1], offsets, lengths)

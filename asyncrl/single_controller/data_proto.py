@@ -122,7 +122,10 @@ class DataProto:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
 
     def check_consistency(self) -> None:
-        """Raise `BatchError` if columns have different numbers of rows, or ``batch`` has not one batch dimension."""
+        """Check that all columns have the same number of rows, and that ``batch`` has exactly one batch dimension.
+
+        Raises `BatchError` otherwise.
+        """
         if self._batch is not None and len(self._batch.batch_size) != 1:
             raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
         for key, array in self.non_tensor_batch.items():
@@ -135,7 +138,11 @@ class DataProto:
     def from_single_dict(
         cls, data: dict[str, Any], meta_info: dict[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Build a batch from tensors and numpy arrays. Raises `ValueError` for any other entry."""
+        """Build a batch from a dict of tensors and numpy arrays, which become its columns.
+
+        ``meta_info`` has values for all rows. ``auto_padding`` lets dispatch pad the batch. Raises `ValueError` for an
+        entry that is neither a tensor nor an array.
+        """
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
         for key in data.keys() - tensors.keys() - arrays.keys():
@@ -185,7 +192,11 @@ class DataProto:
     def from_tensordict(
         cls, tensor_dict: TensorDict, meta_info: dict[str, Any] | None = None, num_batch_dims: int = 1
     ) -> DataProto:
-        """Build a batch. `NonTensorStack` entries become arrays, and `NonTensorData` entries meta information."""
+        """Build a batch from the entries of a TensorDict.
+
+        `NonTensorStack` entries become object arrays, and `NonTensorData` entries become meta information. The first
+        ``num_batch_dims`` dimensions of all tensors must be equal.
+        """
         tensors: dict[str, Any] = {}
         arrays: dict[str, Any] = {}
         facts = dict(meta_info or {})
@@ -205,9 +216,9 @@ class DataProto:
         return cls.from_dict(tensors, arrays, facts, num_batch_dims)
 
     def to_tensordict(self) -> TensorDict:
-        """Make one TensorDict of the tensors, arrays and meta information.
+        """Return the tensors, arrays and meta information as one TensorDict, the inverse of `from_tensordict`.
 
-        Raises `BatchError` if two entries have the same name.
+        Raises `BatchError` if a name occurs twice, for example as a tensor and as meta information.
         """
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
         names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
@@ -239,7 +250,10 @@ class DataProto:
         raise TypeError(f"a DataProto is indexed by int, slice, list, array or tensor, got {type(item).__name__}")
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
-        """Return rows ``start:end:step``. They share memory with this batch, or are copies if ``step`` is negative."""
+        """Return a batch with the rows ``start:end:step``.
+
+        The rows share memory with this batch; if ``step`` is negative, they are copies.
+        """
         rows = slice(start, end, step)
         positions = range(*rows.indices(len(self)))
         if positions.step < 0:
@@ -247,7 +261,11 @@ class DataProto:
         return self._mapped(lambda _, column: take_rows(column, rows), len(positions), shares_memory=True)
 
     def select_idxs(self, idxs: Any) -> DataProto:
-        """Copy the rows at positions, or where a mask is True. Raises the errors of `columns.as_index`."""
+        """Return a batch with copies of the selected rows.
+
+        ``idxs`` has the positions of the rows, or is a mask with one bool per row. Raises the errors of
+        `columns.as_index`.
+        """
         index = columns.as_index(idxs, len(self))
         return self._mapped(lambda _, column: take_rows(column, index), len(index))
 
@@ -258,9 +276,9 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Return a batch of the named columns. None selects all columns of a kind.
+        """Return a batch with only the named tensors, arrays and entries of ``meta_info``. None selects all of a kind.
 
-        The columns share memory with this batch unless ``deepcopy``.
+        The columns share memory with this batch. With ``deepcopy``, arrays and meta information are copied.
         """
         batch = self._shared_batch()
         if batch_keys is not None:
@@ -280,14 +298,20 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Move the named columns into a new batch. Raises `BatchError` if a column is missing."""
+        """Remove the named tensors, arrays and entries of ``meta_info`` from this batch. Return them as a new batch.
+
+        None removes nothing of a kind. Raises `BatchError` if a name is missing.
+        """
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
         tensors, arrays, meta_info = columns.pop_all(parts, [list(dict.fromkeys(keys or ())) for keys in wanted])
         return type(self).from_dict(tensors=tensors, non_tensors=arrays, meta_info=meta_info)
 
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
-        """Rename tensors in place. Arrays and meta information keep their names."""
+        """Rename tensors in place, and return this batch. Arrays and meta information keep their names.
+
+        ``old_keys`` and ``new_keys`` are one name or a list of names each.
+        """
         if self.batch is None:
             raise BatchError("this DataProto holds no tensors to be renamed")
         for keys in (old_keys, new_keys):
@@ -303,7 +327,7 @@ class DataProto:
         return self
 
     def union(self, other: DataProto) -> DataProto:
-        """Add the columns and the meta information of another batch to this batch, in place.
+        """Add the columns and the meta information of another batch to this batch, in place. Return this batch.
 
         Raises `BatchError` if entries of the same name differ, or if the numbers of rows differ. This batch is then
         unchanged.
@@ -319,17 +343,17 @@ class DataProto:
         return self
 
     def reorder(self, indices: Any) -> None:
-        """Reorder the rows in place."""
+        """Replace the rows, in place, by the rows at the positions ``indices``."""
         reordered = self.select_idxs(indices)
         self.batch, self.non_tensor_batch = reordered._batch, reordered.non_tensor_batch
 
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> DataProto:
-        """Repeat every row: ``a a b b`` interleaved, ``a b a b`` otherwise."""
+        """Return a batch with ``repeat_times`` copies of every row: ``a a b b`` if ``interleave``, else ``a b a b``."""
         rows = np.arange(len(self))
         return self.select_idxs(np.repeat(rows, repeat_times) if interleave else np.tile(rows, repeat_times))
 
     def sample_level_repeat(self, repeat_times: Any) -> DataProto:
-        """Repeat row i ``repeat_times[i]`` times in succession. ``repeat_times`` has B integers."""
+        """Return a batch with ``repeat_times[i]`` adjacent copies of row i. ``repeat_times`` has B integers >= 0."""
         counts = np.asarray(repeat_times.detach().cpu() if isinstance(repeat_times, torch.Tensor) else repeat_times)
         if counts.shape != (len(self),):
             raise BatchError(f"repeat_times must have one count for each of {len(self)} rows, got shape {counts.shape}")
@@ -338,9 +362,9 @@ class DataProto:
         return self.select_idxs(np.repeat(np.arange(len(self)), counts.astype(np.int64)))
 
     def unfold_column_chunks(self, n_split: int, split_keys: list[str] | None = None) -> DataProto:
-        """Cut each row of the named columns into ``n_split`` adjacent rows, along the second dimension.
+        """Return a batch in which each row of the named columns is cut into ``n_split`` adjacent rows.
 
-        Example: ``[B, n * m]`` becomes ``[B * n, m]``. The rows of the other columns are repeated.
+        The second dimension is cut: ``[B, n * m]`` becomes ``[B * n, m]``. The rows of the other columns are repeated.
 
         Raises `BatchError` if ``n_split`` does not divide the second dimension, or if its length differs between rows.
         """
@@ -358,17 +382,20 @@ class DataProto:
         return self._mapped(unfold, len(repeated), shares_memory=True)
 
     def to(self, device: Any) -> DataProto:
-        """Move the tensors in place."""
+        """Move the tensors of this batch to a device. Return this batch."""
         if self.batch is not None:
             self.batch = self.batch.to(device)
         return self
 
     def is_padding_enabled(self) -> bool:
-        """Return whether dispatch may pad this batch to a multiple of the number of ranks."""
+        """Return whether a call may append rows to this batch, so that the ranks get parts of equal size."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
-        """Append copies of the last row in place, or of the first row if ``padding_candidate`` is ``first``."""
+        """Append ``padding_size`` copies of the last row to this batch, in place.
+
+        If ``padding_candidate`` is ``first``, append copies of the first row instead.
+        """
         if padding_size == 0:
             return
         if not len(self):
@@ -377,7 +404,7 @@ class DataProto:
         self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut the rows into equal parts, which share memory with this batch.
+        """Cut the rows into a list of ``chunks`` batches of equal size, which share memory with this batch.
 
         If padding is enabled, the parts may differ in size. A batch with tensors is then cut as by ``torch.chunk``,
         with empty parts at the end. A batch without tensors is cut as by ``numpy.array_split``.
@@ -393,15 +420,17 @@ class DataProto:
         return [self.slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
     def split(self, split_size: int) -> list[DataProto]:
-        """Cut the rows into parts of ``split_size`` rows. The last part may be shorter.
+        """Cut the rows into a list of batches of ``split_size`` rows. The last batch may be shorter.
 
-        The parts share memory with this batch.
+        The batches share memory with this batch.
         """
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Concatenate batches. Each entry of ``metrics`` in the meta information becomes a list of the batches' values.
+        """Concatenate the rows of batches with the same columns.
+
+        In the meta information, ``metrics`` becomes a dict of lists: for each metric, the values of all batches.
 
         Raises `BatchError` if the batches differ in their columns, or in meta information other than ``metrics``.
         """
@@ -423,10 +452,11 @@ class DataProto:
         seed: int | None = None,
         dataloader_kwargs: dict[str, Any] | None = None,
     ) -> Iterator[DataProto]:
-        """Yield mini-batches of equal size, for ``epochs`` passes. Raises `BatchError` unless the size divides B.
+        """Return an iterator over mini-batches of ``mini_batch_size`` rows, for ``epochs`` passes over the rows.
 
-        A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` seeds its
-        shuffling. The arrays of the mini-batches have dtype object.
+        A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` is the seed
+        of its shuffling. The arrays of the mini-batches have dtype object. Raises `BatchError` if ``mini_batch_size``
+        does not divide the number of rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -450,7 +480,7 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def get_data_info(self) -> str:
-        """Return a text with one line per entry: the name, then shape, dtype and device, or the type."""
+        """Return a text that describes the batch, with one line per entry: name, and shape, dtype, device or type."""
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
             for key, t in self._columns().items()
@@ -462,7 +492,7 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors and arrays. An object array counts its pointers only."""
+        """Size of the tensors and arrays in bytes. Of an object array, only the pointers count."""
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
@@ -478,7 +508,7 @@ class DataProto:
 
     @classmethod
     def load_from_disk(cls, filepath: str | Path) -> DataProto:
-        """Read a batch from a file. Raises `WireError` if `save_to_disk` did not write the file."""
+        """Return the batch that `save_to_disk` wrote to a file. Raises `WireError` if the file has other content."""
         frames = serialization.read_frames(np.fromfile(filepath, dtype=np.uint8).data)
         parts = decode(frames, writable=True)
         return serialization.from_parts(cls, parts, is_borrowed=False)
@@ -532,7 +562,11 @@ class DataProto:
 
 
 def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
-    """Stack rows into a batch. Non-tensors become object arrays, and tensors of different lengths a jagged tensor."""
+    """Stack a list of rows into a batch.
+
+    Tensors of equal shape are stacked, and tensors of different lengths become a jagged nested tensor. Other values
+    become object arrays. The meta information of the rows is dropped.
+    """
     tensors = [item.batch for item in x if item.batch is not None]
     batch = None
     if tensors:
@@ -549,9 +583,9 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Append copies of rows, from the first row on, until ``size_divisor`` divides the number of rows.
+    """Return a batch with copies of rows, from the first row on, appended until ``size_divisor`` divides its length.
 
-    Returns the padded batch and the number of appended rows. If no row was appended, the batch is ``data`` itself.
+    The second returned value is the number of appended rows. If it is 0, the batch is ``data`` itself.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")
@@ -564,12 +598,12 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
-    """Return the batch without its last ``pad_size`` rows."""
+    """Return the batch without its last ``pad_size`` rows, which `pad_dataproto_to_divisor` appended."""
     return data[:-pad_size] if pad_size else data
 
 
 def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
-    """View columns ``[B, ...]`` as ``[new_batch_size, B // new_batch_size, ...]``.
+    """Return a batch whose columns are reshaped from ``[B, ...]`` to ``[new_batch_size, B // new_batch_size, ...]``.
 
     Raises `BatchError` for nested tensors, or if ``new_batch_size`` does not divide B.
     """
@@ -584,7 +618,9 @@ def fold_batch_dim(data: DataProto, new_batch_size: int) -> DataProto:
 
 
 def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
-    """Join the first ``batch_dims`` dimensions of the columns: ``[A, B, ...]`` becomes ``[A * B, ...]``.
+    """Return a batch in which the first ``batch_dims`` dimensions of each column are joined.
+
+    Example: ``[A, B, ...]`` becomes ``[A * B, ...]``.
 
     Raises `BatchError` for nested tensors.
     """

@@ -1,4 +1,4 @@
-"""`register`, and the dispatch modes that split arguments over the ranks and join the results.
+"""The decorator `register`, and the dispatch modes, which split a call's arguments over ranks and join the results.
 
 This module does not load torch or ray.
 """
@@ -19,12 +19,16 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# A dispatch function adds this keyword argument, the number of padded rows. They are removed from the result.
+# A dispatch function adds this keyword argument: how many rows it has appended as padding to each batch. The call later
+# removes as many rows from the result.
 _padding_size_key = "_padding_size_key_x123d"
 
 
 def merge(parts: Sequence[Any]) -> Any:
-    """Join `DataProto` or TensorDict results along the rows. Return None if all results are None."""
+    """Concatenate the rows of the ranks' results, which are `DataProto` or TensorDict objects.
+
+    Return None if all results are None.
+    """
     return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
@@ -47,20 +51,26 @@ class DataProtoFuture:
 
     @staticmethod
     def concat(data: list[Any]) -> DataProtoFuture:
-        """Make a future that joins the referenced results along the rows."""
+        """Return a future of the concatenated rows of several results. ``data`` has Ray references to the results."""
         return DataProtoFuture(collect_fn=merge, futures=list(data))
 
     def chunk(self, chunks: int) -> list[DataProtoFuture]:
-        """Return one future for each of ``chunks`` equal parts of the result, without fetching it."""
+        """Return ``chunks`` futures, one for each part of the rows of the result. The result is not fetched yet."""
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
-        """Return a future of ``select(result)``. The process that fetches the result runs ``select``."""
+        """Return a future of ``select(result)``, where ``result`` is the joined result of this future.
+
+        The process that fetches the result calls ``select``.
+        """
         first = self.dispatch_fn
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait at most ``timeout_s`` seconds for the results, and join them. Raises the errors of `fetch`."""
+        """Wait at most ``timeout_s`` seconds for the results of all ranks, join them, and return the joined result.
+
+        Raises `DeadlineError` if a result is late, and `WorkerDiedError` if a worker died.
+        """
         return self.resolve(fetch(self.futures, timeout_s))
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -70,7 +80,7 @@ class DataProtoFuture:
         return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
     def resolve(self, results: list[Any]) -> Any:
-        """Join results that are already fetched, as `get` does."""
+        """Return what `get` returns, from results that are already fetched: a list with one result per reference."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
@@ -95,16 +105,16 @@ class BatchData:
         self._data = data
 
     def is_chunkable(self) -> bool:
-        """Return whether `chunk` can cut the value."""
+        """Return whether the value is a batch or a `DataProtoFuture`, so that `chunk` can cut it."""
         return _is_batch(self._data) or isinstance(self._data, DataProtoFuture)
 
     def is_concatable(self) -> bool:
-        """Return whether the value is a list of at least one batch or reference."""
+        """Return whether the value is a list of at least one batch or Ray reference, so that `concat` can join it."""
         data = self._data
         return isinstance(data, list | tuple) and len(data) > 0 and (_is_batch(data[0]) or _is_reference(data[0]))
 
     def chunk(self, chunks: int) -> Sequence[Any]:
-        """Cut the value into parts of the same type.
+        """Cut the rows of the value into ``chunks`` parts of the same type as the value.
 
         Raises `BatchError` if the rows cannot be cut evenly, and `UsageError` unless `is_chunkable`. A
         `DataProto` with padding enabled may be cut unevenly.
@@ -118,7 +128,10 @@ class BatchData:
         return self._data.chunk(chunks=chunks)
 
     def concat(self) -> Any:
-        """Concatenate a list of at least one batch. For a list of references, return a future of the result."""
+        """Concatenate the rows of a list of batches. For a list of Ray references, return a future of the result.
+
+        Raises `ValueError` if the list is empty, and `UsageError` if it has other values.
+        """
         data = self._data
         if not data:
             raise ValueError("an empty list of batches cannot be concatenated")
@@ -196,7 +209,10 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def register(cls, name: str) -> Any:
-        """Add a member, ``cls.NAME``, and return it. Raises `ValueError` if the name exists already."""
+        """Add a member to the enumeration, and return the member. Raises `ValueError` if the name exists already.
+
+        Example: ``Dispatch.register("mine")`` adds ``Dispatch.MINE``.
+        """
         if name.upper() in cls._registry:
             raise ValueError(f"{cls.__name__} has a member {name!r} already; choose another name")
         member = cls(name if cls.keeps_case else name.upper(), cls._next_value)
@@ -206,12 +222,12 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def remove(cls, name: str) -> Any:
-        """Remove a member and return it."""
+        """Remove the member with this name from the enumeration, and return the member."""
         return cls._registry.pop(name.upper())
 
     @classmethod
     def from_name(cls, name: str) -> Any:
-        """Return the member with this name, or None."""
+        """Return the member with this name, in upper or lower case, or None."""
         return cls._registry.get(name.upper())
 
     @classmethod
@@ -268,7 +284,7 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[Method], Method]:
-    """Make a method callable through the worker group.
+    """Return a decorator for a method of a worker class, which makes the method callable through a worker group.
 
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
@@ -314,7 +330,7 @@ BESIDE = "beside"
 
 
 def beside(method: Method) -> Method:
-    """Decorate a registered method to run in a second thread, in parallel with the worker's other methods.
+    """Decorate a method that has the decorator `register`, so that it runs in a second thread of the worker.
 
     The second thread runs its calls in order. The methods must be thread-safe. All other methods of the class then run
     in one thread, which is not the main thread of the process.
@@ -354,7 +370,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def mapped(change: Callable[[Any], Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
-    """Apply ``change`` to each argument of a call."""
+    """Apply the function ``change`` to each argument of a call. Return the new (args, kwargs)."""
     return tuple(map(change, args)), {key: change(value) for key, value in kwargs.items()}
 
 
@@ -363,7 +379,10 @@ def _materialize_futures(*args: Any, **kwargs: Any) -> Arguments:
 
 
 async def materialize_async(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
-    """Fetch the futures among the arguments without blocking the event loop."""
+    """Return the (args, kwargs) of a call with each `DataProtoFuture` replaced by its result.
+
+    The event loop is not blocked while the results are fetched.
+    """
     futures = [value for value in (*args, *kwargs.values()) if isinstance(value, DataProtoFuture)]
     results = {id(future): await future for future in futures}
     return mapped(lambda value: results.get(id(value), value), args, kwargs)
@@ -373,12 +392,12 @@ Dispatched = tuple[Any, dict[str, Any]]
 
 
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Send the same arguments to every rank."""
+    """Repeat each argument for every rank. Return (args, kwargs) of lists with one entry per rank."""
     return mapped(lambda value: [value] * worker_group.world_size, args, kwargs)
 
 
 def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Return the arguments unchanged.
+    """Return the (args, kwargs) of a call unchanged.
 
     If every argument is a list with one entry per rank, `execute_all` gives each rank its entry. Otherwise every rank
     receives all arguments.
@@ -387,12 +406,15 @@ def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Return the results unchanged, in the order of the ranks."""
+    """Return the list of results, one per rank, unchanged."""
     return output
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Check that every argument is a list with one entry per rank. Raises `UsageError` otherwise."""
+    """Return the (args, kwargs) of a call, in which every argument must be a list with one entry per rank.
+
+    Raises `UsageError` if an argument is not.
+    """
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
             raise UsageError(
@@ -403,19 +425,25 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def collect_dp_compute(worker_group: Any, output: Any) -> Any:
-    """Return the results in the order of the ranks. Raises `UsageError` unless each rank has one result."""
+    """Return the list of results, one per rank. Raises `UsageError` if the number of results is another one."""
     if len(output) != worker_group.world_size:
         raise UsageError(f"expected {worker_group.world_size} results, got {len(output)}; run the method on all ranks")
     return output
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Split every `DataProto` evenly over the ranks. A `DataProto` with padding enabled is padded first."""
+    """Cut the rows of every argument, a `DataProto`, into one part per rank. Return (args, kwargs) of lists of parts.
+
+    A `DataProto` with padding enabled is padded first.
+    """
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Send the first argument, a function, to every rank. Split the other arguments over the ranks."""
+    """Repeat the first argument, a function, for every rank. Cut the rows of the others into one part per rank.
+
+    Returns (args, kwargs) of lists with one entry per rank.
+    """
     if not args or not isinstance(args[0], FunctionType):
         raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
     num_workers = worker_group.world_size
@@ -424,7 +452,7 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kw
 
 
 def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
-    """Join the results of the ranks into one `DataProto`. If they are references, return a future."""
+    """Concatenate the rows of the results of all ranks. If the results are references, return a `DataProtoFuture`."""
     return _concat_data_proto_or_future(collect_dp_compute(worker_group, output))
 
 
@@ -436,10 +464,10 @@ def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> A
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Send part ``dp_rank_mapping[rank]`` of every argument to each rank.
+    """Give each rank one part of every argument. Return (args, kwargs) of lists with one entry per rank.
 
-    Every argument is a list of ``dp_size`` parts. Each part is stored once in the object store, even if several ranks
-    receive it. Example of a mapping: ``[0, 0, 1, 1]``.
+    Every argument is a list of ``dp_size`` parts. ``dp_rank_mapping`` has the index of the part that each rank gets,
+    such as ``[0, 0, 1, 1]``. Each part is stored once in Ray's object store, even if several ranks get the part.
     """
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
@@ -454,7 +482,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Return the results of the ranks that are True in ``collect_mask``."""
+    """Return a list of the results of some ranks: those for which ``collect_mask``, one bool per rank, is True."""
     collect_dp_compute(worker_group, output)
     return [result for result, is_collect in zip(output, collect_mask, strict=True) if is_collect]
 
@@ -462,9 +490,10 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Split every `DataProto` into ``dp_size`` parts, and send the parts as `dispatch_nd_compute` does.
+    """Cut the rows of every argument, a `DataProto`, into ``dp_size`` parts, and give each rank one of the parts.
 
-    A `DataProto` with padding enabled is padded first.
+    ``dp_rank_mapping`` has the index of the part that each rank gets. A `DataProto` with padding enabled is padded
+    first. Returns (args, kwargs) of lists with one entry per rank.
     """
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
@@ -475,12 +504,19 @@ def dispatch_nd_compute_dataproto(
 
 
 def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Join the results of `collect_nd_compute` into one `DataProto`. If they are references, return a future."""
+    """Concatenate the rows of the results of the ranks for which ``collect_mask``, one bool per rank, is True.
+
+    If the results are references, return a `DataProtoFuture`.
+    """
     return _concat_data_proto_or_future(collect_nd_compute(collect_mask, worker_group, output))
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Dispatch as `dispatch_nd_compute_dataproto` does, for a mesh that the workers registered."""
+    """Cut the rows of every argument into one part per dp rank, and give each rank the part of its dp rank.
+
+    The workers must have registered the mesh ``mesh_name``, which says the dp rank of each worker. Returns
+    (args, kwargs) of lists with one entry per rank.
+    """
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
     mapping = worker_group._dispatch_info[mesh_name]
@@ -488,12 +524,15 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Collect as `collect_nd_compute_dataproto` does, for a mesh that the workers registered."""
+    """Concatenate the rows of the results of one rank per dp rank. If they are references, return a future.
+
+    The workers must have registered the mesh ``mesh_name``, which says whose results are used.
+    """
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
-    """Return the ranks whose results ``collect_fn`` ignores. These ranks send only errors."""
+    """Return the ranks whose results ``collect_fn`` ignores, so that these ranks need to send only errors."""
     if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
         return frozenset()
     mask = _collect_mask(collect_fn.args[0], worker_group)
@@ -507,9 +546,10 @@ def _collect_mask(mesh_name: str, worker_group: Any) -> list[bool]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """Return the dispatch mode of a mesh, for `register`.
+    """Return a dict with a dispatch and a collect function, for the argument ``dispatch_mode`` of `register`.
 
-    The workers must call ``_register_dispatch_collect_info`` for this mesh first.
+    Calls then cut each batch over the dp ranks of the mesh ``mesh_name``. Each worker must first register its dp rank
+    in this mesh, with ``_register_dispatch_collect_info``.
     """
     return {
         "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
@@ -535,14 +575,17 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
-    """Return the dispatch and collect functions of a mode. Raises `UsageError` if the mode has none."""
+    """Return a dict with the functions ``dispatch_fn`` and ``collect_fn`` of a mode.
+
+    Raises `UsageError` if the mode has none.
+    """
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """Return ``execute_fn_name``: the name of the group's method that executes a call in this mode."""
+    """Return a dict with ``execute_fn_name``, the name of the worker group's method that runs a call in this mode."""
     return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
 
 
@@ -565,7 +608,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the functions of a mode. Groups that exist already keep the old functions.
+    """Replace the dispatch and collect functions of a mode. Worker groups that exist already keep the old functions.
 
     Raises `UsageError` for an unknown mode.
     """
@@ -625,9 +668,9 @@ _MAX_THREADS = 16
 
 
 def parallel_put(data_list: list[Any], max_workers: int | None = None) -> list[Any]:
-    """Put values into the object store in parallel threads. Returns the references in the order of the values.
+    """Put values into Ray's object store from parallel threads. Return Ray references in the order of the values.
 
-    ``data_list`` must not be empty. ``max_workers`` is the number of threads, by default at most 16.
+    ``data_list`` must not be empty. ``max_workers`` is the number of threads; by default one per value, at most 16.
     """
     import ray
 

@@ -25,13 +25,13 @@ from .resource_pool import current_cluster, current_node
 
 
 def state_of(worker: Any) -> str:
-    """Return Ray's name for the state of an actor. Example: ``"ALIVE"``."""
+    """Return Ray's name for an actor's state, such as ``"ALIVE"``; ``"UNKNOWN"`` if Ray does not know the actor."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["State"] if actor else "UNKNOWN"
 
 
 def address_of(worker: Any) -> str:
-    """Return the address of an actor's node."""
+    """Return the IP address of an actor's node; ``"unknown"`` if Ray does not know the actor."""
     actor = ray_state.actors(worker._actor_id.hex())
     return actor["Address"]["IPAddress"] if actor else "unknown"
 
@@ -76,7 +76,9 @@ _DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
 
 
 async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], every_s: float = 5.0) -> int | None:
-    """Wait until one of the workers has died. All workers must be alive at the call.
+    """Wait until one of the workers (Ray actor handles) has died. All workers must be alive at the call.
+
+    ``is_alive`` is a function that returns whether a worker is alive, by Ray's own account.
 
     On this node, the kernel reports the end of a process. On another node, a Ray task waits for the end of the process.
     In addition, this function asks Ray for the workers' states every ``every_s`` seconds.
@@ -138,9 +140,9 @@ _RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray's lines that nam
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:
-    """Return the paths and the last lines of an actor's output.
+    """Return a text with the last lines that an actor has printed, and the path of the log file.
 
-    ``log_file`` is the path of the actor's log on its node. If it is None, the function reads Ray's log files.
+    ``log_file`` is the path of the actor's log on the actor's node. If it is None, the function reads Ray's log files.
     """
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
@@ -170,7 +172,10 @@ def _newest_complaints() -> str:
 
 
 def tail_of(log_file: str | None, pid: int) -> str:
-    """Return the paths and the last lines of a process's output on this node, from its log or from Ray's files."""
+    """Return a text with the last lines that a process of this node has printed, and the path of the log file.
+
+    ``log_file`` is the process's log. If it is None, the function reads Ray's log files of the process ``pid``.
+    """
     if log_file is not None:
         return f"{log_file}:\n{last_lines(log_file)}"
     node: Any = ray_worker._global_node

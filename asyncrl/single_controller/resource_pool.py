@@ -45,12 +45,12 @@ class ResourcePool:
         self.n_gpus_per_node = n_gpus_per_node
 
     def add_node(self, process_count: int) -> None:
-        """Add a node with this many processes."""
+        """Add a further node with ``process_count`` processes to the pool."""
         self._store.append(process_count)
 
     @property
     def store(self) -> list[int]:
-        """Number of processes on each node."""
+        """Number of processes on each node, a list."""
         return self._store
 
     def __call__(self) -> list[int]:
@@ -59,15 +59,15 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Number of processes on all nodes."""
+        """Number of processes of the pool, over all nodes."""
         return sum(self._store)
 
     def local_world_size_list(self) -> list[int]:
-        """Return, for every rank, the number of processes on its node."""
+        """Return a list with one number per rank: how many processes run on the rank's node."""
         return [count for count in self._store for _ in range(count)]
 
     def local_rank_list(self) -> list[int]:
-        """Return, for every rank, its index among the ranks of its node."""
+        """Return a list with one number per rank: the index of the rank among the ranks of its node, from 0."""
         return [local_rank for count in self._store for local_rank in range(count)]
 
 
@@ -86,7 +86,7 @@ class ClassWithInitArgs:
 
 
 def get_random_string(length: int) -> str:
-    """Return a random string of letters and digits."""
+    """Return a random string of ``length`` letters and digits."""
     return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(length))
 
 
@@ -145,17 +145,20 @@ class RayResourcePool(ResourcePool):
         self.apart = apart
         self.labels = dict(labels or {})
         self.timeout_s = timeout_s
-        self._num_users = 0  # number of groups in this pool or in a part of it
+        self._num_users = 0  # number of worker groups in this pool or in a part of this pool
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
-        """Return the arguments of the constructor, except the name."""
+        """Return the constructor's keyword arguments that make a pool like this one, without ``name_prefix``."""
         names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
         names += ("num_devices_per_process", "strategy", "apart", "labels")
         return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
 
     def bundle(self, device_name: str = "cuda") -> dict[str, float]:
-        """Return the resources that one process reserves."""
+        """Return the resources that one process reserves, as a bundle of a placement group: amounts by name.
+
+        ``device_name`` is ``cuda`` or ``npu``. Example: ``{"CPU": 10.0, "GPU": 1.0}``.
+        """
         bundle = {"CPU": float(self.num_cpus_per_process)}
         if self.use_gpu:
             bundle[DEVICE_RESOURCES.get(device_name, device_name)] = float(self.num_devices_per_process)
@@ -166,9 +169,10 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str | None = None, name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """Return one placement group per node. The first call in a Ray cluster reserves them.
+        """Return one placement group per node. The first call in a Ray cluster reserves the groups and waits for them.
 
-        ``strategy`` replaces the pool's strategy.
+        ``strategy`` replaces the pool's strategy, and ``name`` the start of the groups' names. ``device_name`` is
+        ``cuda`` or ``npu``.
 
         Raises:
             DeadlineError: the cluster does not grant the reservation in time. Nothing is then reserved.
@@ -197,10 +201,10 @@ class RayResourcePool(ResourcePool):
         return pgs
 
     async def reserve(self, device_name: str = "cuda") -> list[str]:
-        """Reserve the placement groups, and wait without a deadline until the cluster grants them.
+        """Reserve the pool's placement groups, and wait without a deadline until the cluster grants all of them.
 
-        Returns the node id of each placement group. A cancelled wait leaves nothing reserved. The method ignores
-        ``apart``.
+        Returns a list with the node id of each placement group. If the wait is cancelled, nothing stays reserved. The
+        pool's option ``apart`` has no effect here.
         """
         pgs = [
             self._asked(f"{self.name_prefix}_{count}:{index}", count, self.labels, device_name)
@@ -246,20 +250,23 @@ class RayResourcePool(ResourcePool):
         )
 
     def borrow_from(self, *pools: RayResourcePool) -> None:
-        """Use the placement groups of these pools, which stay reserved while a group runs in this pool."""
+        """Declare that this pool uses the placement groups of other pools.
+
+        The other pools then stay reserved while a worker group runs in this pool.
+        """
         self._wholes = [whole for pool in pools for whole in (pool._wholes or [pool])]
         self._cluster = current_cluster()
 
     def enter(self) -> None:
-        """Count a group that starts its workers in this pool."""
+        """Note that one more worker group uses this pool."""
         self._had_groups = True
         for pool in (self, *self._wholes):
             pool._num_users += 1
 
     def leave(self) -> None:
-        """Count a group that has ended.
+        """Note that a worker group no longer uses this pool.
 
-        After the last group, release the reservation unless a part of the pool is in use.
+        After the last group, release the reservation, unless a group uses a part of the pool.
         """
         for pool in (self, *self._wholes):
             pool._num_users -= 1
@@ -267,7 +274,10 @@ class RayResourcePool(ResourcePool):
                 pool.shutdown()
 
     def shutdown(self) -> None:
-        """Release the reservation, which kills the workers in it. A part of a pool releases nothing."""
+        """Release the pool's placement groups, which kills the workers in them.
+
+        A part of another pool releases nothing. Raises `UsageError` for a detached pool after Ray's shutdown.
+        """
         if not self._reserved:
             return
         if not self._has_ended():
@@ -287,19 +297,19 @@ class RayResourcePool(ResourcePool):
 
 
 def current_cluster() -> Any:
-    """Return the ids of this process's Ray cluster and job; None if this process is not connected."""
+    """Return a pair of the ids of this process's Ray cluster and job; None if the process is not connected to Ray."""
     worker = ray_worker.global_worker
     node = worker.node  # Ray's shutdown removes the node before Ray reports the disconnection
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
 
 
 def current_node() -> str:
-    """Return the id of this process's node."""
+    """Return Ray's id of the node on which this process runs."""
     return ray.get_runtime_context().get_node_id()
 
 
 def node_addresses() -> dict[str, str]:
-    """Return the address of every node, by node id."""
+    """Return the IP address of every node of the Ray cluster, by node id."""
     return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
 
 
@@ -310,13 +320,16 @@ def nodes_of(pg: PlacementGroup) -> dict[int, str]:
 
 
 def sort_placement_group_by_node_ip(pgs: list[PlacementGroup]) -> list[PlacementGroup]:
-    """Sort placement groups by node address, so that ranks keep their nodes when a job restarts."""
+    """Return the placement groups sorted by the IP address of each group's first node.
+
+    With this order, ranks keep their nodes if a job restarts.
+    """
     addresses = node_addresses()
     return sorted(pgs, key=lambda pg: address_order(addresses[nodes_of(pg)[0]]))
 
 
 def address_order(address: str) -> tuple[int, bytes, str]:
-    """Return the sort key of a node's address. Numerical order puts .9 before .10. Names come after IP addresses."""
+    """Return a key for sorting node addresses. IP addresses are in numerical order (.9 before .10), names come last."""
     try:
         packed = ip_address(address).packed
     except ValueError:
@@ -370,7 +383,9 @@ class JoinedResourcePool(RayResourcePool):
         self.borrow_from(whole)
 
     def visible_devices(self, slots: Sequence[Slot]) -> list[str]:
-        """Return ``CUDA_VISIBLE_DEVICES`` of the process in each slot, in the order of ``slots``.
+        """Return the value of ``CUDA_VISIBLE_DEVICES`` for the process of each slot, in the order of ``slots``.
+
+        A slot is the place of one rank in a placement group.
 
         Raises `DeadlineError` if a node does not answer within ``timeout_s``.
         """
@@ -389,7 +404,9 @@ class JoinedResourcePool(RayResourcePool):
 
 
 def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[int]) -> list[SubRayResourcePool]:
-    """Cut a pool, or a part of a pool, into parts. The pool is reserved first if it is not reserved yet.
+    """Cut a pool, or a part of a pool, into a list of parts, each for its own worker groups.
+
+    If the pool is not reserved yet, it is reserved first.
 
     ``split_size`` is the number of processes of every part, or a list with one number per part. All parts together
     must have as many processes as the pool.
@@ -413,7 +430,10 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """Merge two whole pools that differ only in their nodes. The pools keep their reservations."""
+    """Return a pool with the processes of two pools, which keep their reservations.
+
+    Raises `UsageError` if a pool is a part of another pool, or if the pools differ in other options than the nodes.
+    """
     for pool in (rp1, rp2):
         if isinstance(pool, SubRayResourcePool):
             raise UsageError(f"pool {pool.name_prefix!r} is a part of a pool; merge whole pools, and split the result")
@@ -451,7 +471,10 @@ class WorkerRole(DynamicEnum):
 
     @classmethod
     def from_string(cls, name: str) -> WorkerRole:
-        """Find the role with this ``str(role)`` or name. Raises `ValueError` if there is none."""
+        """Return the role with this name or short name, such as ``RefPolicy`` or ``ref``.
+
+        Raises `ValueError` if there is none.
+        """
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
                 return role
@@ -491,7 +514,10 @@ class ResourcePoolManager:
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def create_resource_pool(self) -> None:
-        """Make the pools. Raises `ValueError`, with the missing resources, if the cluster cannot grant them."""
+        """Fill ``resource_pool_dict`` with a pool for each entry of ``resource_pool_spec``. Nothing is reserved yet.
+
+        Raises `ValueError`, which names the missing resources, if the pools do not fit on the cluster's nodes.
+        """
         for name, process_on_nodes in self.resource_pool_spec.items():
             own = ("use_gpu", "max_colocate_count", "num_cpus_per_process", "apart", "labels", "timeout_s")
             options: dict[str, Any] = {option: getattr(self, option) for option in own}
@@ -547,20 +573,21 @@ _MAX_STEPS = 10_000
 
 
 def fits(needed: Resources, free: Resources) -> bool:
-    """Return whether the needed resources fit into the free resources of a node."""
+    """Return whether a node's free resources (amounts by name) are at least the ``needed`` ones."""
     return all(free.get(resource, 0.0) + _ROUNDING >= amount for resource, amount in needed.items())
 
 
 def take(needed: Resources, free: dict[str, float]) -> None:
-    """Subtract the needed resources, in place."""
+    """Subtract the ``needed`` resources (amounts by name) from ``free``, in place."""
     for resource, amount in needed.items():
         free[resource] -= amount
 
 
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
-    """Return whether all demands can be placed, each on one node. The largest demand must come first.
+    """Return whether all ``needs`` fit on the nodes at the same time, if each need must be on one node.
 
-    The search ends after 10,000 steps. It then returns True, and the cluster decides later.
+    Needs and nodes are resources (amounts by name). The largest need must come first. The search ends after 10,000
+    steps. It then returns True, and the cluster decides later.
     """
     steps = 0
 
@@ -586,14 +613,15 @@ def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
 
 
 def unwrap(cls: Any) -> type:
-    """Return the plain class that ``ray.remote`` wraps."""
+    """Return the plain class inside a class that ``ray.remote`` has wrapped. Return a plain class unchanged."""
     return getattr(cls, "__ray_actor_class__", cls)
 
 
 def remote_class(cls: type, roles: Iterable[type] = ()) -> Any:
-    """Wrap a class with ``ray.remote``.
+    """Return ``ray.remote(cls)``.
 
-    The actor gets a second thread if the class or one of ``roles`` has `beside` methods.
+    If the class, or one of the classes ``roles``, has methods with the decorator `beside`, the actor gets a second
+    thread for these methods.
     """
     has_two = any(runs_beside(getattr(owner, name, None)) for owner in (cls, *roles) for name in dir(owner))
     options: dict[str, Any] = {"concurrency_groups": {BESIDE: 1}}
@@ -609,15 +637,15 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._additional_resource: dict[str, Any] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, Any]) -> None:
-        """Set options of ``ActorClass.options`` that replace those of `update_options`."""
+        """Set keyword arguments for ``ActorClass.options`` that win over all others."""
         self._additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
-        """Add options of ``ActorClass.options``."""
+        """Add keyword arguments for ``ActorClass.options``."""
         self._options.update(options)
 
     def for_rank(self, options: dict[str, Any], **changed: Any) -> RayClassWithInitArgs:
-        """Return a copy of this object for one rank.
+        """Return a copy of this object, with arguments and options changed for the actor of one rank.
 
         If the class does not set ``num_cpus``, the actor uses the CPUs that the pool reserved.
 
@@ -691,7 +719,10 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """Return the slots of a pool, or of a part of a pool, by rank. ``strategy`` replaces the pool's strategy."""
+    """Reserve a pool, if that has not happened, and return the place of each rank in the pool's placement groups.
+
+    ``strategy`` replaces the pool's placement strategy. ``device_name`` is ``cuda`` or ``npu``.
+    """
     addresses = node_addresses()
     unsorted_pgs = pool.get_placement_groups(strategy=strategy, device_name=device_name)
     processes = {pg.id: count for pg, count in zip(unsorted_pgs, pool.store, strict=True)}
@@ -722,7 +753,9 @@ def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> l
 
 
 def master_address_port(slot: Slot, port_range: Sequence[int] | None, timeout_s: float) -> tuple[str, str]:
-    """Return the address of the slot's node and a free port there.
+    """Return the IP address of a slot's node, and a free port on this node as text, for a rendezvous.
+
+    ``port_range`` is a half-open range of ports, or None for any port.
 
     Raises `UsageError` if every port of the range is taken, and `DeadlineError` if the node does not answer in time.
     """
@@ -738,7 +771,10 @@ def master_address_port(slot: Slot, port_range: Sequence[int] | None, timeout_s:
 
 
 def free_port(port_range: Sequence[int] | None = None) -> int:
-    """Return a free port of this node, from the half-open ``port_range`` if it is given."""
+    """Return a port that is free on this node now. ``port_range`` is a half-open range, or None for any port.
+
+    Raises `UsageError` if no port of the range is free.
+    """
     for port in (0,) if port_range is None else range(*port_range):
         with socket.socket() as probe:
             try:

@@ -19,20 +19,23 @@ from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, memory_of
 
 T = TypeVar("T")
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
-"""Header, buffers, and values that the codec does not support."""
+"""An encoded batch: header, buffers of the arrays, and values that the codec does not support."""
 
 
 def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
-    """Unpickle a batch. The message is decoded when an attribute of the batch is first read."""
+    """Return a batch of class ``kind`` from its pickled parts. Used by pickle.
+
+    The parts are decoded when an attribute of the batch is first read.
+    """
     data = kind.__new__(kind)
     data.__setstate__((header, buffers, foreign))
     return data
 
 
 def parts_of(data: Any) -> dict[str, Any]:
-    """Return the batch as a value that the codec can encode.
+    """Return a `DataProto` as a dict that `codec.encode` supports: tensors, arrays and meta information.
 
-    Raises `BatchError` if its columns do not have the same number of rows.
+    Raises `BatchError` if the columns of the batch do not have the same number of rows.
     """
     data.check_consistency()
     batch = None
@@ -42,10 +45,10 @@ def parts_of(data: Any) -> dict[str, Any]:
 
 
 def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
-    """Rebuild a `DataProto` or a subclass from the result of `parts_of`.
+    """Build a batch of class ``kind`` (`DataProto` or a subclass) from a dict that `parts_of` returned.
 
-    Raises `WireError` if ``parts`` does not have that form. ``is_borrowed`` means that other processes may read the
-    tensors' memory.
+    ``is_borrowed`` means that other processes may read the tensors' memory; the batch then copies the tensors before
+    use. Raises `WireError` if ``parts`` has another form.
     """
     try:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
@@ -72,7 +75,7 @@ _ALIGNMENT = 64
 
 
 def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
-    """Write frames to a binary file."""
+    """Write a list of byte buffers to a binary file, in a format that `read_frames` reads."""
     sizes = [memoryview(frame).nbytes for frame in frames]
     head = _FILE_MAGIC + struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
     file.write(head + b"\0" * (-len(head) % _ALIGNMENT))
@@ -82,7 +85,7 @@ def write_frames(file: BinaryIO, frames: Sequence[Frame]) -> None:
 
 
 def read_frames(data: bytes | memoryview) -> list[memoryview]:
-    """Return the frames in the bytes of a file, as views.
+    """Return the byte buffers that `write_frames` wrote, as views of ``data``, the content of the file.
 
     Raises `WireError` if `write_frames` did not write the file, or if the file is truncated.
     """
@@ -111,7 +114,7 @@ def _aligned(size: int) -> int:
 
 
 def all_gather_data_proto(data: Any, process_group: Any) -> None:
-    """Concatenate the batches of all ranks on every rank, in rank order and in place. This is a collective.
+    """Replace each rank's batch, in place, by the rows of all ranks' batches in rank order. This is a collective.
 
     The ranks may have different numbers of rows. The tensors stay on the device of this rank's tensors, and
     ``meta_info`` does not change.
@@ -137,9 +140,9 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
 
 
 def broadcast_value(value: Any, process_group: Any) -> Any:
-    """Return the value of the group's first rank on every rank. This is a collective.
+    """Send a Python value from the first rank of a process group to all ranks, and return it. This is a collective.
 
-    The values of the other ranks are ignored. The first rank gets its own object back. Raises `WireError` if the codec
+    The ``value`` of the other ranks is ignored. The first rank returns its own object. Raises `WireError` if the codec
     does not support the value.
     """
     device = _device_of(process_group)
@@ -169,7 +172,10 @@ def _device_of(group: Any) -> torch.device | None:
 
 
 def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
-    """Gather the messages of all ranks, in rank order. This is a collective."""
+    """Send bytes from each rank of a process group to all ranks. This is a collective.
+
+    Returns the messages of all ranks, in rank order. They may differ in length.
+    """
     device = _device_of(group)
     num_ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(num_ranks)]
@@ -182,7 +188,7 @@ def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
 
 
 def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks, in rank order. This is a collective.
+    """Send a value from each rank of a process group to all ranks. Return the values in rank order. A collective.
 
     Args:
         value: Numbers, strings, lists, tuples, and dataclasses of them.
@@ -198,9 +204,9 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
 
 
 def gather_rows(tensors: tuple[torch.Tensor, ...], group: dist.ProcessGroup) -> list[Any]:
-    """Return the CPU tensors of all ranks, one tuple per rank. This is a collective.
+    """Send a tuple of CPU tensors from each rank of a process group to all ranks. This is a collective.
 
-    Ranks may have different numbers of rows.
+    Returns one tuple of CPU tensors per rank. The ranks' tensors may differ in shape.
     """
     return [_value_of(part) for part in all_gather_bytes(_message_of(tensors), group)]
 
@@ -209,12 +215,18 @@ TensorParts = tuple[str, tuple[int, ...], Any]
 
 
 def serialize_single_tensor(obj: torch.Tensor) -> TensorParts:
-    """Return the name of the dtype, the shape, and the bytes as `memory_of` returns them."""
+    """Return a tuple that describes a dense tensor: the dtype's name, the shape, and the bytes, [nbytes] uint8.
+
+    The bytes are a view of the tensor's memory if the tensor is contiguous and on the CPU.
+    """
     return str(obj.dtype).removeprefix("torch."), obj.shape, memory_of(obj)
 
 
 def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
-    """Rebuild a tensor of `serialize_single_tensor` in new memory. Raises `BatchError` if its parts do not fit."""
+    """Build a tensor, in new memory, from the tuple that `serialize_single_tensor` returned.
+
+    Raises `BatchError` if the dtype, the shape and the bytes do not fit together.
+    """
     name, shape, data = arr
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
@@ -230,9 +242,10 @@ def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
 def serialize_tensordict(
     batch: TensorDict,
 ) -> tuple[tuple[int, ...], str | None, dict[str, TensorParts | tuple[str, list[TensorParts]]]]:
-    """Return the batch size, the common device or None, and the serialized tensors by name.
+    """Convert a TensorDict to a tuple: the batch size, the name of the device or None, and the tensors by name.
 
-    A dense tensor becomes the result of `serialize_single_tensor`. A nested tensor becomes (layout, serialized rows).
+    A dense tensor becomes the result of `serialize_single_tensor`. A nested tensor becomes a pair: the layout's name,
+    and a list of the rows, each like a dense tensor.
     """
     tensors: dict[str, Any] = dict(batch.items())
     items: dict[str, Any] = {
@@ -245,7 +258,10 @@ def serialize_tensordict(
 
 
 def deserialize_tensordict(arr: Any) -> TensorDict:
-    """Rebuild a TensorDict of `serialize_tensordict`. Raises `ValueError` if the parts do not fit together."""
+    """Build a TensorDict from the tuple that `serialize_tensordict` returned.
+
+    Raises `ValueError` if the parts of the tuple do not fit together.
+    """
     batch_size, device, items = arr
     tensors: dict[str, Any] = {}
     for key, parts in items.items():

@@ -1,4 +1,4 @@
-"""Workers, and the fusion of several workers into one process."""
+"""The base class of workers, and classes that run several workers in one process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class WorkerHelper:
         return ray.util.get_node_ip_address()
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
-        """Return this node's address and a free port."""
+        """Return the IP address of this process's node, and a port that is free there, as texts."""
         return self._get_node_ip().strip("[]"), str(free_port())
 
 
@@ -87,7 +87,7 @@ class Worker(WorkerHelper):
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Return the environment variables that describe a worker.
+        """Return the names of the environment variables that describe a worker's place in its group.
 
         Each variable is also an attribute: RANK is ``_rank``. A subclass may add variables.
         """
@@ -100,7 +100,7 @@ class Worker(WorkerHelper):
 
     @property
     def rank(self) -> int:
-        """Rank in the group, from 0."""
+        """Rank of this worker in its group, from 0."""
         return self._rank
 
     @property
@@ -109,19 +109,25 @@ class Worker(WorkerHelper):
         return self._world_size
 
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
-        """Return the address and port of the group's rendezvous, which are those of rank 0."""
+        """Return the address and the port at which the group's processes meet, for ``torch.distributed``.
+
+        It is the address of the node of rank 0. Both values are None if the group set none.
+        """
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
-        """Return the visible devices of the process, or ``not set`` if it sees all devices."""
+        """Return the process's ``CUDA_VISIBLE_DEVICES``, or ``not set`` if all devices are visible.
+
+        On NPUs, it is ``ASCEND_RT_VISIBLE_DEVICES``.
+        """
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
     def get_fused_worker_by_name(self, worker_name: str) -> Worker | None:
-        """Return the worker of this role in the same process, or None."""
+        """Return the worker of the role ``worker_name`` that runs in the same process; None if there is none."""
         return self.fused_worker_dict.get(worker_name)
 
     def get_node_id(self) -> str:
-        """Return Ray's id of this process's node."""
+        """Return Ray's id of the node on which this process runs."""
         return ray.get_runtime_context().get_node_id()
 
     def _register_dispatch_collect_info(self, mesh_name: str, dp_rank: int, is_collect: bool) -> None:
@@ -146,22 +152,25 @@ class Worker(WorkerHelper):
         return self.query_collect_info(mesh_name)
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Return whether a mesh collects this worker's result.
+        """Return whether calls over the mesh ``mesh_name`` use the result of this worker. They use one per dp rank.
 
-        Raises `UsageError` if the mesh is not registered.
+        Raises `UsageError` if this worker has not registered the mesh.
         """
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """Return ``dispatch_dp_rank`` and ``collect_dp_rank``, the arguments of `set_dispatch_collect`."""
+        """Return this worker's place in each mesh that it has registered, as arguments for `set_dispatch_collect`.
+
+        ``dispatch_dp_rank`` has the dp rank by mesh name. ``collect_dp_rank`` says whether the worker's result is used.
+        """
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register a mesh with the dp rank and ``is_collect`` of another worker's last registered mesh.
+        """Register this worker in the mesh ``mesh_name``, at the place that another worker has in its newest mesh.
 
-        Get the last two arguments from `get_dispatch_collect` of that worker.
+        The other two arguments come from `get_dispatch_collect` of the other worker.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(
@@ -186,17 +195,23 @@ class Worker(WorkerHelper):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``func(worker, part of the data)`` on every worker."""
+        """Call ``func(worker, part of the data)`` on every worker, and return its result.
+
+        The group cuts each batch among the arguments into one part per worker.
+        """
         return func(self, *args, **kwargs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``func(*args)`` on rank 0."""
+        """Call ``func(*args, **kwargs)`` in the process of rank 0, and return its result."""
         return func(*args, **kwargs)
 
 
 def redirect_output(path: str) -> None:
-    """Append stdout and stderr to a file, including the output of C++ code and child processes."""
+    """Append the process's stdout and stderr to the file ``path`` from now on.
+
+    This includes the output of C++ code and of child processes. Missing folders are created.
+    """
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -218,21 +233,29 @@ NOSET_VISIBLE_DEVICES = tuple(
 
 
 def ray_noset_visible_devices(env_vars: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a variable tells Ray not to set the visible devices. A worker then sees all devices."""
+    """Return whether an environment variable tells Ray not to set the visible devices of its workers.
+
+    A worker then sees all devices of its node.
+    """
     return any(env_vars.get(name) for name in NOSET_VISIBLE_DEVICES)
 
 
 def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
-    """Return the name of the variable that restricts the visible devices.
+    """Return the name of the environment variable that restricts the visible devices.
 
-    It is the variable of NPUs if that variable is set, or if torch with NPU support is loaded.
+    The name is ``ASCEND_RT_VISIBLE_DEVICES`` if that variable is set, or if torch with NPU support is loaded. Else it
+    is ``CUDA_VISIBLE_DEVICES``.
     """
     is_npu = hasattr(sys.modules.get("torch"), "npu") or bool(env_vars.get("ASCEND_RT_VISIBLE_DEVICES"))
     return "ASCEND_RT_VISIBLE_DEVICES" if is_npu else "CUDA_VISIBLE_DEVICES"
 
 
 def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
-    """Set the visible devices before an accelerator is used. Raises `UsageError` if ROCm's variables conflict."""
+    """Set the environment variables for this worker's devices. Call this before an accelerator is used.
+
+    ROCm's variables are copied to ``CUDA_VISIBLE_DEVICES``. If Ray did not set the visible devices, the current device
+    is set to the one that Ray assigned. Raises `UsageError` if ROCm's variables conflict.
+    """
     _unify_rocm(env_vars)
     if ray_noset_visible_devices(env_vars):
         _choose_device_within_node(env_vars)
@@ -285,7 +308,9 @@ FusedWorkerCLSName = "FusedWorker"
 
 
 def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs]) -> type[Worker]:
-    """Make a class that holds one worker per role. Each worker is an attribute with the name of its role.
+    """Return a new class whose instances hold one worker per role, in attributes with the names of the roles.
+
+    ``class_dict`` has the worker class of each role with its arguments.
 
     A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on the
     subclass's `RayClassWithInitArgs`, and call ``fuse`` on the group.
@@ -316,9 +341,9 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
 
 def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs]) -> RayClassWithInitArgs:
-    """Combine worker classes, one per role, into one class.
+    """Combine worker classes, one per role, into one class for a worker group, so that all roles share each process.
 
-    `RayWorkerGroup.spawn` returns one group per role.
+    `RayWorkerGroup.spawn` then returns one group per role, over the same processes.
     """
     raw: Any = create_colocated_worker_raw_cls(class_dict)
     fused = RayClassWithInitArgs(remote_class(raw, raw.raw_cls_dict.values()))

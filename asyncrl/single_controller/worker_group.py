@@ -68,7 +68,7 @@ class WorkerGroup:
 
     @property
     def world_size(self) -> int:
-        """Number of workers."""
+        """Number of workers in the group."""
         return len(self._workers)
 
     def _is_worker_alive(self, worker: Any) -> bool:
@@ -77,7 +77,7 @@ class WorkerGroup:
     def start_worker_aliveness_check(
         self, every_n_seconds: float = 1, on_death: Callable[[WorkerDiedError], None] | None = None
     ) -> None:
-        """Wait until all workers have started, then watch them from a thread.
+        """Wait until all workers have started. Then start a thread that waits for the death of a worker.
 
         The end of a worker's process wakes the thread. The thread also asks Ray for the workers' states every
         ``every_n_seconds``. After a death, it calls ``on_death`` once with an error that names the worker. By default
@@ -110,7 +110,7 @@ class WorkerGroup:
         self._watch = self._checker_thread = None
 
     async def death(self) -> WorkerDiedError:
-        """Wait until a worker dies, even if no call runs. Returns an error that names the worker.
+        """Wait until a worker of this group dies, even if no call runs. Return an exception that names the worker.
 
         Raises `ClusterDiedError` if Ray shuts down.
         """
@@ -246,7 +246,7 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: RayClassWithInitArgs | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """Make a group of running workers from their names or handles."""
+        """Return a group of workers that run already, found by Ray actor names or given as actor handles."""
         kwargs |= {"worker_names": worker_names, "worker_handles": worker_handles}
         return cls(None, ray_cls_with_init, name_prefix=name_prefix, **kwargs)
 
@@ -257,12 +257,12 @@ class RayWorkerGroup(WorkerGroup):
 
     @property
     def node_ids(self) -> list[str]:
-        """Node ids of the workers, in the order of the ranks; empty if the group attached to its workers."""
+        """Ray's node id of each worker, in the order of the ranks; empty if the group did not start the workers."""
         return [slot.node_id for slot in self._slots]
 
     @property
     def workers(self) -> list[Any]:
-        """Actor handles, in the order of the ranks."""
+        """Ray actor handles of the workers, in the order of the ranks."""
         return self._workers
 
     def _introduce(self, worker: Any, rank: int, node: str, log_file: str | None = None) -> None:
@@ -312,9 +312,9 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     async def node_of(self, rank: int) -> str:
-        """Wait until the cluster has reserved the slot of a rank. Returns the id of the slot's node.
+        """Wait until Ray has reserved the resources of a rank, and return the id of the node that has them.
 
-        If a node dies, Ray moves its slots to other nodes.
+        If a node dies, Ray reserves its ranks' resources on other nodes.
         """
         slot = self._slots[rank]
         there = PlacementGroupSchedulingStrategy(
@@ -325,14 +325,14 @@ class RayWorkerGroup(WorkerGroup):
         return node_id
 
     def kill_worker(self, rank: int) -> None:
-        """Kill the worker of a rank unless it is dead. Its slot stays reserved."""
+        """Kill the worker of a rank unless it is dead. The worker's resources stay reserved."""
         ray.kill(self._workers[rank])
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank unless it is dead. Start a new worker of the same class in the same slot.
+        """Kill the worker of a rank unless it is dead. Start a new worker of the same class with the same resources.
 
-        ``changed`` are keyword arguments of the class that differ from the group's. Ray starts the new worker when the
-        slot is free. Calls of the new worker wait until then.
+        ``changed`` are keyword arguments of the class that differ from the group's. Ray starts the new worker as soon
+        as the resources are free. Calls of the new worker wait until then.
         """
         if not self._replacements:
             raise UsageError(f"group {self.name_prefix!r} did not start its workers; use the group that started them")
@@ -391,7 +391,9 @@ class RayWorkerGroup(WorkerGroup):
         return hidden | self.customized_worker_env | env
 
     def spawn(self, prefix_set: Iterable[str]) -> dict[str, RayWorkerGroup]:
-        """Return one group per role of a colocated class, over the same workers.
+        """Return one group per role, by role name, for workers of a class that `create_colocated_worker_cls` made.
+
+        All groups call the same processes; each group has the methods of its role. ``prefix_set`` names the roles.
 
         Raises `UsageError` for an unknown role.
         """
@@ -415,28 +417,28 @@ class RayWorkerGroup(WorkerGroup):
     spawn_fused = spawn  # verl's name for the same method
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group one attribute per role. The attribute is the role's group from `spawn`."""
+        """Give this group one attribute per role, with the role's name: a group that calls this role (see `spawn`)."""
         if self.wg_dict is None:
             self.wg_dict = self.spawn(prefix_set)
         for role, group in self.wg_dict.items():
             setattr(self, role, group)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call a method of rank 0, and return a reference to the result."""
+        """Call the method ``method_name`` of the worker of rank 0. Return a reference to the result at once."""
         return PendingResult(self._execute_remote_single_worker(self._workers[0], method_name, *args, **kwargs))
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of rank 0 and wait for the result."""
+        """Call the method ``method_name`` of the worker of rank 0, wait for the result, and return it."""
         return self._fetch(self.execute_rank_zero_async(method_name, *args, **kwargs))
 
     execute_rank_zero = execute_rank_zero_async
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call a method of one rank, and return a reference to the result."""
+        """Call the method ``method_name`` of the worker of one rank. Return a reference to the result at once."""
         return PendingResult(self._execute_remote_single_worker(self._workers[rank], method_name, *args, **kwargs))
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
-        """Call a method of every worker, and return references to the results.
+        """Call the method ``method_name`` of every worker. Return a list of references to the results at once.
 
         If every argument is a list with one entry per rank, each rank receives its entry. Otherwise every rank receives
         all arguments unchanged.
@@ -467,16 +469,19 @@ class RayWorkerGroup(WorkerGroup):
         return self._route_to(method_name).call(worker, args, kwargs)
 
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call a method of every worker and wait for the results."""
+        """Call the method ``method_name`` of every worker, wait, and return the results in rank order.
+
+        The arguments are distributed like in `execute_all_async`.
+        """
         return self._fetch(self.execute_all_async(method_name, *args, **kwargs))
 
     execute_all = execute_all_async
 
     def shutdown(self) -> None:
-        """Kill the workers. Groups that were spawned from this group, or attached to its workers, end too.
+        """Kill the workers. This also ends other groups of the same workers (from `spawn`, or attached by name).
 
-        The last group of a pool also releases the reservation. A running call raises `WorkerDiedError`. After a
-        shutdown of Ray, this call kills no worker, so that detached workers still run.
+        The last group of a pool also releases the pool's reservation. A running call raises `WorkerDiedError`. After a
+        shutdown of Ray, the method kills no worker, so that detached workers still run.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)
