@@ -194,10 +194,9 @@ def group_sequences(
     all_columns: bool = False,
     version: int | None = None,
 ) -> list[TokenSequence]:
-    """Return the sequences of a prompt group's trajectories, one per branch. The branches keep their order.
+    """Return one sequence per branch of a prompt group's trajectories. A branch is a path through the turns.
 
-    A branch is a path through the turns of a trajectory. Each sampled turn is in the loss of exactly one branch.
-    Prompts and tokens from an environment are not in the loss.
+    Each sampled turn is in the loss of exactly one branch. Prompts and tokens from an environment are not in the loss.
 
     Args:
         group: The prompt group.

@@ -70,10 +70,7 @@ def read_request(
 
 
 def response(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
-    """Convert a sampled answer to the JSON body of a response of ``/v1/responses``.
-
-    ``body`` is the request. The additional field ``turn`` is the index of the answer in the rollout.
-    """
+    """Convert a sampled answer to the JSON body of a response of ``/v1/responses``. ``body`` is the request."""
     output: list[dict[str, Any]] = []
     in_namespace = {
         _full_name(space["name"], own["name"]): {"namespace": space["name"], "name": own["name"]}
