@@ -145,9 +145,7 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Convert trajectories of one prompt to a group with arrays over all tokens.
-
-        ``attempt`` counts the times that a worker began to generate the group.
+        """Convert a prompt's trajectories to a group with arrays over all tokens. ``attempt`` is its number of starts.
 
         Raises:
             ValueError: there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
