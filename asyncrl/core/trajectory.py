@@ -147,8 +147,7 @@ class TrajectoryGroup:
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
         """Convert a prompt's trajectories to a group with arrays over all tokens. ``attempt`` is its number of starts.
 
-        Raises:
-            ValueError: there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
+        Raises `ValueError` if there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
         """
         if not trajectories:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
