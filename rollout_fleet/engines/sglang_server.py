@@ -396,17 +396,20 @@ class SGLangClient:
 
     Every call raises `RequestRefused` for a status of 4xx, and `WorkerDiedError` if the server died. It raises
     `EngineError` for other failures, or if the server cannot be reached.
+
+    Attributes:
+        server: The server.
     """
 
     def __init__(self, server: SGLangServer) -> None:
-        self._server = server
+        self.server = server
         self._session: aiohttp.ClientSession | None = None
 
     async def open(self) -> None:
         """Make an empty pool of connections. The first `call` or `stream` connects to the server."""
         self._session = aiohttp.ClientSession(
-            self._server.url,
-            headers={**self._server.headers, "Content-Type": "application/json"},
+            self.server.url,
+            headers={**self.server.headers, "Content-Type": "application/json"},
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=None),
         )
@@ -427,7 +430,7 @@ class SGLangClient:
                 status, content = await _exchange(session, method, path, body)
             except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
                 await self._raise_if_dead()
-                logger.warning("%s: %s %s is sent again after %r", self._server.name, method, path, error)
+                logger.warning("%s: %s %s is sent again after %r", self.server.name, method, path, error)
                 status, content = await _exchange(session, method, path, body)
         except aiohttp.ClientError as error:
             raise await self._unreachable(method, path, error) from error
@@ -454,32 +457,32 @@ class SGLangClient:
 
     def _opened(self, method: str, path: str) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:
-            raise EngineError(f"{self._server.name} is not running; {method} {path} cannot be sent")
+            raise EngineError(f"{self.server.name} is not running; {method} {path} cannot be sent")
         return self._session
 
     def _check_status(self, status: int, method: str, path: str, content: bytes) -> None:
         if status != 200:
             kind = RequestRefused if 400 <= status < 500 else EngineError
-            raise kind(f"{self._server.name} answered {method} {path} with {status}: {content[:500]!r}")
+            raise kind(f"{self.server.name} answered {method} {path} with {status}: {content[:500]!r}")
 
     def _decoded(self, content: bytes, method: str, path: str) -> Any:
         try:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineError(
-                f"{self._server.name} answered {method} {path} with a body that is not JSON ({error}): "
+                f"{self.server.name} answered {method} {path} with a body that is not JSON ({error}): "
                 f"{content[:500]!r}"
             ) from error
 
     async def _unreachable(self, method: str, path: str, error: Exception) -> EngineError:
         await self._raise_if_dead()
-        return EngineError(f"{self._server.name} could not be reached for {method} {path}: {error!r}")
+        return EngineError(f"{self.server.name} could not be reached for {method} {path}: {error!r}")
 
     async def _raise_if_dead(self) -> None:
         """Raise `WorkerDiedError` if the server exits soon, because a dying server first loses its connections."""
         try:
             async with asyncio.timeout(DEATH_GRACE_S):
-                await self._server.wait_exit()
+                await self.server.wait_exit()
         except TimeoutError:
             return
 
