@@ -470,8 +470,7 @@ class SGLangClient:
             return orjson.loads(content)
         except orjson.JSONDecodeError as error:
             raise EngineError(
-                f"{self.server.name} answered {method} {path} with a body that is not JSON ({error}): "
-                f"{content[:500]!r}"
+                f"{self.server.name} answered {method} {path} with a body that is not JSON ({error}): {content[:500]!r}"
             ) from error
 
     async def _unreachable(self, method: str, path: str, error: Exception) -> EngineError:
