@@ -1,6 +1,6 @@
 """Derives a scenario (the speeds, lengths and options that the simulator needs) from the record of a run.
 
-Times of waiting are left out of the scenario, because the simulation computes the waits.
+The times of a scenario do not include waits, because the simulator computes the waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rollout_fleet.config import EngineDevice, EngineKind
 from rollout_fleet.loop import GATHER_S
 
 MIN_STEPS = 4
-"""Smallest number of recorded steps after the warm-up for a calibration."""
+"""`calibrate` needs a record with at least this number of learner steps after the warm-up."""
 _NS, _MICROSECONDS = 1e9, 1e6
 _WARM_UP_SHARE = 0.1
 _SAME_MOMENT_NS = 5_000_000
@@ -35,11 +35,12 @@ _COMPUTED = (SpanKind.forward, SpanKind.backward)
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """A recorded run as a scenario.
+    """The scenario of a recorded run, and measurements to compare a simulation with.
 
     Attributes:
         scenario: The speeds and lengths of the run, with the options of the run.
-        num_faults: Sum of failed attempts, lost records, and engines that are down at the end.
+        num_faults: Number of failures: failed attempts to generate a group, lost records, and engines that are down at
+            the end.
         notes: Sentences about values that the record does not contain.
     """
 
@@ -94,9 +95,9 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
 
 @dataclass(frozen=True)
 class _Batch:
-    """A batch of an in-process engine. ``start`` and ``end`` are in nanoseconds; ``longest`` is in tokens.
+    """A batch of samples that an in-process engine generated together. ``start`` and ``end`` are in nanoseconds.
 
-    ``token_s`` is the time of a decoding step, in seconds.
+    ``longest`` is the longest response, in tokens. ``token_s`` is the time of a decoding step, in seconds.
     """
 
     start: int
@@ -205,7 +206,7 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # A worker scores and stores its groups one by one, so overlapping spans count once.
+        # A worker scores and stores its groups one by one, so time in which several groups wait for it counts once.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s

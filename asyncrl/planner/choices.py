@@ -22,7 +22,7 @@ from asyncrl.profile.report import Advice
 from buffer.config import OnStale
 
 NUM_REPLICATES = 8
-"""Number of simulations for the interval of one choice."""
+"""Number of simulations of one choice. Their results give the interval of the step time."""
 AS_FAST = 0.02
 """Two choices count as equally fast if their step times differ by at most this share."""
 MIN_GAIN = 0.03
@@ -30,7 +30,7 @@ MIN_GAIN = 0.03
 MAX_REPLAY_ERROR = 0.2
 """Largest error of the simulated step time, as a share of the measured step time. Above it, `advise` returns None."""
 _REPLICATES = 3
-"""Number of simulations per interval in `advise`."""
+"""Number of simulations of one choice in `advise`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +75,7 @@ class Prediction:
         outcome: The result with the scenario's own response lengths.
         step_s: 5th and 95th percentile of the step time over resampled lengths. The interval includes
             ``outcome.step_s``.
-        lag_mean: The same interval for the mean lag.
+        lag_mean: The interval of the mean lag, in learner steps, computed in the same way.
     """
 
     scenario: Scenario
@@ -203,7 +203,7 @@ def make_plan(
     others = [scenario for scenario in choices.of(base) if scenario != base]
     for number, scenario in enumerate(others, start=1):
         on_progress(f"choice {number} of {len(others)}")
-        with suppress(ReplayBufferError):  # the choice cannot run
+        with suppress(ReplayBufferError):  # leave out a choice for which the buffer would refuse a request
             found.append(predict(scenario, replicates=1, seed=seed))
     fast = [one for one in _as_fast(found) if one is not current]
     for number, one in enumerate(fast, start=1):
@@ -282,13 +282,13 @@ def advise(
         return None
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
-        with suppress(ReplayBufferError):  # a run with this change is not possible
-            # Compute the interval only for a change with enough gain.
+        with suppress(ReplayBufferError):  # leave out a change for which the buffer would refuse a request
+            # One simulation shows the gain. Only if it is large enough, more simulations give the interval.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []
     best = min(paying, key=lambda found: found.outcome.step_s, default=None)
-    # The gain must also hold against the measured step time.
+    # The predicted step must also be faster than the measured step by the share `MIN_GAIN`.
     if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):
         return None
     idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
@@ -319,7 +319,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
     for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
-    # The new number of ranks must be a multiple of `ranks_at_once`.
+    # Exchange so many engines for ranks that the number of ranks stays a multiple of `ranks_at_once`.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
         ranks = scenario.num_devices - engines * scenario.devices_per_engine

@@ -1,6 +1,7 @@
 """Computes the memory that each device needs, from the options and ``config.json`` of the models.
 
-Each result maps kinds of memory, such as ``activations``, to bytes. docs/gpus.md explains the kinds of `rank_bytes`.
+Most functions return a dict from a kind of memory, such as ``activations``, to bytes. docs/gpus.md explains the kinds
+of `rank_bytes`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ GIB = 1 << 30
 _MIB = 1 << 20
 _FLOAT32_BYTES = 4
 CONTEXT_BYTES = 2 * GIB
-"""Memory of a rank outside torch's allocator: CUDA context, kernels, and the buffers of NCCL and cuBLAS."""
+"""Bytes of a GPU that a rank needs outside torch's allocator: CUDA context, kernels, buffers of NCCL and cuBLAS."""
 _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
 """Model types that do not normalize queries and keys."""
 _WEIGHT_CHUNK_TOKENS = 4096
@@ -44,9 +45,10 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 _CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "moe_shared_expert_intermediate_size", "shared_intermediate_size")
-"""Names that model families use in ``config.json`` for the sizes of a mixture of experts."""
+"""Names in ``config.json``, by model family, for four sizes of a mixture of experts: the number of experts, the experts
+per token, the shared experts, and the total width of the shared experts."""
 _LAYER = re.compile(r"^(?!.*(?:vision|visual)).*\b(?:layers|h)\.(\d+)\.")
-"""Pattern of the names of a decoder layer's parameters. Names in a vision tower do not match."""
+"""Matches the name of a parameter of a decoder layer, and captures the layer's index. Vision towers do not match."""
 _GRAPH_SIZES = 58
 """Number of CUDA graphs that SGLang captures for prefill. Each graph takes 8 MiB."""
 
@@ -217,18 +219,19 @@ class RankSetup:
     """The options of a learner rank that determine its memory.
 
     Attributes:
-        num_shards: Ranks that share one copy of the parameters.
+        num_shards: Number of ranks among which FSDP divides one copy of the parameters.
         tokens: Tokens of a micro-batch on this rank.
-        checkpointing: The backward pass recomputes the layers.
-        keeps_attention: The backward pass does not recompute attention (``activation_checkpointing=selective``).
-        whole_gradients: Each rank keeps unsharded float32 gradients until the update (``gradient_sync=update``).
+        checkpointing: Whether the backward pass recomputes the activations of the layers.
+        keeps_attention: Whether attention is not recomputed (``activation_checkpointing=selective``).
+        whole_gradients: Whether each rank keeps unsharded float32 gradients until the optimizer update
+            (``gradient_sync=update``).
         compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
         chunk_tokens: Number of tokens with logits in memory at the same time.
-        keeps_gathered: Gathered parameters stay in memory from the first to the last micro-batch
+        keeps_gathered: Whether gathered parameters stay in memory from the first to the last micro-batch
             (``resharding=update``).
         lora_rank: Rank of the adapters; 0 trains all parameters.
-        has_entropy_bonus: The loss includes the entropy of the policy.
-        offloaded: Parameters, gradients and optimizer state stay in host memory (``offload_policy``).
+        has_entropy_bonus: Whether the loss includes the entropy of the policy.
+        offloaded: Whether parameters, gradients and optimizer state stay in host memory (``offload_policy``).
     """
 
     num_shards: int
@@ -296,11 +299,12 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
         "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # the last norm and its input
         "output layer": _output_layer(model, setup, head),
     }
-    # `rank_bytes` counts the gathered root unit here, although FSDP has freed it.
+    # At this moment FSDP has freed the gathered root unit, but `rank_bytes` still counts it.
     at_end = {"gradients in transit": reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
-    for (layer, below, above), has_gradients in product(units, (False, True)):  # gradients of the layer's parameters
+    # `has_gradients` is the moment at which the gradients of the layer's parameters exist.
+    for (layer, below, above), has_gradients in product(units, (False, True)):
         own = size * gathers * layer * has_gradients
         layer_moment = {
             "gathered layers": gathers_layers * (layer + below),
@@ -458,7 +462,7 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2
     devices = fleet.sglang.tp_size
-    # `--enable-fp32-lm-head` multiplies in float32 without a float32 copy of the output layer's weight.
+    # SGLang's `--enable-fp32-lm-head` needs no float32 copy of the output layer's weight.
     weights = size * model.num_parameters // devices
     per_token = size * model.cached // min(devices, model.cache_heads)
     cache = kv_tokens(config) * per_token

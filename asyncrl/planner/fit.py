@@ -25,12 +25,12 @@ _MIB = 1 << 20
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. torch's allocator also holds bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
-"""Largest share of a GPU that a rank may need to keep attention activations by default."""
+"""By default, ranks keep the activations of attention if a rank then needs at most this share of a GPU's memory."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
 }  # fmt: skip
-"""MiB of memory by the GPU's name, as in ``nvidia-smi``."""
+"""The memory that ``nvidia-smi`` shows for a GPU, in MiB, by the GPU's name."""
 
 _QWEN3 = {"model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936}
 _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings")
@@ -84,10 +84,10 @@ def policy_size(config: RunConfig) -> ModelSize:
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceUse:
-    """The memory of one kind of device.
+    """The memory that a run needs on one device of a kind, and the memory that the device has.
 
     Attributes:
-        name: ``learner rank (POOL)`` or ``engine``.
+        name: The kind of device: ``learner rank (POOL)`` or ``engine``.
         parts: Bytes by kind of memory, such as ``optimizer``.
         card_bytes: Memory of the GPU; 0 if there is no GPU or it is unknown.
     """
@@ -186,7 +186,7 @@ def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any
             break
     else:
         return {}
-    for name in list(needed):  # a later option may make an earlier one unnecessary
+    for name in list(needed):  # leave out an option that later options made unnecessary
         without = {other: value for other, value in needed.items() if other != name}
         if not _excess(with_options(config, without), model, card):
             needed = without
@@ -258,7 +258,7 @@ class Layout:
     """A way to divide GPUs between ranks and engines, with the largest token budget that fits.
 
     Attributes:
-        sp_size: Ranks that share a sequence.
+        sp_size: Number of ranks that divide a sequence among them.
         num_engines: Engines on the other GPUs.
         tp_size: GPUs per engine.
         budget: Largest ``learner.max_tokens_per_micro_batch`` that fits, in tokens.

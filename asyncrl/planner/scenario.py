@@ -1,6 +1,6 @@
 """Scenarios for the simulator: speeds of engines and learner, response lengths and options.
 
-Times are in seconds, without waits. Lengths are in tokens.
+Times are in seconds. They do not include waits, which the simulator computes. Lengths are in tokens.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from buffer.config import OnStale
 from rollout_fleet.config import EngineKind, OnUpdate, SaveProgress
 
 _MOST_TOKENS, _MOST_SPREAD, _MOST_LAG, _MOST_BYTES = 1e9, 10.0, 10_000, 2**62
-"""Upper limits of some values. The limit of all other values is a million."""
+"""Largest token count, spread, lag and number of bytes in a scenario. All other numbers are at most a million."""
 
 _DRAWN_AT_ONCE = 1024
 
@@ -89,10 +89,10 @@ class EngineModel:
         step_s_per_sample: Time that each running sample adds to a decoding step.
         prefill_s_per_token: Time to compute the KV cache of one token. The engine does not decode during this time.
         max_running: Largest number of running samples. Other samples wait in order of arrival.
-        takes_batches: The engine finishes a batch before it starts the next one, as the in-process engine does.
+        takes_batches: Whether the engine finishes a batch before it starts the next one, as the in-process engine does.
             Otherwise a sample starts as soon as the engine has room.
         batch_s: Time of a batch without its decoding steps.
-        variation: Ratios of the recorded to the expected times of batches, in recorded order.
+        variation: Recorded time ÷ expected time of each recorded batch. The simulated times vary in the same way.
     """
 
     step_s: float = 0.02
@@ -115,14 +115,14 @@ class LearnerModel:
     """The times of a learner step and of a publish.
 
     Attributes:
-        step_s: Fixed time of a step.
+        step_s: Time of a step that does not depend on its number of tokens.
         rank_s_per_token: Rank-seconds for one token, including prompt tokens; the ranks share the tokens.
-        copy_s: Pause of the ranks to copy the weights.
-        publish_s: Time from the copy until an engine can load the version. Training and generation continue.
+        copy_s: Pause of the ranks to copy the weights of a new version.
+        publish_s: Time from the end of the copy until engines can load the version. Training and generation continue.
         load_s: Pause of an engine to load the version.
         on_update: What an engine does with the KV cache of running samples after an update.
-        shares_learner: The ranks also pause for ``publish_s`` and ``load_s``.
-        variation: Ratios of the recorded to the expected times of steps, in recorded order.
+        shares_learner: Whether the ranks also pause for ``publish_s`` and ``load_s``.
+        variation: Recorded time ÷ expected time of each recorded step. The simulated times vary in the same way.
     """
 
     step_s: float = 1.0
@@ -144,14 +144,14 @@ class LearnerModel:
 class HostModel:
     """The CPU cores of a host, if engines and ranks compute on the CPU.
 
-    All engines share one core, and all ranks share another core. The other processes use the core with fewer
-    activities.
+    All engines share one core, and all ranks share another core. The other processes, such as the buffer, use the
+    core on which fewer jobs run.
 
     Attributes:
-        is_shared: Engines and ranks compute on these cores. This needs ``engine.takes_batches``. If False, the other
-            fields have no effect.
+        is_shared: Whether engines and ranks compute on these cores. This needs ``engine.takes_batches``. If False, the
+            other fields have no effect.
         settle_s: CPU time of an engine's process to score and store a group; it replaces ``Scenario.settle_s``.
-        publish_s: CPU time of a rank's process per version, after the copy.
+        publish_s: CPU time of a rank's process per published version, after the rank has copied the weights.
         group_s: CPU time of the other processes per group: buffer and rewards.
         step_s: CPU time of the other processes per step: the controller.
     """
@@ -168,12 +168,13 @@ class HostModel:
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """A complete system for the simulator.
+    """The system that the simulator runs: engines, learner, buffer options and response lengths.
 
     Attributes:
         devices_per_engine: ``rollout_fleet.sglang.tp_size``.
         num_ranks: Number of learner ranks, with one device each.
-        ranks_at_once: Required divisor of the number of ranks, from ``learner.sp_size`` and ``learner.fsdp_size``.
+        ranks_at_once: The number of ranks must be a multiple of this number. It follows from ``learner.sp_size`` and
+            ``learner.fsdp_size``.
         groups_in_flight: Prompt groups that one engine generates at a time. The worker may also score and store up to
             this number of finished groups.
         groups_per_step: Prompt groups per batch.
@@ -181,16 +182,19 @@ class Scenario:
         publish_every: Learner steps between two published versions.
         bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
         settle_s: Time from a group's last token until the buffer has stored the group: reward, encoding, network.
-        ask_s: Delay from a free group slot to the request for a lease; 0 if all slots are free.
-        plan_s: Time from a complete batch to the start of the step: plan, fetch, reference scores.
+        ask_s: Time from the moment when a group slot becomes free until the worker requests a new group. If all slots
+            are free, the worker requests at once.
+        plan_s: Time from the moment when a batch is complete until its learner step begins. It covers the plan, the
+            fetch and the forward pass of the reference model.
         pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in a real run.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
         queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. Above it,
             the buffer drops the oldest group and requeues its prompt. 0, as in a real run, is no limit.
-        warm_up_steps: Number of first steps that do not count in the results.
-        hands_on: Workers hand over running groups when the buffer asks. False for
-            ``rollout_fleet.save_progress=never``.
-        whole_groups: Simulate only the longest sample of a group, with the mean load of all. Faster for large fleets.
+        warm_up_steps: Number of first steps that are left out of the step time, the rate and the lags.
+        hands_on: Whether workers save running groups if the buffer asks, so that other workers continue the groups.
+            False for ``rollout_fleet.save_progress=never``.
+        whole_groups: Simulate only the longest sample of a group. Its load on the engine is the mean load of the whole
+            group. This is faster for large fleets.
     """
 
     num_engines: int = 1

@@ -23,7 +23,7 @@ from buffer.service import BufferService
 from buffer.sockets import LoopClock
 
 _NEVER_S = 1e12
-"""Deadlines of a simulated buffer, in seconds, so long that they never expire."""
+"""The time limits of the simulated buffer, in seconds. They are so long that they never expire."""
 _COLLECT_EVERY = 200_000
 
 OnReply = Callable[[Any], None]
@@ -100,7 +100,7 @@ def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None
 
 
 class _Size:
-    """A payload that has only a size."""
+    """Stands for a payload: it has a size in bytes, but no content."""
 
     __slots__ = ("_num_bytes",)
 
@@ -119,8 +119,8 @@ class SimulatedBuffer:
         groups_per_step: Prompt groups per batch.
 
     Attributes:
-        service: The buffer's operations.
-        ledger: The ledger of the service, read-only.
+        service: The real buffer's service, which handles the requests.
+        ledger: The ledger of the service (the states of all groups), read-only.
         num_requests: Number of handled requests.
         service_s: CPU seconds of the service for these requests.
     """

@@ -26,11 +26,11 @@ class SimulatedGroup:
     Attributes:
         lengths: Final number of tokens of each sample.
         to_write: Number of tokens that each unfinished sample needs at the start of this attempt.
-        oldest_version: Policy version of the first token; -1 without tokens.
-        newest_version: Policy version of the last token.
-        written: Tokens of the samples that this attempt finished.
-        on_cut: Callback of `SimulatedEngine.cut`; None before that call.
-        cut_at: Time of `SimulatedEngine.cut`, in simulated seconds.
+        oldest_version: Policy version that generated the group's first token; -1 before the group begins.
+        newest_version: Policy version at the end of the sample that ended last; -1 before a sample ends.
+        written: Number of tokens that this attempt generated for samples that have ended.
+        on_cut: The callback that was passed to `SimulatedEngine.cut`; None before that call.
+        cut_at: Time of the call of `SimulatedEngine.cut`, in simulated seconds.
     """
 
     group_id: int
@@ -54,7 +54,7 @@ class SimulatedGroup:
 
 @dataclass(order=True, slots=True)
 class _Running:
-    """A running sample. It ends when the engine's progress reaches ``ends_at``."""
+    """A running sample. It ends when the engine's progress reaches ``ends_at``. It counts as ``weight`` samples."""
 
     ends_at: float
     place: int
@@ -67,15 +67,15 @@ class SimulatedEngine:
     """An engine with the speed of an `EngineModel`.
 
     Args:
-        on_update: What a weight update does to running samples.
+        on_update: What the engine does with the KV cache of running samples after a weight update.
         prompt_tokens: Tokens of a prompt. The engine computes their KV cache once per group.
-        whole_groups: ``Scenario.whole_groups``.
-        after: Calls a function after a number of seconds of work.
+        whole_groups: Simulate only the longest sample of a group (``Scenario.whole_groups``).
+        after: A function that takes seconds of work and a callback. It calls the callback when the work is done.
         vary: Maps the expected time of a batch to its simulated time.
 
     Attributes:
-        loading_s: Seconds of pauses to load weights.
-        prefill_s: Seconds of recomputing KV caches after updates.
+        loading_s: Seconds for which the engine has paused to load weights.
+        prefill_s: Seconds for which the engine has recomputed KV caches after weight updates.
     """
 
     def __init__(
@@ -98,8 +98,8 @@ class SimulatedEngine:
         self._prompt_tokens, self._whole_groups = prompt_tokens, whole_groups
         self._running: list[_Running] = []
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
-        self._load = 0.0  # number of running samples, by `_Running.weight`
-        self._begun = 0.0  # sum of the progress at which these samples began, by the same weights
+        self._load = 0.0  # sum of the weights of all running samples
+        self._begun = 0.0  # sum over these samples: weight × the engine's progress at the start of the sample
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
         self._is_loading = False
@@ -307,7 +307,7 @@ class SimulatedEngine:
     def _leave(self, sample: _Running) -> None:
         self._load -= sample.weight
         self._begun -= sample.weight * (sample.ends_at - sample.length)
-        if not self._running:  # clear rounding errors
+        if not self._running:  # remove the rounding errors of the two sums
             self._load = self._begun = 0.0
 
     def _write(self, sample: _Running) -> bool:

@@ -30,14 +30,14 @@ from buffer import commands, outcomes
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
 _QUEUED_STEPS = 2
-"""Number of batches of prompts in the queue. With this number, admission does not wait for prompts."""
+"""The prompt queue has prompts for this number of batches and for all engines, so engines do not wait for prompts."""
 _SLICES = 8
-"""Number of slices of the controller's work per step. Each slice runs on the core with fewer jobs."""
+"""The controller's work for a step runs in this number of slices. Each slice uses the core with fewer jobs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulatedRun:
-    """The result of a simulated run, without its warm-up steps.
+    """The result of a simulated run. Step time, rate, lags and waits leave out the warm-up steps.
 
     Attributes:
         tokens_per_s: Trained response tokens per second.
@@ -47,7 +47,7 @@ class SimulatedRun:
         dropped: Share of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
         update_s: Mean seconds per step that the ranks computed.
-        step_ends: Simulated seconds from the start of the run to the end of each step.
+        step_ends: Simulated seconds from the start of the run to the end of each step, including warm-up steps.
     """
 
     step_s: float
@@ -85,7 +85,7 @@ def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[
 
 
 class SimulatedWorker:
-    """A simulated rollout worker."""
+    """A simulated rollout worker: it requests groups from the buffer, and stores what its engine generates."""
 
     def __init__(self, simulation: Simulation, index: int) -> None:
         scenario = simulation.scenario
@@ -275,7 +275,7 @@ class SimulatedWorker:
             self._buffer.request(self._client, commands.Put(summary=summary), num_bytes=num_bytes, **done)
 
         def on_refusal(error: AsyncRLError) -> None:
-            if isinstance(error, StoreFull):  # wait for space
+            if isinstance(error, StoreFull):  # reserve space; the reply comes when there is space
                 reserve = commands.Reserve(group_id=group.group_id, attempt=group.attempt, num_bytes=num_bytes)
                 self._buffer.request(self._client, reserve, on_reply=put)
             elif isinstance(error, LeaseExpired):  # the buffer revoked the group while the worker scored it
@@ -309,7 +309,7 @@ class SimulatedWorker:
         def on_loaded() -> None:
             self.account()
             self._report_loaded(version, load_s)
-            if self._asked is not None:  # the pending request names the previous version
+            if self._asked is not None:  # the pending request for groups still names the previous version
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
             self._follow_weights()
@@ -319,7 +319,7 @@ class SimulatedWorker:
 
 
 class SimulatedLearner:
-    """The simulated learner ranks and loops of the controller."""
+    """Simulates the learner ranks, and the loops of the controller that queue prompts and plan batches."""
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation, self._scenario, self._env = simulation, simulation.scenario, simulation.env
@@ -448,11 +448,12 @@ class Simulation:
 
     Attributes:
         capacity: Largest number of groups in flight on all workers.
-        host: The cores that engines and ranks share; None if each has its own device.
-        lengths: A stream of response lengths, one list per lease.
+        host: The CPU core of all engines and that of all ranks; None if each engine and rank has its own device.
+        lengths: An iterator over response lengths, with one list for each new group.
         rewards: Random numbers for the lengths, and for the choice of groups with equal rewards.
         rng: Random numbers that choose where `variation` starts in the recorded ratios.
-        saved: Handed-over groups by group id. A value has the final and the missing tokens of each sample.
+        saved: Unfinished groups that a worker has handed over, by group id. A value is a pair of lists: the final and
+            the missing number of tokens of each sample.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:

@@ -28,7 +28,7 @@ _RECENT_STEPS = 10
 
 
 class FleetCause(StrEnum):
-    """Why a place on an engine was idle. The first member that applies is the cause."""
+    """Why a place on an engine (the capacity for one sample) was idle. The first member that applies is the cause."""
 
     engine_down = "engine_down"
     start = "start"
@@ -78,12 +78,12 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
     Pool.learner: frozenset({LearnerCause.fetch, LearnerCause.rank_skew}),
     Pool.fleet: frozenset({FleetCause.reward, FleetCause.tool, FleetCause.environment, FleetCause.group_tail}),
 }
-"""Idle causes of a pool that do not depend on the other pool."""
+"""For each pool, the causes of idle time that the pool would also have if it never waited for the other pool."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period in which a lane has a constant number of places in one state.
+    """A period, in nanoseconds, in which a rank or engine has a constant number of places in one state.
 
     Attributes:
         lane: Name of the rank or engine in the record. Example: ``engine-0``.
@@ -104,7 +104,7 @@ class Stretch:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTime:
-    """The time of a pool's places, in nanoseconds times places.
+    """The busy and idle time of a pool in nanoseconds, summed over its places (ranks, or sample slots of engines).
 
     Attributes:
         capacity: The busy time plus all idle time.
@@ -181,7 +181,7 @@ class Attribution:
 
 
 class Series:
-    """An integer that changes over time. It is 0 before the first change."""
+    """The values of an integer over time. The integer is 0 before its first change."""
 
     def __init__(self, changes: Iterable[tuple[int, int]] = ()) -> None:
         """Take (time, new value) pairs in any order. The last of several pairs with the same time counts."""
@@ -444,7 +444,7 @@ def _pool_time(stretches: Iterable[Stretch]) -> PoolTime:
 
 @dataclass(frozen=True)
 class LagSplit:
-    """Mean lag of a step's groups: total, before storage, and in the queue."""
+    """Mean lag of the groups of a step: in total, until the buffer stored the group, and from then to the training."""
 
     mean: float = 0.0
     before_queue: float = 0.0
@@ -457,7 +457,7 @@ class Figures:
 
     Attributes:
         duration: Nanoseconds from start to end.
-        pools: The time of the places of each pool, ``learner`` and ``fleet``.
+        pools: Busy and idle time of each pool, ``learner`` and ``fleet``.
         num_lanes: Number of ranks or engines of each pool.
     """
 
@@ -531,12 +531,12 @@ class Figures:
 
 @dataclass(frozen=True, kw_only=True)
 class OverlapReport:
-    """The overlap of generation and training (``overlap.json``).
+    """How far generation and training overlapped in a run, for the file ``overlap.json``.
 
     Attributes:
         run: Figures from the start of the first step to the end of the last finished step.
         steps: Version and figures of each step, in order of time. A repeated step appears twice.
-        recorded: Dropped records, damaged files, and the largest error of the clocks.
+        recorded: Facts about the record: processes per pool, lost records, damaged files, largest error of the clocks.
     """
 
     run: Figures
@@ -551,7 +551,7 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            # A group without the event `stored` was stored before the run was resumed.
+            # Skip a group that was stored before the run was resumed: it has no event `stored`.
             if group.step in lags and group.last(GroupEvent.stored) is not None:
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
@@ -616,7 +616,7 @@ class LiveUse:
         Raises the errors of `TraceReader.read`.
         """
         trace = self._reader.read()
-        # Compare times, because a learner that returns to a checkpoint repeats versions.
+        # Compare end times, because versions repeat after the learner has returned to a checkpoint.
         new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]
         if new:
             new[0] = replace(new[0], start=new[0].start if self._upto is None else self._upto)

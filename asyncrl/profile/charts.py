@@ -30,7 +30,7 @@ MAX_BARS = 600
 MAX_CURVES = 24
 MAX_CURVE_POINTS = 64
 LAST_SHARE = 0.05
-"""Share of a batch that counts as its tail."""
+"""Share of a batch's groups that counts as the tail of the batch: the groups that the buffer stored last."""
 NUM_LENGTH_BINS = 40
 _SECOND = 1_000_000_000
 _FIGURES = 4
@@ -210,7 +210,7 @@ def _version_of(trace: Trace, span: Span) -> int:
     """Return the version of a stage. If it has none, return the version that the engine serves next."""
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # a re-prefill loads no version: use the version of the pause before it
+    if span.kind == SpanKind.re_prefill:  # recomputes KV caches after a pause that loaded a version
         pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
         return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)

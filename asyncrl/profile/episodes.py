@@ -13,7 +13,7 @@ from typing import Any
 Values = dict[str, Any]
 
 WAITS = ("generation", "queue", "tool", "environment")
-"""Reasons of waits. If several apply at the same time, the first one in this order counts."""
+"""What an episode waits for. If it waits for several at the same time, the first one in this order counts."""
 MAX_LETTERS = 4000
 """Largest number of characters of a turn's text. The report omits the middle of a longer text."""
 MAX_ROWS = 2000

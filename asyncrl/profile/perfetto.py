@@ -1,7 +1,7 @@
 """Converts a trace to the Chrome trace event format (``trace.json``) for https://ui.perfetto.dev and chrome://tracing.
 
-An arrow leads from the lease of each group to the step that trained on it. Times are microseconds since the first
-record.
+For each prompt group, an arrow leads from the moment when a worker began it to the step that trained on it. Times are
+microseconds since the first record.
 """
 
 from __future__ import annotations

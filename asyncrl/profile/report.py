@@ -39,7 +39,7 @@ _T = TypeVar("_T")
 
 
 class RunReport:
-    """Builds the report of a run's folder as one document. Later calls read only the new records."""
+    """Builds the report of a run's folder as one dict. Later calls read only the new records of the run."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -227,7 +227,7 @@ def _options(run_dir: Path) -> dict[str, Any]:
 
 
 class SampleFiles:
-    """Reads the newest samples of a run for the page. Sample files do not change, so each file is read once."""
+    """Reads the newest samples of a run for the report. Sample files do not change, so each file is read once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._run_dir = run_dir

@@ -23,7 +23,7 @@ FOLDER = "profile"
 """Subfolder of the run's folder for the records of the processes."""
 CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
-"""Assumed error of an offset that the reader computes from the wall clocks of two hosts."""
+"""Assumed error, in nanoseconds, of a clock offset that is not measured. Then the wall clocks give the offset."""
 _CHUNK_BYTES = 1 << 20
 _WORST_OF_BEST = 8
 _T = TypeVar("_T")
@@ -35,11 +35,11 @@ class Process:
 
     Attributes:
         name: Name in the run. Example: ``learner-0``.
-        pool: Component of the run, a `Pool`.
+        pool: The part of the run to which the process belongs, a value of `Pool`.
         start: Time when the process began to record.
         end: Time of the last record.
         wall_ns: Nanoseconds since the Unix epoch at ``start``.
-        offset_ns: Last offset that the reader added to the times of the process.
+        offset_ns: Nanoseconds that the reader added to the last time of the process, because its clock differs.
         error_ns: Largest possible error of ``offset_ns``.
         num_dropped: Number of records that the process dropped because its queue was full.
         is_whole: False if the file has a damaged record, or ends in the middle of a record.
@@ -64,10 +64,10 @@ class Span:
     """An activity of a lane from ``start`` to ``end``.
 
     Attributes:
-        lane: Rank or engine. Example: ``engine-0``.
+        lane: Name of the rank, engine or other part. Example: ``engine-0``.
         start: Nanoseconds.
         end: Nanoseconds; for an open span, the end of its process or of the trace.
-        version: Related policy version, or -1. ``step`` and ``group`` are also -1 if they are missing.
+        version: Policy version that the activity concerns, or -1 if none. ``step`` and ``group`` are -1 likewise.
         cause: Further detail of ``kind``, or empty.
         is_open: True if the end of the span is not recorded.
     """
@@ -86,7 +86,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The value of a count from ``time`` until the next level with the same name and lane."""
+    """The value of a number that changes, from ``time`` until the next level with the same name and lane."""
 
     name: str
     lane: str
@@ -111,7 +111,7 @@ class Stamp:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupLife:
-    """The stamps of a prompt group, in order of time."""
+    """The stamps (recorded events) of a prompt group, in order of time."""
 
     group: int
     stamps: tuple[Stamp, ...]
@@ -226,7 +226,8 @@ class Trace:
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
-        ends = list(accumulate((span.end for span in taken), max))  # the clocks of two hosts may differ a little
+        # The clocks of two hosts may differ a little. So take the maximum, to keep the ends in order.
+        ends = list(accumulate((span.end for span in taken), max))
         starts = [span.start for span in taken[:1]] + ends
         return tuple(
             StepWindow(version=span.step, start=start, end=end, is_open=span.is_open)
@@ -348,7 +349,7 @@ class TraceReader:
             file.set_reference(reference)
         end = max(file.end for file in files)
         ends, next_start = {}, dict[str, int]()
-        # A replacement ends the open spans of the replaced process.
+        # The open spans of a restarted process end at the time when its replacement starts.
         for file in sorted(files, key=lambda file: file.start, reverse=True):
             ends[file] = next_start.get(file.header["process"], end)
             next_start[file.header["process"]] = file.start
@@ -374,7 +375,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """The records of one process. Methods return times of the reference clock."""
+    """The records of one process. Methods return times converted to the clock from `set_reference`."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -403,7 +404,7 @@ class _ProcessFile:
                         self._take(record)
                         self._num_whole = self._unpacker.tell()
                 except (ValueError, TypeError, IndexError, KeyError, AttributeError, msgpack.UnpackException):
-                    self._is_broken = True  # keep the records before the damaged one
+                    self._is_broken = True  # read no further, but keep the records before the damaged one
         if self.header and self.header["schema"] != SCHEMA:
             raise ValueError(
                 f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; use the "
