@@ -1,4 +1,4 @@
-"""The agent of `benchmarks.agent_fleet`, which calls a tool between its turns. It needs only the standard library."""
+"""The agent of `benchmarks.agent_fleet`, which calls a tool between its turns. It loads only the standard library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rollout_fleet.episodes import Policy
 
 RESULT = tuple(range(20, 36))
-"""Tokens of a tool's result."""
+"""The token ids of a tool's result."""
 
 
 def tool_seconds(mean: float) -> float:

@@ -1,9 +1,9 @@
-"""Compares an agent with tools in the fleet with a bare agent, which uses the engine directly.
+"""Compares the speed of an agent with tools in the rollout fleet to that of a bare agent, which uses the engine directly.
 
 The fleet consists of a buffer server, a rollout loop, the endpoint, and a child process with the environment. The agent
 samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The bare agent
-sends token ids to the engine. It runs as many episodes as the fleet may hold. It sends as many concurrent requests as
-the fleet's engine may run samples at a time.
+sends token ids to the engine. It plays as many episodes at a time as the fleet may hold, and sends as many concurrent
+requests as the fleet's engine may run samples.
 
 The scripted engine writes at a fixed pace. With the scripted engine, an asyncio task replaces the learner: the task
 consumes each batch at once and announces the next version. With SGLang, the weights do not change.
@@ -45,7 +45,7 @@ from rollout_fleet.episodes.config import EnvironmentConfig
 from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
 from rollout_fleet.episodes.player import EpisodePlayer
 
-PLACES = 12  # groups in flight
+PLACES = 12  # prompt groups that the engine generates at a time
 SAMPLES = 4
 NUM_TURNS = 6
 TOKENS = 20
@@ -62,7 +62,7 @@ _VOCABULARY = 300
 
 
 class _CountingPlayer(EpisodePlayer):
-    """Counts turns, prompt tokens in the engine's cache, and tools that begin while a turn of their episode runs."""
+    """Counts turns, prompt tokens in the engine's cache, and tools that begin while a turn of the same episode runs."""
 
     num_turns = num_held = num_later = 0
     later = PromptTokens()
@@ -90,7 +90,7 @@ class _CountingPlayer(EpisodePlayer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """The rate of the fleet in a time window. ``window`` has its start and end from `time.monotonic_ns`."""
+    """The fleet's turns per second in ``window``, a pair (start, end) of values of `time.monotonic_ns`."""
 
     turns_per_s: float
     window: tuple[int, int]

@@ -1,9 +1,9 @@
 """Counts the tokens that the learner computes for trees of turns (episodes whose messages have several continuations).
 
-The learner's packer packs common tokens of branches once, or each branch separately. The trees come from a search
-agent with parallel tools, a retry with an edited history, a sub-agent, and three drafts. It continues one draft.
-The agent compacts the context when it is half full. The episodes are real (`rollout_fleet.episodes.Episode`), with
-random tokens.
+The learner can compute the common tokens of branches once, or each branch separately. The trees come from a search
+agent with parallel tools, a retry with an edited history, a sub-agent, and three drafts, of which it continues one. The
+agent summarizes its context when the context is half full. The episodes are real (`rollout_fleet.episodes.Episode`),
+with random tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLengths:
-    """The ranges of the sizes of an episode's parts. Sizes are in tokens, except ``rounds``.
+    """Ranges (smallest, largest) of the sizes of an episode's parts. Sizes are in tokens, except ``rounds``.
 
     Attributes:
         turn: A turn with reasoning and calls of tools.
@@ -46,7 +46,7 @@ class AgentLengths:
 
 
 class SearchAgent:
-    """Plays one episode of the search agent, with random tokens in place of the policy's."""
+    """Plays one episode of the search agent. Random tokens replace the tokens that a policy would sample."""
 
     def __init__(self, name: str, prompt_ids: np.ndarray, lengths: AgentLengths, rng: np.random.Generator) -> None:
         budget = EpisodeBudget(max_turns=100, max_tokens=100_000, max_context=MAX_CONTEXT)
@@ -65,7 +65,7 @@ class SearchAgent:
             if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
                 turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])
                 continue
-            if self._rng.random() < 0.1:  # a tool is called again, and its second result replaces the first one
+            if self._rng.random() < 0.1:  # a retry: the second result replaces the first one
                 self._turn(turn, results)
                 results = self._results()
             turn = self._turn(turn, results)

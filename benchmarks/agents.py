@@ -62,7 +62,7 @@ from rollout_fleet.episodes.config import RendererConfig
 
 NUM_CONCURRENT = 64
 NUM_TURNS = 8
-NUM_EPISODES = 4  # number of all episodes ÷ NUM_CONCURRENT
+NUM_EPISODES = 4  # the benchmark plays NUM_EPISODES × NUM_CONCURRENT episodes
 QUESTION = {"role": "user", "content": "How warm is it in each of these cities? " + "Rome, Oslo, Lima, Cairo. " * 8}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 RESULT = "It is 21 degrees, with some clouds and little wind from the south-west. " * 8

@@ -1,6 +1,6 @@
 """Measures the buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
 
-One run measures everything. Each measurement alternates with its baseline. The figure is the median of the rounds.
+Measurements and their baselines alternate in rounds. Each figure is the median of the rounds.
 The comparison with TransferQueue needs the ``bench`` extra. Otherwise its figure is null.
 """
 
@@ -42,7 +42,7 @@ _BYTES_PER_TOKEN = 12
 _WINDOW = 32
 _FETCHED_AT_ONCE = 64
 _SHORT_ROUNDS = 3
-"""Factor for the number of rounds that take only 30 ms, because the ratio of one short round varies by a quarter."""
+"""Measurements with rounds of only 30 ms make this many times more rounds, because one ratio varies by a quarter."""
 
 Figures = dict[str, float | None]
 
@@ -274,7 +274,7 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
 
 
 class LedgerLoad:
-    """A ledger with ``outstanding`` groups. Each step consumes and replaces a quarter of them."""
+    """A ledger (the states of all groups) with ``outstanding`` groups. Each step replaces a quarter of the groups."""
 
     def __init__(self, outstanding: int) -> None:
         self._size = outstanding // 4
@@ -372,7 +372,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # the next iteration requests leases at the new version
+                    wait.cancel()  # the next iteration requests groups for the new version
                 if not wait.done():
                     continue
                 for lease in wait.result():

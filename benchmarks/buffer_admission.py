@@ -1,8 +1,9 @@
 """Compares the rule by which the buffer admits new groups with a former rule.
 
-The measure is the share of the tokens saved by dying workers that other workers continue. The benchmark simulates a
-saturated system on the ledger (the states of all groups), without sockets or clocks. Workers run every group that the
-rule admits. From time to time a worker saves its tokens and dies. The learner takes a batch as soon as one is ready.
+Workers that die save the tokens of their unfinished groups. The measure is the share of these tokens that other workers
+continue. The benchmark simulates a saturated system on the ledger (the states of all groups), without sockets or
+clocks. Workers run every group that the rule admits. From time to time a worker saves its tokens and dies. The learner
+takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -26,7 +27,7 @@ _DEATHS_PER_TICK = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormerRule(StalenessRule):
-    """The former admission rule. It counts every open group, also groups with a later deadline than the new group."""
+    """The former admission rule. It also counts groups that may be trained later than the new group."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether a worker may begin one more group.
@@ -40,7 +41,7 @@ class FormerRule(StalenessRule):
 
 @dataclass(kw_only=True)
 class _Rollout:
-    """A running group: its lease, its tokens so far, and its final number of tokens."""
+    """A running group: its lease, its present number of tokens, and its final number of tokens."""
 
     lease: GrantedLease
     num_tokens: int
@@ -48,7 +49,7 @@ class _Rollout:
 
 
 class SaturatedRun:
-    """Workers, a learner and a ledger.
+    """A simulation of workers and a learner that share a ledger.
 
     Args:
         rule: The rule that decides which groups are admitted.

@@ -1,4 +1,4 @@
-"""Other data planes that do the buffer's task: put a batch and get it back.
+"""Other systems that can do the buffer's task, to compare with: they store a batch and return it.
 
 `ray_queue_round` and `transfer_queue_round` return a function that makes one round and returns its seconds.
 """

@@ -28,7 +28,7 @@ def serve() -> None:
 
 
 class RawStore:
-    """Runs `serve` in a process, and has one blocking connection to the process."""
+    """Runs the minimal buffer (`serve`) in a process, and is a blocking client of it."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""The workers of `benchmarks.protocol` with asyncrl and with plain Ray.
+"""The workers that `benchmarks.protocol` calls: one as an asyncrl `Worker`, and one as a plain Ray actor.
 
-One module has both kinds of workers, so they load the same libraries.
+Both are in one module, so their processes load the same libraries.
 """
 
 from __future__ import annotations

@@ -10,10 +10,10 @@ and evaluated after the training. The target is reached when the interpolated me
 whole training time.
 
 For all competitors, a step has twice as many prompts as the quickstart and half its learning rate (`WORK`). With the
-quickstart's own options, a policy would change much per step and reach the target in 50 steps. It would then learn less
-from samples that are two versions old. The figure ``steps_to_090_vs_trl`` shows this effect. Wall time depends on other
-work of the machine, so the CPU time of each competitor, including its start, is also reported. ``time_standard_error``
-is the standard error over seeds.
+quickstart's own options, a policy would reach the target in 50 steps. It would then change so much per step that it
+learns less from samples that are two versions old. The figure ``steps_to_090_vs_trl`` shows this effect. Wall time
+depends on other work of the machine, so the CPU time of each competitor, including its start, is also reported.
+``time_standard_error`` is the standard error over seeds.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _NUM_DRAWS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One training.
+    """The result of one training.
 
     Attributes:
         time_s: Training time to the target. The whole training time if the target was missed.
@@ -71,7 +71,7 @@ class Outcome:
 
 
 class Contest:
-    """Runs the competitors on one seed, from one warm start."""
+    """Runs the competitors with one seed, all from the same warm-started policy."""
 
     def __init__(self, seed: int, output_dir: Path, *overrides: str, eval_every: int, threads: int) -> None:
         self._overrides = [f"seed={seed}", f"output_dir={output_dir}", *WORK, *overrides]

@@ -27,7 +27,7 @@ TARGETS = {
     "commit_to_lease_p99_ms": Target(at_most=100.0),
 }
 LEASES_PER_COMMIT = (64, 256, 1000)
-"""Numbers of leases that a commit admits while a thousand workers wait. The target is for the first number."""
+"""Numbers of groups that may begin after a commit, while a thousand workers wait. The target is for the first one."""
 
 
 def scripted() -> dict[str, float]:
@@ -73,7 +73,7 @@ def engines() -> dict[str, float]:
 
 
 PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "leases": leases, "engines": engines}
-"""The function of each part. It imports its own modules, because the simulated workers do not need torch."""
+"""The function of each part. The functions import their modules, because the simulated workers do not need torch."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -81,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     only = parser.parse_args(arguments).only
-    logging.basicConfig(level=logging.ERROR)  # engines are killed on purpose
+    logging.basicConfig(level=logging.ERROR)  # no warnings about engines that the benchmark kills
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     figures: dict[str, float] = {}
     for name, measure in PARTS.items():

@@ -2,7 +2,7 @@
 
 There are two servers on the CPU, each pinned to a core. The fleet and the bare client take turns. They sample the same
 prompts with the same options and the same number of concurrent requests. The fleet has two supervised rollout loops in
-this process, and a buffer server in its own process. The bare client posts one group per request and keeps nothing.
+this process, and a buffer server in its own process. The bare client sends one request per group, and keeps no answer.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from rollout_fleet.engines.sglang_server import GUARD
 logger = logging.getLogger(__name__)
 
 NUM_ENGINES = 2
-PLACES = 8  # groups in flight per engine
+PLACES = 8  # prompt groups that an engine generates at a time
 SAMPLES = 2
 NEW_TOKENS = 256
 SHORT_TOKENS = 64
-"""Response length in fleets with a killed server. It is short, because the other server recomputes the prefixes."""
+"""Response length in fleets with a killed server. Short, because the other server recomputes the tokens so far."""
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
@@ -90,7 +90,7 @@ class _PinnedEngine(SGLangEngine):
 
 @dataclass(kw_only=True)
 class _Fleet:
-    """Two workers on two servers, and the buffer."""
+    """A fleet of two workers with an SGLang server each, and a client of the buffer."""
 
     client: ControlClient
     workers: list[LocalWorker]
@@ -233,7 +233,7 @@ async def _bare(fleet: _Fleet, number: int) -> float:
 
 @dataclass
 class _Heard:
-    """Number of tokens that came from an engine, and the duration of the count."""
+    """Number of tokens that came from an engine while the benchmark listened, and the seconds of listening."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -254,7 +254,7 @@ class _Heard:
 
 
 class _Kills:
-    """Kills a server in each of several fleets. Measures recovery time, lost tokens and the other engine's rate.
+    """Kills a server in each of several fleets. Measures the recovery, the lost tokens and the surviving engine's rate.
 
     The speed of a core changes by a fifth within minutes. So each recovery is compared with the last start of the same
     engine, while the other engine works. A sample's tokens arrive in chunks of `STREAM_INTERVAL`, so only a few dozen
@@ -276,7 +276,7 @@ class _Kills:
         struck, other = fleet.workers
         await other.start()
         survivor = _engine(other)
-        for _ in range(NUM_ENGINES * PLACES):  # one by one, so samples end at different times
+        for _ in range(NUM_ENGINES * PLACES):  # enqueue prompts one by one, so samples end at different times
             await fleet.enqueue(1)
             await asyncio.sleep(SPREAD_S / (NUM_ENGINES * PLACES))
         await fleet.enqueue(40 * GROUPS_PER_ROUND)

@@ -2,7 +2,7 @@
 
 The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
 two more processes. Each socket sends the messages of a rollout worker, but generates nothing. With ``max_lag`` 0, no
-group of the next step begins before the commit. So the commit admits each lease. The time includes the message that
+group of the next step may begin before the commit. The time includes the message that
 tells the worker the new version.
 """
 
@@ -38,7 +38,7 @@ WARM_UP_STEPS = 3
 EPOCH = "benchmark"
 START_TIMEOUT_S = 60.0
 SETTLE_S = 0.2
-"""Pause before each commit, for the remaining messages of the previous step."""
+"""Seconds before each commit in which the last messages of the previous step arrive."""
 
 
 def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_steps: int = NUM_STEPS) -> list[float]:
@@ -119,7 +119,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 class SimulatedWorker:
-    """A rollout worker's side of the protocol. It takes one lease at a time, and stores the group at once."""
+    """Sends the messages of a rollout worker. It leases one group at a time, and stores the group at once."""
 
     def __init__(self, address: str, number: int, heard: list[tuple[int, int]]) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)

@@ -36,7 +36,7 @@ from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3
-PLACES = 8  # groups in flight per engine; admission allows twice as many groups as the four engines run
+PLACES = 8  # prompt groups that an engine generates at a time; the buffer admits twice as many as all engines run
 SAMPLES = 2
 TOKENS = 80
 TOKEN_DELAY_S = 0.01
@@ -84,7 +84,7 @@ def _offer(version: int) -> WeightOffer:
 
 
 class _SlowToStart(ScriptedEngine):
-    """An engine whose start takes ``START_S``."""
+    """A scripted engine that takes `START_S` seconds to start."""
 
     async def start(self) -> None:
         await asyncio.sleep(START_S)
@@ -92,7 +92,7 @@ class _SlowToStart(ScriptedEngine):
 
 
 class _Meter:
-    """Integrates an engine's number of running samples over time, from the first sample to the last `mark`."""
+    """Integrates the number of an engine's running samples over time, from its first sample to the last `mark`."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -175,7 +175,7 @@ async def _start(
 
 
 class LocalWorker:
-    """A rollout loop with its engine in this process. `keep_up` replaces an engine that fails."""
+    """A rollout worker (a rollout loop and its engine) in this process. `keep_up` replaces an engine that fails."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-"""The published sizes of the models that the experiments train, and of Qwen3-8B."""
+"""The published ``config.json`` values of the models that the experiments train, and of Qwen3-8B."""
 
 QUICKSTART = {
     "model_type": "qwen3",
@@ -102,7 +102,7 @@ QUICKSTART = {
     "vocab_size": 20,
     "tie_word_embeddings": True,
 }
-"""The quickstart's policy, with a larger vocabulary."""
+"""The ``config.json`` values of the quickstart's policy, with a larger vocabulary."""
 
 _WAITS = (
     "cpu",
@@ -117,7 +117,7 @@ _WAITS = (
     "__float__",
     "__index__",
 )
-"""Methods of a tensor that make the host wait for the device."""
+"""Methods of a tensor on a GPU that make the host wait for the GPU."""
 
 
 _COLUMNS = ("behavior_logprobs", "proximal_logprobs", "reference_logprobs", "advantages")
@@ -131,8 +131,8 @@ class FakeUpdate:
         peak_bytes: Largest number of bytes of all tensors at one time, as torch's memory tracker measures it; 0 with
             adapters.
         peak_kinds: The peak bytes by the tracker's kinds, for example parameters, gradients and activations.
-        collectives: Number of calls of each collective.
-        collective_bytes: Bytes of the results of each collective.
+        collectives: Number of calls of each collective, by name.
+        collective_bytes: Bytes of the results of each collective, by name.
         waits: Names of the calls, in the loop over micro-batches, that would make the host wait for the device.
         dtypes: Pairs (dtype of a trained parameter, dtype of its gradient).
         num_without_gradient: Number of trained parameters without a gradient.
@@ -232,7 +232,7 @@ def fake_update(
             trainer.head.train()
             batch = replace(batch, micro_batches=[_faked(each, fake) for each in batch.micro_batches])
             trainer.accumulate(batch, objective)
-            trainer.optimizer.update(1.0)  # after this update the optimizer's state exists
+            trainer.optimizer.update(1.0)  # the first update creates the optimizer's state
             tracker = MemTracker()
             # The tracker fails for modules without trained parameters, for example with adapters.
             is_tracked = all(parameter.requires_grad for parameter in trainer.head.parameters())

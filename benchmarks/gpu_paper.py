@@ -31,7 +31,7 @@ CASES = {
     "Qwen3-8B on 4, selective": ("Qwen3-8B", LearnerConfig(num_ranks=4, activation_checkpointing=SELECTIVE)),
     "Qwen3-30B-A3B on 8": ("Qwen3-30B-A3B-Base", LearnerConfig(num_ranks=8)),
 }
-"""Model and options of each comparison with the planner."""
+"""For each comparison with the planner's prediction, the model and the learner's options."""
 
 TARGETS = {
     "h2d_bytes_per_published_byte": Target(at_most=1.05),

@@ -20,7 +20,7 @@ from asyncrl.weights.manifest import StoredTensor
 from benchmarks.saved_weights import describe_model
 
 DEVICE = torch.device("meta")
-"""The device that represents a GPU. A copy to it has a size but moves no bytes."""
+"""The device that represents a GPU. Its tensors have a size but no bytes."""
 
 
 class HostToDevice(TorchDispatchMode):
@@ -45,10 +45,10 @@ class HostToDevice(TorchDispatchMode):
 
 
 class _CountedWeights(FileWeights):
-    """Counts the bytes that the copying thread sends to the device.
+    """The weights of a version in files. Counts the bytes that its copying thread sends to the device.
 
     Attributes:
-        num_bytes: Bytes that the thread has sent.
+        num_bytes: Bytes that the copying thread has sent.
     """
 
     num_bytes = 0
@@ -151,7 +151,7 @@ class _Experts(nn.Module):
 
 
 class _Unverified:
-    """A source of weights without bytes, for `ComparedWrites`."""
+    """The source of weights that `ComparedWrites` needs. It has no bytes and no copying thread."""
 
     copier = None
 

@@ -20,11 +20,11 @@ class HeldOut:
     Attributes:
         prompt_ids: [B, P] int64, padded on the left.
         attention_mask: [B, P] int64, 0 where padded.
-        ground_truths: B exact answers.
+        ground_truths: The B right answers.
         tokenizer: The policy's tokenizer.
         samples_per_prompt: Sampled answers per prompt.
         max_new_tokens: Longest answer, in tokens.
-        seed: Seed of the sampling. Equal weights give equal accuracy.
+        seed: Seed of the sampling, so equal weights give equal accuracy.
     """
 
     prompt_ids: torch.Tensor

@@ -1,7 +1,7 @@
 """Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps before.
 
-Prompts, engine, choice of the batch, learner step and published weights are computed by asyncrl's own code. Only the
-parallel processes are missing. So the lag is the same at every step, and a run takes seconds.
+asyncrl's own code chooses prompts and batches, samples, trains and publishes, one after another instead of in parallel
+processes. So the lag is the same at every step, and a run takes seconds.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
 
-One run measures everything in CPU time on one thread. Each measurement alternates with its baseline. The figure is the
-median ratio of such pairs. The comparison with TRL needs the ``bench`` extra. Otherwise its figure is null.
+All times are CPU times of one thread. Each measurement alternates with its baseline. The figure is the median ratio of
+such pairs. The comparison with TRL needs the ``bench`` extra. Otherwise its figure is null.
 """
 
 import argparse
@@ -223,8 +223,8 @@ def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
     """Measure and print the peak bytes in this process. `peak_log_prob_bytes` starts the process."""
     hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
-    (hidden[:8] @ weight[:8].t()).sum().backward()  # both methods need the memory of the gradients
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
+    (hidden[:8] @ weight[:8].t()).sum().backward()  # allocates the gradients, which both methods need
+    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory of the process
     before = _peak_bytes()
     if way == "ours":
         chunk = LearnerConfig().logprob_chunk_tokens
@@ -264,7 +264,8 @@ def print_load_memory(model_path: str) -> None:
     options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
     mesh = open_mesh(LearnerConfig(**options))
     mesh.largest(torch.ones(1))  # opens gloo's connections before the measurement
-    PackedModel(LearnerConfig(**options), REFERENCE, model_path=save_model(tempfile.mkdtemp()))  # imports modules
+    # Load a small model, so that all modules are imported before the measurement.
+    PackedModel(LearnerConfig(**options), REFERENCE, model_path=save_model(tempfile.mkdtemp()))
     Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     model = PackedModel(LearnerConfig(**options), REFERENCE, model_path=model_path)

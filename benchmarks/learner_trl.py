@@ -1,4 +1,4 @@
-"""Runs the training part of a step of TRL's GRPOTrainer on given samples, without generation."""
+"""Runs a training step of TRL's GRPOTrainer on given samples, without generation."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Measures the overlap of generation and training: compares runs at several ``buffer.max_lag`` with each pool alone.
 
 ``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, without warm start and evaluation.
-``buffer.max_lag`` is 0, 1, 2 and 4. The engine and the learner rank are each pinned to a core. The in-process engine
-comes first, then SGLang (figures that end in ``_sglang``). All processes of the SGLang server share the engine's core.
+The runs have ``buffer.max_lag`` 0, 1, 2 and 4. The engine and the learner rank are each pinned to a core. The
+in-process engine comes first, then SGLang (figures that end in ``_sglang``). All processes of the SGLang server share
+the engine's core.
 
 At max_lag 0, the rank waits while the engine generates, and the engine waits while the rank trains. So this run gives
 the time of each pool alone. The ideal step is the longer of the two times. The engine's time alone includes the wait
@@ -43,7 +44,7 @@ from benchmarks.report import Target, print_report
 
 LAGS = (0, 1, 2, 4)
 ENGINES = {"transformers": "", "sglang": "_sglang"}
-"""For each engine, the suffix of its figures."""
+"""The engines, each with the suffix of the names of its figures."""
 NUM_STEPS = 30
 NUM_WARM_UP = 5
 """Number of first steps. They are not measured, because they load code and allocate memory."""
@@ -54,7 +55,7 @@ _LOOK_EVERY_S = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of a step, with a random Qwen3 of two layers.
+    """The sizes of a learner step and of the model, a random Qwen3 of two layers.
 
     Attributes:
         groups: Prompts per step, with 8 samples each.
@@ -105,7 +106,7 @@ generate the samples. So a step has several times as many samples as are in flig
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The trace of a run, and its steps after the warm-up."""
+    """The trace (the record) of a run, and the time windows of its steps after the warm-up."""
 
     trace: Trace
     steps: tuple[StepWindow, ...]
@@ -285,7 +286,8 @@ def _pin(folder: Path, seen: set[Path]) -> set[Path]:
         found.add(path)
         if header[1]["pool"] in (Pool.fleet, Pool.learner):
             core = cores[0] if header[1]["pool"] == Pool.fleet else cores[-1]
-            for task in Path(f"/proc/{header[1]['pid']}/task").iterdir():  # later threads inherit the core
+            # Pin all threads of the process. Later threads inherit the core.
+            for task in Path(f"/proc/{header[1]['pid']}/task").iterdir():
                 os.sched_setaffinity(int(task.name), {core})
     return found
 

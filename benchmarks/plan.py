@@ -34,7 +34,7 @@ from benchmarks.report import Target, print_report
 NUM_SIMULATED = 150
 """Steps of each simulation."""
 NUM_SEEDS = 4
-"""Simulations per case and round. Their mean counts, because the division of work between engines is random."""
+"""Simulations per case and round. The prediction is their mean, because the division of work is random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ CASES = (Case(max_lag=1), Case(max_lag=2), Case(max_lag=4), Case(max_lag=2, num_
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One record, the predictions from this record, and the runs that were made at about the same time."""
+    """One recorded run, the predictions from its record, and the real runs that were made at about the same time."""
 
     recorded: Calibration
     predicted: Mapping[Case, Sequence[SimulatedRun]]

@@ -31,7 +31,7 @@ VOCABULARY, NUM_SAMPLES = 1000, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """The seconds of a run's steps after the first one: waiting for batches, preparing them, and in total."""
+    """Seconds of all steps of a run except the first one: waiting for batches, preparing batches, and in total."""
 
     waited_s: float
     prepared_s: float

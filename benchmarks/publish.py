@@ -84,7 +84,8 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         _reset_peak()
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
-            publisher._ready.result()  # waits for the next version's file, which exists at the end of a training step
+            # Wait until the file for the next version exists, as it does at the end of a training step.
+            publisher._ready.result()
             dist.barrier()
             memcpy_s = _timed(copy)
             dist.barrier()
@@ -99,8 +100,8 @@ def rank_main(model_path: str, folders: list[str]) -> None:
                 times[f"publish_{index}"].append(publish_s)
         publisher.close()
         memory.append(_status("VmHWM") - before)
-    # Report the memory of the publishes to shared memory. For a folder on a disk, the kernel also counts pages that
-    # other ranks wrote.
+    # Report the memory only for the publishes to shared memory. If the folder is on a disk, the kernel also counts
+    # pages that other ranks wrote.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()

@@ -68,7 +68,8 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
-        publisher._ready.result()  # waits for the file of the next version, which exists at the end of a training step
+        # Wait until the file for the next version exists, as it does at the end of a training step.
+        publisher._ready.result()
         dist.barrier()
         began_s = time.perf_counter()
         for place, shard in zip(copies, shards, strict=True):

@@ -26,7 +26,7 @@ from learner.roles import ACTOR
 SHARES = (0.01, 0.05)
 """Shares of the values that change in an update. The changed values are random, as in a run in bfloat16."""
 INDEX_BYTES = 2
-"""Bytes of an ideal index: enough for the gap between two changed values at these shares."""
+"""Bytes per changed value in an ideal encoding of positions. They suffice for the gap to the next changed value."""
 LORA = LoraConfig(rank=16)
 TARGETS = {
     "delta_wire_vs_ideal": Target(at_most=1.2),
@@ -96,7 +96,8 @@ def publish_memcpys(
     for version in range(1, num_runs + 1):
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
-        publisher._ready.result()  # waits for the file of the next version, which exists at the end of a training step
+        # Wait until the file for the next version exists, as it does at the end of a training step.
+        publisher._ready.result()
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):
             place.copy_(weight)

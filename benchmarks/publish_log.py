@@ -95,7 +95,7 @@ def _receivers(address: str, num_engines: int) -> Iterator[None]:
 
 
 class SimulatedReceiver:
-    """A rollout worker without an engine. It reports each offered version as loaded at once."""
+    """Sends the messages of a rollout worker. It reports each announced version as loaded at once."""
 
     def __init__(self, address: str, number: int) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)

@@ -29,7 +29,7 @@ from learner.types import TokenSequence
 NUM_RANKS = 2
 NUM_STEPS = 5
 NUM_SEQUENCES, NUM_TOKENS = 6, 64
-"""Sequences per rank and step, and tokens per sequence: far fewer than in reinforcement learning."""
+"""Sequences per rank and step, and tokens per sequence. Real steps are much larger."""
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:

@@ -38,7 +38,7 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
     await engine.start()
     try:
         costs = []
-        await _run(engine, -1, offer, 1)  # a warm-up
+        await _run(engine, -1, offer, 1)  # a warm-up, which is not measured
         for run in range(NUM_RUNS):
             undisturbed_s = await _run(engine, 2 * run, offer, 0)
             updated_s = await _run(engine, 2 * run + 1, offer, NUM_UPDATES)

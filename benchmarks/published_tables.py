@@ -26,7 +26,7 @@ _NEVER_LIMITS = 100_000
 
 @dataclass(frozen=True, kw_only=True)
 class LagRow:
-    """One measured lag.
+    """A row of the table of measured lags.
 
     Attributes:
         concurrency: Samples that run at once.
@@ -55,7 +55,7 @@ LAGS = (
 )
 VERL_STEP_S = {0.0: 231.34, 0.1: 171.30, 0.3: 146.11, 0.5: 150.63}
 VERL_UPDATE_S = (98.77 + 113.16) / 2
-"""Update time in the two fitted rows, as a mean. The update times of the other rows are not used."""
+"""Mean seconds of an update in the two fitted rows of verl's table. The updates of the other rows are not used."""
 VERL_REST_S = 4.0
 MARIN_STEP_S = {0.0: 85.24, 1.0: 55.83, 2.0: 50.93, 3.0: 47.54, 4.0: 43.01}
 MARIN_COPY_S = 21.0

@@ -3,7 +3,7 @@
 The benchmark runs the quickstart as a user does, with warm start and evaluations, for each engine and each seed. After
 the warm start, most greedy answers are wrong. So a high accuracy after training comes from rewards, not from a sharper
 distribution. A run's timing decides which groups its batches get, and the lags of the groups. So other work of the
-machine changes the wall times and also the accuracies.
+machine changes the accuracies too, not only the wall times.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saves random policies in Hugging Face layout, with the sizes that the benchmarks need."""
+"""Saves policies with random weights in Hugging Face layout, with the sizes that the benchmarks need."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    # A step takes about a second. A step of the quickstart would not take longer than a checkpoint.
+    # With this batch a step takes about a second. A step of the quickstart would be shorter than a checkpoint.
     "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
@@ -52,14 +52,14 @@ _BASE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """The work that a resumed life kept, and the times.
+    """How much of its work a run kept when it was resumed, and the times of the start and of checkpoints.
 
     Attributes:
         share: Share of the ended life's generated tokens that were kept.
-        steps: Step at the end of the first life, and step of the checkpoint.
+        steps: Pair: the step in which the first life ended, and the step of the checkpoint.
         start_s: Seconds from the command to the first learner step, in the first life.
         resume_s: Seconds from the command to the first learner step, in the resumed life.
-        stall_s: Seconds that a rank waits for one checkpoint, and seconds of a learner step. None if not measured.
+        stall_s: Pair: seconds that a rank waits for one checkpoint, and seconds of a step. None if not measured.
     """
 
     share: float
@@ -80,7 +80,7 @@ class Kept:
 
 
 class Life:
-    """A training in a separate process."""
+    """One life of a run: a training process and the lines of its output."""
 
     def __init__(self, output_dir: Path, overrides: Sequence[str]) -> None:
         command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={output_dir}", *_BASE, *overrides]
@@ -197,7 +197,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # enough, because one batch has all groups; a larger bound would slow down the leases
+        "max_lag": 0,  # admits all groups, because one batch has all; a larger bound would slow down the leases
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }

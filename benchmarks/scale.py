@@ -22,12 +22,12 @@ _GB = 1e9
 
 @dataclass(frozen=True, kw_only=True)
 class Resource:
-    """A resource that a step uses.
+    """A resource that a simulated step keeps busy, such as a network link.
 
     Attributes:
         name: Name of the resource.
         seconds: Time that one step keeps the resource busy.
-        why: The computation of the time, as text.
+        why: How ``seconds`` is computed, as text.
     """
 
     name: str

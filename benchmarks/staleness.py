@@ -48,12 +48,12 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "geometric": {"loss": "ppo_clip", "masks": [Mask.geometric]},
     "k3": {"loss": "ppo_clip", "masks": [Mask.k3]},
 }
-"""The options of each row of the table that differ from the defaults. ``none`` is REINFORCE. ``ppo_behavior`` clips
+"""For each row of the table, the options that differ from the defaults. ``none`` is REINFORCE. ``ppo_behavior`` clips
 policy ÷ behavior. The next four rows clip policy ÷ proximal and weigh by proximal ÷ behavior. The last two rows clip
 policy ÷ behavior and mask trajectories."""
 
 PUBLISHED = ("none", "ppo_behavior", "tis", "decoupled", "icepop")
-"""The rows of the table in ``docs/algorithms.md``."""
+"""The corrections in the table of ``docs/algorithms.md``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +83,10 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """The finished cells, one JSON object per line.
+    """A file with the finished cells, one JSON object per line.
 
     Attributes:
-        path: The file of the cells. The first finished cell creates it.
+        path: The file. It is created when the first cell is finished.
     """
 
     path: Path

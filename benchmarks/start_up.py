@@ -31,7 +31,7 @@ _WALL_S = {"transformers": 8.0, "sglang": 20.0}
 
 @dataclass(frozen=True, kw_only=True)
 class StartUp:
-    """One start.
+    """The times of one start of a run.
 
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.

@@ -2,8 +2,8 @@
 
 There are two hosts, each with its own network namespace. A link with a limited rate connects them. The first host has
 the buffer's ledger (the states of all groups) and a worker. The second host has a worker and a learner rank. Each
-worker puts groups as fast as it can. The rank fetches and commits each batch. One run keeps the payloads on the host of
-the ledger. A second run has one store per host. The benchmark compares the bytes on the link.
+worker puts groups as fast as it can. The rank fetches and commits each batch. In one run, the host of the ledger stores
+all groups. In a second run, each host stores the groups of its worker. The benchmark compares the bytes on the link.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ _MB = 1e6
 
 
 class HostProcess:
-    """A host: a process with its own network namespace, which other processes use too.
+    """A host: a process with its own network namespace, in which further processes run too.
 
-    The host ends when the benchmark's process ends.
+    The process ends when the benchmark's process ends.
     """
 
     def __init__(self) -> None:

@@ -27,17 +27,17 @@ class TrlSettings:
 
     Attributes:
         model: Directory of the warm-started policy and its tokenizer.
-        train: Parquet with columns prompt and ground_truth.
-        held_out: Parquet with the same columns.
+        train: Parquet file of training prompts, with columns prompt and ground_truth.
+        held_out: Parquet file of held-out prompts, with the same columns.
         seed: Seed of data order and sampling.
         max_steps: Largest number of optimizer updates. The learning rate falls linearly to 0 over these updates.
         groups_per_step: Prompts of one update.
         samples_per_prompt: Rollouts of one prompt.
         max_new_tokens: Longest rollout.
-        lr: First learning rate.
+        lr: Learning rate of the first update.
         beta1: AdamW's decay of the first moment.
         beta2: AdamW's decay of the second moment.
-        weight_decay: Decoupled decay, on matrices only.
+        weight_decay: AdamW's weight decay. It applies only to matrices.
         clip: PPO clips the ratio to 1 ± clip.
         clip_grad_norm: Largest global gradient norm.
         eval_every: Updates between evaluations.
@@ -66,7 +66,7 @@ class TrlSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class TrlResult:
-    """The figures of a run.
+    """The measurements of a run.
 
     Attributes:
         time_to_target_s: Training seconds until the target, by `first_crossing`. None if ``max_steps`` came first.
@@ -88,7 +88,7 @@ class TrlResult:
 
 
 class StoppedClock:
-    """A clock that can be stopped."""
+    """A clock that measures training time, and that can be stopped and continued."""
 
     def __init__(self) -> None:
         self.elapsed_s = 0.0
@@ -189,7 +189,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         bf16=False,
         seed=settings.seed,
         max_steps=settings.max_steps,
-        # Each generated batch is one update, so the ratio is 1 and no second forward pass computes old log-probs.
+        # One update per generated batch. So the PPO ratio is 1, and TRL makes no forward pass for old log-probs.
         per_device_train_batch_size=settings.groups_per_step * settings.samples_per_prompt,
         gradient_accumulation_steps=1,
         steps_per_generation=1,

@@ -38,7 +38,7 @@ class ActorRolloutRefWorker(ActorWorker):
             **options,
         )
         self.sampling, self.engine, self.loop = sampling, None, asyncio.new_event_loop()
-        if is_actor and self.rank % run.learner.sp_size == 0:  # one engine per data-parallel rank
+        if is_actor and self.rank % run.learner.sp_size == 0:  # the first rank of each sp group has the engine
             threading.Thread(target=self.loop.run_forever, daemon=True).start()
             places = {"rank": self.rank, "log_dir": folder, "seed": run.seed}
             self.engine = make_engine(run.rollout_fleet, model_path=model_path, **places)
@@ -60,7 +60,7 @@ class ActorRolloutRefWorker(ActorWorker):
         """
         if self._publisher is None:
             return super().rollout_mode(version)
-        offers = [self._publisher.publish(version).result()]  # None on all ranks except rank 0
+        offers = [self._publisher.publish(version).result()]  # only rank 0 gets an offer, other ranks None
         self._offload.enter_rollout()
         dist.broadcast_object_list(offers, src=0)
         if self.engine is not None:

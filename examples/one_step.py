@@ -48,7 +48,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     algorithm = AlgorithmConfig(groups_per_step=NUM_GROUPS, samples_per_prompt=NUM_SAMPLES)
 
-    # The parts of a run. The learner group has one rank.
+    # Create trainer, engine and ledger (the states of all groups). The learner has one rank.
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     trainer = Trainer(LearnerConfig(device=Device.cpu), model_path=model_path, total_updates=1)
     fleet = RolloutFleetConfig(sampling=SAMPLING)
@@ -64,12 +64,12 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     granted = ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=len(prompts))).leases
     assert len(granted) == (MAX_LAG + 1) * NUM_GROUPS
 
-    # The engine samples each group, the reward function scores it, and the ledger stores it.
+    # The engine samples each group, and the reward function scores it. The ledger notes that `store` has the group.
     for lease in granted:
         store[lease.group_id] = await rollout(engine, lease, prompts[lease.group_id], tokenizer)
         ledger.apply(Put(summary=store[lease.group_id].summary))
 
-    # The plan of step 0 has ids, lengths and rewards. A rank fetches its groups and converts them to sequences.
+    # The plan of step 0 has the ids, lengths and rewards of its groups. Convert these groups to sequences.
     ledger.apply(PlanBatch(version=0))
     plan = ledger.batch(version=0)
     (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=MAX_LAG)
@@ -79,7 +79,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
         for sequence in group_sequences(store[share.group_id], samples=share.samples, mini_batch=share.mini_batch)
     ]
 
-    # The learner step: advantages, packing, forward, loss, backward, optimizer. Then the ledger consumes the batch.
+    # The learner step: advantages, packing, forward, loss, backward, optimizer. Then the batch is consumed.
     sequences, metrics = BatchAdvantages(algorithm, trainer.mesh).assign(sequences, batch.rewards)
     metrics |= LearnerStep(trainer, policy_objective(algorithm)).run(sequences)
     ledger.apply(Commit(version=0))
@@ -88,7 +88,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
     offer = publisher.publish(ledger.learner_version).result()
     publisher.close()
-    assert offer is not None  # only ranks other than rank 0 get None
+    assert offer is not None  # ranks other than rank 0 would get None
     await engine.load_weights(offer)
 
     # Now the engine may begin another batch. Samples of version 0 have a lag of 1 in step 1.
