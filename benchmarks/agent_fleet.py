@@ -1,4 +1,4 @@
-"""Compares the speed of an agent with tools in the rollout fleet to that of a bare agent, which uses the engine directly.
+"""Compares the turns per second of an agent in the rollout fleet and of a bare agent, which uses the engine directly.
 
 The fleet consists of a buffer server, a rollout loop, the endpoint, and a child process with the environment. The agent
 samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The bare agent

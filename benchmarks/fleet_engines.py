@@ -43,7 +43,7 @@ SHORT_TOKENS = 64
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
-USUAL_S = 10.0  # seconds with both engines at work, before and after each kill
+USUAL_S = 10.0  # seconds of a measurement with both engines at work, before and after each kill
 SPREAD_S = 4.0  # seconds over which the samples of an engine begin
 _VOCABULARY = 1000
 

@@ -1,7 +1,7 @@
 """Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps before.
 
 asyncrl's own code chooses prompts and batches, samples, trains and publishes, one after another instead of in parallel
-processes. So the lag is the same at every step, and a run takes seconds.
+processes. So the lag is the same at every step after the first ``lag`` steps, and a run takes seconds.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ class LaggedOutcome:
 
 
 class LaggedTraining:
-    """One training. Call `run` once.
+    """A training at a constant lag. Call `run` once.
 
     Args:
         config: The run; ``model.path`` is the policy to start from.
         lag: Number of learner steps between the weights that sample a batch and the weights that train on it; 0 is
-            on-policy. Version 0 samples the first ``lag`` batches.
+            on-policy. Version 0 samples the first ``lag`` + 1 batches.
         eval_every: Learner steps between evaluations.
         eval_samples: Samples per held-out prompt.
     """

@@ -59,7 +59,7 @@ class Work:
 
     Attributes:
         groups: Prompts per step, with 8 samples each.
-        in_flight: Prompts in flight.
+        in_flight: Prompts for which the engine generates at the same time.
         hidden: Width of the model.
         new_tokens: Longest response. Few responses end earlier, because all `VOCABULARY` tokens are about equally
             likely.

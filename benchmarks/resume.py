@@ -1,11 +1,11 @@
 """Measures the work that a resume keeps, and the cost of checkpoints.
 
 ``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. A *life* is one
-training process with its children. SIGTERM stops one life, and SIGKILL ends all processes of another life, each
-between two checkpoints. The benchmark then resumes both. It counts the ended life's policy tokens that the resumed life
-does not drop as lost. Then a buffer server starts from a checkpoint of ``--payload-mb`` MB. The benchmark compares the
-server's memory with the size of its contents. Further options of the run may follow. Wall times are valid only on an
-idle machine.
+training process with its children. SIGTERM stops one life, and SIGKILL ends all processes of another life, each between
+two checkpoints. The benchmark then resumes both. A policy token of the ended life counts as lost if the checkpoint does
+not include it, or if the resumed life drops it for one of the `LOST_REASONS`. Then a buffer server starts from a
+checkpoint of ``--payload-mb`` MB. The benchmark compares the server's memory with the size of its contents. Further
+options of the run may follow. Wall times are valid only on an idle machine.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
     fleet = config.rollout_fleet
     is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
     if is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1:
-        scenario = reading.on_host(scenario)  # engines and ranks share the CPU cores of one host
+        scenario = reading.on_host(scenario)  # engines and ranks compute on the CPU cores of one host
     return Calibration(
         scenario=scenario,
         step_s=(steps[-1].end - steps[first].start) / _NS / (len(steps) - first),
@@ -211,7 +211,7 @@ class _Reading:
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
         engine, learner = scenario.engine, scenario.learner
-        used = min(1.0, rank_s / self._step_s)  # share of the update that the rank computed on its core
+        used = min(1.0, rank_s / self._step_s)  # share of the update's time in which the rank used its core
         return replace(
             scenario,
             settle_s=0.0,

@@ -64,7 +64,7 @@ class _Running:
 
 
 class SimulatedEngine:
-    """An engine with the speed of an `EngineModel`.
+    """A simulated engine with the speed of ``model``, an `EngineModel`.
 
     Args:
         on_update: What the engine does with the KV cache of running samples after a weight update.

@@ -5,7 +5,7 @@
                    commits │   │ plans     puts ◀───┘          offers: learner ─▶ buffer ─▶ workers
                         learner ◀
 
-simpy provides the clock. The same scenario and seed always give the same outcome.
+The clock is simulated by simpy. The same scenario and seed always give the same outcome.
 """
 
 from __future__ import annotations
@@ -377,7 +377,7 @@ class SimulatedLearner:
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
         def on_plan(batch: commands.Batch | commands.NothingYet) -> None:
-            if isinstance(batch, commands.NothingYet):  # the filters dropped many groups: request again
+            if isinstance(batch, commands.NothingYet):  # filters dropped so many groups that the request must be repeated
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})

@@ -136,7 +136,7 @@ class PoolTime:
 
 @dataclass(frozen=True, kw_only=True)
 class Attribution:
-    """The states of all places of a run in a window of time.
+    """The states of all ranks and sample slots of a run in a window of time.
 
     Attributes:
         window: Start and end, in nanoseconds.

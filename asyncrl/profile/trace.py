@@ -194,9 +194,9 @@ class Trace:
 
     Attributes:
         processes: All processes, sorted by start.
-        spans: All spans, sorted by start.
-        levels: All levels, sorted by time.
-        stamps: All stamps, sorted by time.
+        spans: All activities, sorted by start.
+        levels: All changes of counts, sorted by time.
+        stamps: All events of prompt groups, sorted by time.
         start: Time of the first record, in nanoseconds.
         end: Time of the last record, in nanoseconds.
     """
