@@ -37,7 +37,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # all timers that never fire use this handle
+        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # for all timers that never fire
 
     def time(self) -> float:
         """Return the current time in simulated seconds."""

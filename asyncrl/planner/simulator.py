@@ -377,7 +377,7 @@ class SimulatedLearner:
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
         def on_plan(batch: commands.Batch | commands.NothingYet) -> None:
-            if isinstance(batch, commands.NothingYet):  # filters dropped so many groups that the request must be repeated
+            if isinstance(batch, commands.NothingYet):  # filters dropped many groups: repeat the request
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})
