@@ -11,7 +11,7 @@ whole training time.
 
 For all competitors, a step has twice as many prompts as the quickstart and half its learning rate (`WORK`). With the
 quickstart's own options, a policy would reach the target in 50 steps. It would then change so much per step that it
-learns less from samples that are two versions old. The figure ``steps_to_090_vs_trl`` shows this effect. Wall time
+would learn less from samples that are two versions old. The figure ``steps_to_090_vs_trl`` shows this effect. Wall time
 depends on other work of the machine, so the CPU time of each competitor, including its start, is also reported.
 ``time_standard_error`` is the standard error over seeds.
 """

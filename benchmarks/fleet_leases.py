@@ -2,8 +2,7 @@
 
 The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
 two more processes. Each socket sends the messages of a rollout worker, but generates nothing. With ``max_lag`` 0, no
-group of the next step may begin before the commit. The time includes the message that
-tells the worker the new version.
+group of the next step may begin before the commit. The time includes the message that tells the worker the new version.
 """
 
 from __future__ import annotations

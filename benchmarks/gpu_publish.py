@@ -20,7 +20,7 @@ from asyncrl.weights.manifest import StoredTensor
 from benchmarks.saved_weights import describe_model
 
 DEVICE = torch.device("meta")
-"""The device that represents a GPU. Its tensors have a size but no bytes."""
+"""The device that represents a GPU. Its tensors have a size but no data."""
 
 
 class HostToDevice(TorchDispatchMode):
@@ -151,7 +151,7 @@ class _Experts(nn.Module):
 
 
 class _Unverified:
-    """The source of weights that `ComparedWrites` needs. It has no bytes and no copying thread."""
+    """The source of weights that `ComparedWrites` needs. It has no data and no copying thread."""
 
     copier = None
 

@@ -222,7 +222,7 @@ class RankSetup:
         num_shards: Number of ranks among which FSDP divides one copy of the parameters.
         tokens: Tokens of a micro-batch on this rank.
         checkpointing: Whether the backward pass recomputes the activations of the layers.
-        keeps_attention: Whether attention is not recomputed (``activation_checkpointing=selective``).
+        keeps_attention: Whether attention's activations are kept, not recomputed (``activation_checkpointing=selective``).
         whole_gradients: Whether each rank keeps unsharded float32 gradients until the optimizer update
             (``gradient_sync=update``).
         compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
@@ -303,7 +303,7 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
     at_end = {"gradients in transit": reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
-    # `has_gradients` is the moment at which the gradients of the layer's parameters exist.
+    # `has_gradients`: whether the gradients of the layer's parameters exist at the moment.
     for (layer, below, above), has_gradients in product(units, (False, True)):
         own = size * gathers * layer * has_gradients
         layer_moment = {

@@ -83,7 +83,7 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period, in nanoseconds, in which a rank or engine has a constant number of places in one state.
+    """A period in which a rank or engine has a constant number of places in one state. Times are in nanoseconds.
 
     Attributes:
         lane: Name of the rank or engine in the record. Example: ``engine-0``.
