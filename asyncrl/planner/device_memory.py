@@ -222,7 +222,7 @@ class RankSetup:
         num_shards: Number of ranks among which FSDP divides one copy of the parameters.
         tokens: Tokens of a micro-batch on this rank.
         checkpointing: Whether the backward pass recomputes the activations of the layers.
-        keeps_attention: Whether attention's activations are kept, not recomputed (``activation_checkpointing=selective``).
+        keeps_attention: Whether attention is kept, not recomputed (``activation_checkpointing=selective``).
         whole_gradients: Whether each rank keeps unsharded float32 gradients until the optimizer update
             (``gradient_sync=update``).
         compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
