@@ -26,8 +26,8 @@ Entry = tuple[float, int, int]
 class GroupState(StrEnum):
     """The state of an unfinished group.
 
-    It waits for a worker (``queued``), a worker generates it (``leased``), its trajectories are complete (``stored``), or
-    it is in a batch for the learner (``planned``).
+    It waits for a worker (``queued``), a worker generates it (``leased``), its trajectories are complete (``stored``),
+    or it is in a batch for the learner (``planned``).
     """
 
     queued = "queued"

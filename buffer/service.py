@@ -1,7 +1,8 @@
-"""Handles the requests to the buffer. The ledger decides, the store keeps frames, and some requests wait.
+"""Handles the requests to the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
 
-After each burst of messages, `settle` answers the held requests that can be answered now. A timer answers each request
-that waits too long with `NothingYet`. Other timers revoke expired leases, and find silent producers.
+A request that cannot be answered yet is held. After each burst of messages, `settle` answers the held requests that can
+be answered now. A timer answers each request that waits too long with `NothingYet`. Other timers revoke expired leases,
+and find silent producers (clients that generate groups).
 """
 
 import logging
@@ -47,14 +48,14 @@ class BufferService:
     """Handles the requests that the socket of the buffer's server receives.
 
     Args:
-        config: Options.
-        groups_per_step: B.
+        config: Options of the buffer.
+        groups_per_step: B, the number of prompt groups per learner step.
         send: Sends one message to one client.
         on_rewound: Called after a rewind of the learner, because finished groups may be queued again.
         counters: Returns the socket's counts of refused and undelivered messages.
         links: Connections to the store servers. None keeps the payloads in this process.
         journal: The journal that this server continues; None keeps nothing on disk.
-        clock: Measures deadlines. None takes the clock of the running loop.
+        clock: Measures deadlines. None makes a new `LoopClock` on the running loop.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # first, because a batch may wait for a saved group
+                self._admission.grant_saved()  # first, because a batch may wait for such a group
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -404,10 +405,10 @@ class BufferService:
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # the receivers wait for newer weights
+            self._admission.answer_outdated(except_for=self._offers.receivers)  # these clients will get newer weights
             self._compact(is_urgent=False)  # compacting is cheap now, because the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
-        self._offers.show()  # offers follow the reply to the controller, because many engines may wait
+        self._offers.show()  # after the reply, because offers may go to many engines
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
         """Plan a batch again, because the learner's ranks did not find some of its groups in the stores."""
@@ -476,7 +477,7 @@ class BufferService:
 
 
 class WorkerRequests:
-    """Handles the operations about clients: greetings, heartbeats, versions of engines, and the end of a worker."""
+    """Handles what clients report about themselves: greetings, heartbeats, versions of engines, and their end."""
 
     def __init__(
         self,
@@ -552,7 +553,7 @@ class WorkerRequests:
 
 
 class LedgerNotes:
-    """Records the ledger's events for the run's profile."""
+    """Records in the run's profile which groups change their state, and the ledger's current counts."""
 
     def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
         self._ledger = ledger
