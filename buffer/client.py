@@ -48,8 +48,8 @@ _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD_FACTOR = 1.5
-"""A request that a server may hold gets this multiple of the usual deadline. The server holds it for at most half of the
-usual deadline. If the server dies then, a restarted server still has the usual time to answer."""
+"""A request that a server may hold gets this multiple of the usual deadline. The server holds it for at most half of
+the usual deadline. If the server dies then, a restarted server still has the usual time to answer."""
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 """ZMQ's events for a refused connection: the server does not know the key, or only one side has keys."""

@@ -75,7 +75,7 @@ class Value(Head, frozen=True, kw_only=True):
 
 
 class Decided(Head, frozen=True, kw_only=True):
-    """Commands of clients to the ledger, with the ledger's outcomes."""
+    """Commands, each with the ledger's decision about it (the outcome)."""
 
     decided: tuple[tuple[AnyCommand, AnyOutcome], ...]
 

@@ -166,7 +166,7 @@ class Ledger:
 
     @property
     def next_plan(self) -> int:
-        """Learner version of the next batch to plan (w)."""
+        """Learner version whose batch is planned next (w)."""
         return self.learner_version + len(self.groups.plans)
 
     @property
@@ -192,7 +192,7 @@ class Ledger:
         return group_id in self.groups or group_id in self.history.finished
 
     def check_engine_version(self, engine_version: int) -> None:
-        """Check that a lease is requested at a version of the policy that committed learner steps have made.
+        """Check that the engine version in a request for leases is not newer than the learner's version.
 
         Raises `VersionTooNew` otherwise.
         """
@@ -203,7 +203,7 @@ class Ledger:
             )
 
     def check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
-        """Check that an attempt's newest token has a version of the policy that committed learner steps have made.
+        """Check that an attempt's newest token does not have a newer policy version than the learner.
 
         Raises `VersionTooNew` otherwise.
         """
@@ -227,8 +227,8 @@ class Ledger:
     def can_plan(self) -> bool:
         """Return whether the next batch can be made now.
 
-        With ``on_stale=wait`` the batch waits for running groups that it must contain. Otherwise the leases of these
-        groups are revoked.
+        With ``on_stale=wait``, this is False while a group that the batch must contain is still generated. Otherwise
+        the batch is made without this group, and the group's lease is revoked.
         """
         if self.groups.num_stored < self.rule.groups_per_step:
             return False
@@ -255,7 +255,7 @@ class Ledger:
         return not self.groups.num_planned and not self.can_plan()
 
     def batch(self, version: int) -> Plan:
-        """Return the batch of the planned version ``version``: the metadata of its groups, in order."""
+        """Return the batch that is planned for the learner step ``version``: metadata of the groups, in order."""
         groups = map(self.groups.stored, self.groups.plans[version])
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
