@@ -50,8 +50,8 @@ class _Worker:
         paces: Seconds per token of the worker's last groups.
         took: Seconds that the worker's last groups took. For a group that it took over, an estimate of the whole time.
         is_watched: Whether a later `WorkerPaces.look` will check the worker again.
-        slowdown: Time since the worker last ended a group, divided by the longest time in ``took``; 1 if the quotient
-            is below 2.
+        slowdown: Time since the worker last ended a group, divided by the time of its longest group; 1 if the
+            quotient is below 2.
     """
 
     since: float

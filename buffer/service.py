@@ -158,7 +158,7 @@ class BufferService:
         self._journal.keep(request.payload, then)
 
     def settle(self) -> None:
-        """Answer the held requests that can be answered now, tell workers about revoked leases, and reset the timers."""
+        """Answer held requests that can be answered now, tell workers about revoked leases, and reset the timers."""
         ledger, before = self.ledger, None
         try:
             while before != (
@@ -234,8 +234,8 @@ class BufferService:
     ) -> bool:
         """Handle a report that the store server number ``store`` lacks the trajectories of groups.
 
-        Stored groups that are lost are generated again. Workers send running groups with reserved bytes again. A planned
-        batch stays, because the learner's ranks may already have its groups.
+        Stored groups that are lost are generated again. Workers send running groups with reserved bytes again. A
+        planned batch stays, because the learner's ranks may already have its groups.
 
         Args:
             store: Number of the store server.
@@ -372,7 +372,7 @@ class BufferService:
         self._replies.answer(request, Done())
 
     def on_release(self, request: Message, release: commands.Release) -> Answer:
-        """End a lease (a worker's right to generate a group) without a result, or count the tokens of a revoked lease."""
+        """End a lease (a worker's right to generate a group) without a result, or count a revoked lease's tokens."""
         released = self.ledger.apply(release, sender=request.client)
         self._admission.ended(request.client, release)
         return released
