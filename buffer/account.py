@@ -333,8 +333,8 @@ class Account:
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
         """Go back to the totals of a checkpoint. The tokens trained since then count as dropped.
 
-        ``lags`` maps each lag in learner steps to how often a step trained on a group at this lag.
-        The mean lengths stay.
+        ``lags`` maps each lag in learner steps to how often a step trained on a group at this lag. The mean lengths of
+        responses are not reset.
         """
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained

@@ -259,7 +259,7 @@ class CheckpointRequests:
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
-        await asyncio.sleep(0)  # lets the tasks above send their requests to the stores
+        await asyncio.sleep(0)  # lets the tasks above send requests to the stores first
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
         snapshot, frames = self._ledger.snapshot(), self._store.frames()
         own = await self._writer.write(folder / LEDGER_PART, values=values, snapshot=snapshot, frames=frames)

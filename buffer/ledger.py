@@ -1,4 +1,4 @@
-"""The ledger tracks the state of every prompt group and counts every token. It has no sockets, clock or trajectories.
+"""The ledger tracks the state of every prompt group, and counts tokens. It has no sockets, clock or trajectories.
 
 A group moves ``queued → leased → stored → planned → consumed``. A worker generates a leased group. The trajectories of
 a stored group are complete. A planned group is in a batch for the learner, which then consumes the group. A group can
@@ -53,7 +53,7 @@ class CommandLog(Protocol):
 class Call(NamedTuple):
     """Who sent a command, and when the command arrived.
 
-    ``sender`` is a client id, or None if it is unknown. ``now`` is in seconds on the clock of the leases.
+    ``sender`` is a client id, or None if it is unknown. ``now`` is in seconds on the clock that times leases.
     """
 
     now: float
