@@ -1,6 +1,7 @@
-"""The ledger's account: counts of all tokens, the attempts that ended without a result, and the finished groups.
+"""Counts the policy tokens of a run as buffered, trained or dropped.
 
-A repeated message counts only once. The memory for past attempts and groups is bounded.
+Also remembers the attempts (tries of a worker to generate a group) without a result, and the finished groups. A message
+that a client repeats counts only once. The memory for past attempts and groups is bounded.
 """
 
 from bisect import bisect_right
@@ -28,8 +29,8 @@ REWARD = "reward"
 RESUME = "resume"
 
 MAX_REMEMBERED = 4096
-"""Largest number of remembered ended attempts, and of finished groups with several attempts. The oldest ones leave
-first."""
+"""Largest number of remembered attempts without a result, of finished groups with several attempts or without a result,
+and of dead workers. The oldest entry of each list is forgotten first."""
 
 
 class IdSet:
@@ -84,14 +85,14 @@ class IdSet:
 
 
 class EndedAttempt(Row, frozen=True):
-    """An attempt that ended without a stored result.
+    """An attempt (a worker's try to generate a group) that ended without a stored result.
 
     Attributes:
-        owner: The client that held the lease.
-        owes_report: Whether the worker still has to report its tokens.
-        num_counted: Saved tokens, which the account has counted already.
-        reason: The account drops the remaining reported tokens for this reason.
-        refusal: Message that refuses a put of this attempt.
+        owner: Id of the client that held the lease (the right to generate the group).
+        owes_report: Whether the worker must still report how many tokens it generated.
+        num_counted: Number of saved tokens of the attempt. The account has counted these tokens already.
+        reason: Why the attempt ended. The account counts the worker's other tokens as dropped for this reason.
+        refusal: Error message for a worker that sends this attempt's finished group again; empty if it has none.
     """
 
     owner: bytes = b""
@@ -189,9 +190,10 @@ class AttemptHistory:
 class Account:
     """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
 
-    A saved prefix counts as buffered from the end of its attempt until the next report. When a worker dies, its
-    generated but unreported tokens count as lost, and its later reports do not count. ``buried`` is the number of
-    generated tokens of each dead worker.
+    The saved tokens of an unfinished group count as buffered once the attempt that saved them has ended. They stay
+    buffered while a later attempt continues them. The tokens that a dead worker generated and did not report count as
+    lost, and later reports of a dead worker do not count. ``buried`` maps the id of each dead worker to the number of
+    tokens that the worker generated.
     """
 
     def __init__(self) -> None:
@@ -251,7 +253,8 @@ class Account:
     def consume(self, summary: GroupSummary, version: int) -> None:
         """Count a group that the learner step ``version`` trained on.
 
-        At the first use, the group's tokens move from buffered to trained. At a later use, they count as reused.
+        The first time that a step trains on the group, its tokens move from buffered to trained. Later times count the
+        tokens as reused.
         """
         self.lags[version - summary.oldest_version] += 1
         if summary.num_uses:
@@ -330,7 +333,8 @@ class Account:
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
         """Go back to the totals of a checkpoint. The tokens trained since then count as dropped.
 
-        ``lags`` maps each lag in learner steps to its number of uses of groups. The mean lengths do not go back.
+        ``lags`` maps each lag in learner steps to how often a step trained on a group at this lag. The mean lengths of
+        responses are not reset.
         """
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
@@ -365,9 +369,10 @@ class Account:
         self._dropped_samples[reason] += len(summary.response_lengths)
 
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
-        """Return the totals as one record.
+        """Return the totals as one `BufferStats` record.
 
-        ``groups`` maps each state to its current number of groups. ``held`` gives the record's other current numbers.
+        ``groups`` maps each state of unfinished groups to the number of groups in it. ``held`` has the other fields of
+        the record, which the account does not know.
         """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(

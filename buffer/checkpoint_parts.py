@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""Name of the journal's value with the keys of the ledger's marks."""
+"""Name under which the journal stores the keys of the checkpoints that the ledger remembers."""
 _MAX_REMEMBERED = 4
 
 
@@ -42,7 +42,7 @@ def store_part(number: int) -> str:
 
 
 class PartWriter:
-    """Writes a server's parts of checkpoints. ``journal`` is the server's own journal, or None."""
+    """Writes the files of one server in checkpoints. ``journal`` is the server's own journal, or None."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -131,7 +131,7 @@ def _sync(path: Path) -> None:
 
 
 class PendingWrites:
-    """Requests that wait for a write. A repeated request, with the same ``key``, waits for the same write."""
+    """Requests that wait until files are written. A repeated request with the same ``key`` waits for the same files."""
 
     def __init__(self, held: HeldRequests) -> None:
         self._held = held
@@ -169,7 +169,7 @@ class PendingWrites:
 
 
 class CheckpointRequests:
-    """Handles the operation `Checkpoint` of the ledger's server, and loads the state that a new server continues.
+    """Handles the operation `Checkpoint` on the ledger's server, and loads the state of an earlier server at the start.
 
     Args:
         journal: The server's own journal, if it has one.
@@ -179,7 +179,7 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # stays the same when the run resumes
+        self._lineage = shared.config.lineage or shared.config.epoch  # equal in a resumed run
         # A later server can continue this server's journal or checkpoint only with equal options.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
@@ -259,7 +259,7 @@ class CheckpointRequests:
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
-        await asyncio.sleep(0)  # lets the tasks above send their requests to the stores
+        await asyncio.sleep(0)  # lets the tasks above send requests to the stores first
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
         snapshot, frames = self._ledger.snapshot(), self._store.frames()
         own = await self._writer.write(folder / LEDGER_PART, values=values, snapshot=snapshot, frames=frames)

@@ -22,20 +22,23 @@ from .rule import Preference, StalenessRule, rank_of
 MAX_MARKS = 8
 """Largest number of remembered marks."""
 MAX_WRITING = 2
-"""Largest number of checkpoints that a run writes at a time. With this limit the newest complete one keeps its mark."""
+"""Largest number of checkpoints that a run writes at a time.
+
+The limit ensures that the newest complete checkpoint is one of the ``MAX_MARKS`` remembered ones.
+"""
 
 
 class Mark(Row, frozen=True, kw_only=True):
-    """The ledger's totals at a checkpoint.
+    """The ledger's totals at the commit of a checkpoint's last step.
 
     Attributes:
         key: Name of the checkpoint; empty for the beginning of the run.
         is_reached: Whether the steps before ``version`` are committed. Otherwise the totals are not valid.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
-        tokens_trained: Policy tokens of the consumed groups.
-        lags: Pairs (lag in learner steps, number of uses of groups at this lag).
-        tokens_reused: Policy tokens of second and later uses of groups.
-        groups_reused: Number of second and later uses of groups.
+        tokens_trained: Number of policy tokens in the consumed groups.
+        lags: (lag in learner steps, how often a step trained on a group at this lag) pairs.
+        tokens_reused: Number of policy tokens that steps trained on again, counted at each repetition.
+        groups_reused: How often steps trained on a group again.
     """
 
     version: int
@@ -49,7 +52,7 @@ class Mark(Row, frozen=True, kw_only=True):
 
 
 class Marks:
-    """The marks of the newest checkpoints, by version. The first mark is the beginning of the run."""
+    """The totals (`Mark`) at the newest checkpoints, by learner version. The first mark is the beginning of the run."""
 
     def __init__(self, first_version: int) -> None:
         self._by_version = {first_version: Mark(version=first_version, is_reached=True)}

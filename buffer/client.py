@@ -48,11 +48,11 @@ _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD_FACTOR = 1.5
-"""Factor on the deadline of requests that a server may hold for half of the deadline. If the server dies at the end of
-this half, a restarted server still has the usual time to answer."""
+"""A request that a server may hold gets this multiple of the usual deadline. The server holds it for at most half of
+the usual deadline. If the server dies then, a restarted server still has the usual time to answer."""
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-"""Events of a refused connection: the server does not know the key, or only one side has keys."""
+"""ZMQ's events for a refused connection: the server does not know the key, or only one side has keys."""
 
 
 class Connection:
@@ -142,8 +142,9 @@ class ClientSocket:
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest id of a fetch with a received reply. Cancelled fetches count too.
-        identity: The identity of this client on the server.
+        num_read: Largest request id of a fetch (a request for trajectories) whose answer has arrived, even if the
+            caller had cancelled the fetch.
+        identity: The client id under which the server knows this client.
     """
 
     def __init__(
@@ -403,7 +404,7 @@ class ClientSocket:
         self.is_connected = True
         self._resend(needs_bulk=False)
         self._when_connected()
-        if self._bulk is not None and port != self._bulk_port:  # the server was restarted without a journal
+        if self._bulk is not None and port != self._bulk_port:  # a server that restarts without a journal changes it
             self._bulk.close()
             self._bulk = None
             self._on_bulk_change(False)
@@ -488,9 +489,9 @@ class BufferClient:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
         request_timeout_s: Deadline of each request, in seconds. The server holds a request for at most half of it.
         keys: CURVE keys, if the server has them.
-        epoch: The run of this client. Empty takes the run in the server's first answer.
+        epoch: Name of the run of this client. Empty takes the name in the server's first answer.
         host: Host of this client, as passed to `ControlClient.add_store`. Puts prefer the store on this host.
-        incarnation: The incarnation of the learner that this client belongs to.
+        incarnation: How often the learner had gone back to a checkpoint when this client's learner was started.
 
     Attributes:
         on_connected: Called each time that the client reaches the server.

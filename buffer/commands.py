@@ -1,4 +1,6 @@
-"""Every message between clients and servers: operations, answers, and pushes (messages without a request).
+"""Every message between the buffer's clients and servers: operations (requests), answers, and pushes.
+
+A push is a message from a server that no request asked for.
 
 The server refuses a client if the operation's ``roles`` lack the client's role. A `Command` is an operation that the
 ledger decides. For a new operation, add a record here, a method ``on_<name>`` of the service, and its caller.
@@ -58,7 +60,7 @@ class Done(Answer, frozen=True):
 
 
 class NothingYet(Answer, frozen=True):
-    """The operation must wait longer. The client repeats the request, and logs ``warning`` if it is not empty."""
+    """The server cannot answer yet. The client repeats the request, and logs ``warning`` if it is not empty."""
 
     warning: str = ""
 
@@ -78,7 +80,10 @@ class Connected(Answer, frozen=True):
 
 
 class Welcome(Answer, frozen=True):
-    """The server's settings for clients, and its clock. ``is_elsewhere`` is true if store servers hold the payloads."""
+    """The server's settings for clients, and the server's time.
+
+    ``is_elsewhere`` is true if store servers hold the trajectories. ``clock`` identifies the clock of ``now_ns``.
+    """
 
     max_lag: int
     groups_per_step: int
@@ -89,9 +94,10 @@ class Welcome(Answer, frozen=True):
 
 
 class LeasedGroup(Row, frozen=True):
-    """A lease. The frames of its prompt and of its saved prefix follow the record.
+    """A lease (a worker's right to generate a group). The frames of the prompt and the saved prefix follow the record.
 
-    ``num_prefix_frames`` is -1 if the prefix was evicted or lost. Then the worker must start again.
+    The saved prefix holds the tokens of an earlier attempt. ``num_prefix_frames`` is -1 if the prefix was evicted or
+    lost. Then the worker must start again.
     """
 
     group_id: int
@@ -114,7 +120,7 @@ class Leased(Answer, frozen=True):
 
 
 class Reservation(Answer, frozen=True):
-    """The answer to a reservation.
+    """The answer to `Reserve`.
 
     ``address`` is the store server with the reserved bytes, if the run has store servers. If the sender has lost the
     lease, ``is_held`` is false and nothing is reserved.
@@ -137,21 +143,25 @@ class Totals(Answer, frozen=True):
 
 
 class Report(Answer, frozen=True):
-    """A server's report for `buffer.inspect`."""
+    """The contents of a server as plain values, for `buffer.inspect`."""
 
     values: dict[str, Any]
 
 
 class Payloads(Answer, frozen=True):
-    """The answer to `Fetch` with payloads. ``counts`` has the number of frames of each group. The frames follow."""
+    """The answer to `Fetch` if this server holds the trajectories. Their frames follow the record.
+
+    ``counts`` has the number of frames of each group.
+    """
 
     counts: tuple[Int64, ...]
 
 
 class Places(Answer, frozen=True):
-    """The answer to `Fetch` if store servers hold the payloads.
+    """The answer to `Fetch` if store servers hold the trajectories.
 
-    ``groups`` has the store (an index of ``addresses``), the attempt and the trajectories' digest of each group.
+    ``groups`` has for each group the store (an index of ``addresses``), the attempt number, and the digest of the
+    trajectories.
     """
 
     addresses: tuple[str, ...]
@@ -159,13 +169,16 @@ class Places(Answer, frozen=True):
 
 
 class Offered(Answer, frozen=True):
-    """Weights that the engine should load."""
+    """The answer to `NextOffer`: weights that the worker's engine should load."""
 
     offer: WeightOffer
 
 
 class Serving(Answer, frozen=True):
-    """The oldest version that an engine serves, and the seconds of the slowest load of this version."""
+    """The answer to `Served`: the oldest policy version that any engine serves, and how long engines took to load it.
+
+    ``seconds`` is the time of the slowest load.
+    """
 
     version: int
     seconds: float
@@ -184,9 +197,9 @@ class Number(Answer, frozen=True):
 
 
 class Checkpointed(Answer, frozen=True, kw_only=True):
-    """The size of a checkpoint, or of one server's files in it.
+    """The size of a checkpoint, or of the files that one server has written for a checkpoint.
 
-    The fields count groups with trajectories, saved prefixes and bytes of frames.
+    The fields count groups with trajectories, saved prefixes (tokens of unfinished groups) and bytes of both.
     """
 
     num_groups: int = 0
@@ -195,7 +208,10 @@ class Checkpointed(Answer, frozen=True, kw_only=True):
 
 
 class Missing(Answer, frozen=True):
-    """The answer to `Reconcile`: groups that the store lacks. ``disk_bytes`` is as in `Removed`."""
+    """The answer to `Reconcile`: ids of groups that the store lacks.
+
+    ``disk_bytes`` is the size of the store's payloads that are only on disk.
+    """
 
     group_ids: tuple[int, ...]
     disk_bytes: int = 0
@@ -211,7 +227,7 @@ class Removed(Answer, frozen=True):
 
 
 class Revoked(Push, frozen=True):
-    """The client has lost this lease."""
+    """The client has lost its lease on this group, and should stop the attempt."""
 
     group_id: int
     attempt: int
@@ -224,7 +240,7 @@ class HandOn(Push, frozen=True):
 
 
 class NewKeys(Push, frozen=True):
-    """The client's key was replaced. The client reads its keys and connects again."""
+    """The client's key was replaced. The client reads its key file again and reconnects."""
 
 
 class Space(Push, frozen=True):
@@ -235,7 +251,7 @@ class Space(Push, frozen=True):
 
 
 class Enqueued(Answer, frozen=True):
-    """The prompts are queued. If requested, ``outcomes`` has the groups finished since the last answer."""
+    """The prompts are queued. If requested, ``outcomes`` has metadata of the groups finished since the last answer."""
 
     outcomes: tuple[GroupSummary, ...] = ()
 
@@ -243,7 +259,8 @@ class Enqueued(Answer, frozen=True):
 class Enqueue(Command[Queued, Enqueued], frozen=True):
     """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt.
 
-    After the first request with ``wants_outcomes``, the server keeps the newest finished groups for later answers.
+    After the first request with ``wants_outcomes``, the server keeps metadata of the newest finished groups for
+    later answers.
     """
 
     roles = _CONTROLLER
@@ -254,9 +271,10 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 
 
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
-    """Admit up to ``max_groups`` from the head of the queue on an engine that serves ``engine_version``.
+    """Request leases on up to ``max_groups`` prompts from the head of the queue.
 
-    ``incarnation`` is the incarnation of the learner that made the engine's weights. The server sets ``request_id``.
+    ``engine_version`` is the policy version that the worker's engine serves. ``incarnation`` counts how often the
+    learner had gone back to a checkpoint when it made these weights. The server sets ``request_id``.
     """
 
     roles = _ROLLOUT
@@ -269,20 +287,20 @@ class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
 
 
 class Renew(Command[Renewed, Done], frozen=True):
-    """Extend leases, named by group and attempt."""
+    """Extend leases, given as (group id, attempt number) pairs."""
 
     roles = _ROLLOUT
     leases: Keys
 
 
 class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
-    """Save the prefix of a running group. The next attempt may continue the prefix.
+    """Save the tokens that a running group has so far (its prefix). The next attempt may continue them.
 
     Attributes:
-        progress: Token count and versions of the whole prefix, including the inherited part.
-        continued: False if the worker started again without the inherited prefix.
-        num_bytes: Size of the prefix's frames; the server sets it.
-        longest_response: Tokens of the longest sample; -1 if unknown.
+        progress: Token count and policy versions of the prefix, including tokens from earlier attempts.
+        continued: False if the worker started again without the saved prefix of an earlier attempt.
+        num_bytes: Size of the encoded prefix in bytes; the server sets it.
+        longest_response: Number of tokens of the longest sample; -1 if unknown.
     """
 
     roles = _ROLLOUT
@@ -295,7 +313,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
 
 
 class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
-    """Reserve bytes for the trajectories of a running group, on ``host`` if possible."""
+    """Reserve bytes for the trajectories of a running group, in the store on ``host`` if possible."""
 
     roles = _ROLLOUT
     is_held = True
@@ -309,10 +327,10 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
     """Store a finished group. A repetition has no effect.
 
     Attributes:
-        continued: As in `SavePrefix`.
-        num_bytes: Size of the trajectories. The server sets it if no store server holds them.
-        digest: Digest of the trajectories if a store server holds them.
-        num_left_out: Tokens of trajectories that are not in the group, because their reward failed.
+        continued: False if the worker started again without the saved prefix of an earlier attempt.
+        num_bytes: Size of the trajectories in bytes. The server sets it if no store server holds them.
+        digest: XXH3 hash of the trajectories if a store server holds them.
+        num_left_out: Number of tokens in trajectories that are left out of the group, because their reward failed.
     """
 
     roles = _ROLLOUT
@@ -329,14 +347,14 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
 
 
 class Release(Command[Released, Released], frozen=True, kw_only=True):
-    """Return an unfinished lease, or report the tokens of a revoked attempt. Each attempt is counted once.
+    """Return the lease of an unfinished group, or report the tokens of a revoked attempt. Each attempt counts once.
 
     Attributes:
-        num_tokens: Tokens of the attempt, including the prefix that it continued.
-        reason: The account counts the unsaved tokens as dropped for this reason.
-        continued: As in `SavePrefix`.
+        num_tokens: Number of tokens of the attempt, including the saved tokens that it continued.
+        reason: Why the attempt ended. The tokens that were not saved count as dropped for this reason.
+        continued: False if the worker started again without the saved prefix of an earlier attempt.
         max_failures: 0 if the attempt did not fail. Otherwise the group is dropped after this number of failed
-            attempts. With fewer failures it is queued again.
+            attempts. With fewer failures, the group is queued again.
     """
 
     roles = _ROLLOUT
@@ -353,10 +371,10 @@ class Expire(Command[TakenBack, Done], frozen=True):
 
 
 class TakeBack(Command[TakenBack, Done], frozen=True):
-    """Revoke every lease of a silent or dead owner. A repetition has no effect.
+    """Revoke every lease of ``owner``, a worker that is silent or dead. A repetition has no effect.
 
     ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. The unreported
-    tokens of a dead owner are lost, and later reports of it do not count.
+    tokens of a dead owner count as lost, and later reports from it do not count.
     """
 
     owner: bytes
@@ -369,8 +387,10 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
     Clients may name only planned groups, in ``group_ids``. Only the server sets the other fields.
 
     Attributes:
-        unsent: Running groups and attempts that their store lacks; the workers send these again.
-        missing: Planned groups that their store lacks. The batch stays, because ranks may already have these groups.
+        unsent: (group id, attempt number) pairs of running groups whose trajectories their store lacks. The workers
+            send the trajectories again.
+        missing: Planned groups that their store lacks. The batch stays, because the learner's ranks may already have
+            these groups.
     """
 
     roles = _CONTROLLER
@@ -395,7 +415,7 @@ class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
 
 
 class PlanBatch(Command[Planned, Batch], frozen=True):
-    """Make the batch of ``version``."""
+    """Choose the groups of the batch for the learner step ``version``, and wait until there are enough groups."""
 
     roles = _CONTROLLER
     is_held = True
@@ -403,7 +423,7 @@ class PlanBatch(Command[Planned, Batch], frozen=True):
 
 
 class Commit(Command[Committed, Totals], frozen=True):
-    """Mark the batch of ``version`` as consumed."""
+    """Record that the learner step ``version`` has trained on its batch."""
 
     roles = _CONTROLLER
     version: Int64
@@ -415,7 +435,7 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     The ledger revokes every running attempt. Stored groups and saved prefixes stay unless they have a token of a lost
     version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
 
-    ``incarnation`` is the number of the learner's new incarnation; the first rewind has 1.
+    ``incarnation`` counts the learner's returns to a checkpoint, including this one; the first has 1.
     """
 
     roles = _CONTROLLER
@@ -467,7 +487,10 @@ class Connect(Operation[Connected], frozen=True):
 
 
 class Hello(Operation[Welcome], frozen=True):
-    """Request the server's settings for clients. A producer is registered, and must send heartbeats from then on."""
+    """Request the server's settings for clients.
+
+    A producer (a client that generates groups) is registered, and must send heartbeats from then on.
+    """
 
     roles = _EVERY
     produces: bool = False
@@ -475,7 +498,7 @@ class Hello(Operation[Welcome], frozen=True):
 
 
 class RenewKeys(Operation[Done], frozen=True):
-    """Let a server read the keys of its clients again."""
+    """Make a server read the keys of its clients from disk again."""
 
     roles = _CONTROLLER
 
@@ -487,14 +510,14 @@ class Stats(Operation[Totals], frozen=True):
 
 
 class Inspect(Operation[Report], frozen=True):
-    """Request a server's report, or the report of one group."""
+    """Request a description of a server's contents, or of the group ``group_id`` if it is not -1."""
 
     roles = _INSPECTOR | _CONTROLLER
     group_id: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] = -1
 
 
 class Loaded(Operation[Done], frozen=True, kw_only=True):
-    """Report that the worker's engine serves ``version``, after a load of ``seconds``."""
+    """Report that the worker's engine serves the policy version ``version``, and that the load took ``seconds``."""
 
     roles = _ROLLOUT
     version: Int64
@@ -504,7 +527,7 @@ class Loaded(Operation[Done], frozen=True, kw_only=True):
 
 
 class Beat(Operation[Welcome], frozen=True, kw_only=True):
-    """A producer's heartbeat, with the version that its engine serves and its number of generated tokens."""
+    """A producer's heartbeat, with the version that the engine serves and the number of tokens generated so far."""
 
     roles = _ROLLOUT
     serves: Loaded | None = None
@@ -513,21 +536,21 @@ class Beat(Operation[Welcome], frozen=True, kw_only=True):
 
 
 class Cancel(Operation[Done], frozen=True):
-    """Cancel a request for leases. Groups granted meanwhile go back to the queue."""
+    """Cancel the request for leases with the id ``request``. Groups granted meanwhile go back to the queue."""
 
     roles = _ROLLOUT
     request: Int64
 
 
 class Leave(Operation[Done], frozen=True):
-    """Unregister a producer. Release every lease of the producer that is not in ``leases``."""
+    """Unregister the sender, a producer of groups. Release all of the sender's leases that are not in ``leases``."""
 
     roles = _ROLLOUT
     leases: Keys
 
 
 class NextOffer(Operation[Offered], frozen=True):
-    """Wait for weights of version ``at_least`` or newer, or for any weights if the learner was replaced."""
+    """Wait for weights of version ``at_least`` or newer, or for any weights if ``incarnation`` is not the learner's."""
 
     roles = _ROLLOUT
     is_held = True
@@ -536,7 +559,7 @@ class NextOffer(Operation[Offered], frozen=True):
 
 
 class Fenced(Operation[Done], frozen=True):
-    """Report that the worker's engine serves no version."""
+    """Report that the worker's engine serves no policy version now."""
 
     roles = _ROLLOUT
 
@@ -564,7 +587,10 @@ class Served(Operation[Serving], frozen=True):
 
 
 class Pin(Operation[Names], frozen=True):
-    """Keep engines on a version. Wait until the engines that serve this version differ from ``known``."""
+    """Keep ``num_engines`` engines on the policy version ``version``, even if newer weights are offered.
+
+    Wait until the set of pinned engines that serve ``version`` differs from ``known``.
+    """
 
     roles = _CONTROLLER
     is_held = True
@@ -580,7 +606,10 @@ class Unpin(Operation[Done], frozen=True):
 
 
 class Bury(Operation[Number], frozen=True):
-    """Declare a worker dead. ``worker`` is its identity in hexadecimal digits."""
+    """Declare a worker dead. ``worker`` is the worker's client id in hexadecimal digits.
+
+    ``generated`` is the number of tokens that the sender knows the worker has generated.
+    """
 
     roles = _CONTROLLER
     worker: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=200)]
@@ -596,9 +625,10 @@ class StoreWanted(Operation[Names], frozen=True):
 
 
 class Fetch(Operation[Payloads | Places], frozen=True):
-    """Fetch stored groups.
+    """Fetch the trajectories of stored groups.
 
-    A store server needs ``attempts``. ``read`` is the id of the last fetch that the client has read.
+    A store server also needs the attempt number of each group in ``attempts``. ``read`` is the request id of the last
+    fetch whose answer the client has received.
     """
 
     roles = _LEARNER | _CONTROLLER | _INSPECTOR
@@ -621,7 +651,7 @@ class PutPayload(Operation[Done], frozen=True):
 
 
 class Remove(Operation[Removed], frozen=True):
-    """Drop the payloads of finished groups, and of each attempt in ``ended`` and the group's earlier attempts."""
+    """Drop the payloads of the finished groups ``group_ids``, and of each attempt in ``ended`` and earlier attempts."""
 
     roles = _LEDGER
     group_ids: tuple[Int64, ...]
@@ -638,7 +668,7 @@ class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
 
 
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Drop payloads as `Remove` does, and ask which of the ``attempts`` the store lacks.
+    """Ask which of the ``attempts`` a store lacks. Drop the payloads of ``finished`` groups and ``ended`` attempts.
 
     ``finished`` holds ranges of group ids. ``part`` is the path of the store's files in a checkpoint, or empty. The
     store first loads missing attempts from these files.

@@ -51,8 +51,8 @@ class BufferConfig:
         max_uses: Largest number of learner steps that train on a group, at most ``max_lag + 1``. The lag of each use is
             at most ``max_lag``. A consumed group stays for a further use only if the staleness bound admits one more
             group with its deadline.
-        on_stale: Handling of a running group that the next batch must contain: ``wait`` for it, ``requeue`` its prompt,
-            or ``drop`` it.
+        on_stale: What happens to a running group that the next batch must contain: ``wait`` for the group, ``requeue``
+            its prompt, or ``drop`` the group.
         order: Order in which a batch takes stored groups, as long as no group misses its deadline. One of ``fifo``,
             ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
             rewards first), ``file.py:function`` or ``module:function``. Your function maps a `GroupSummary` and its
@@ -63,7 +63,7 @@ class BufferConfig:
             gone, and its groups are leased to other workers.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full buffer grants no leases
             until a batch leaves. It evicts groups only if no batch is planned and none can be filled.
-        max_memory_bytes: Bound on trajectories and saved prefixes in a server's memory, in bytes; 0 sets no bound.
+        max_memory_bytes: Bound on trajectories and saved prefixes in one server's memory, in bytes; 0 sets no bound.
             Trajectories beyond the bound stay in the journal's files until the learner fetches them. Saved prefixes
             always stay in memory. Needs ``durability=disk``.
         max_prompt_bytes: Bound on prompts, in bytes, from their arrival until their groups are stored. Enqueueing waits
@@ -84,17 +84,17 @@ class BufferConfig:
         max_worker_deaths: The buffer drops a prompt group (``worker_died``) when this many rollout workers have died
             or become silent while they held a lease on the group. A worker holds at most one group that the next death
             would drop, so a death shows which prompt kills its workers. 0 drops no group.
-        hand_over: A waiting worker takes over a running group, with its tokens so far, from a worker that is at least
-            twice as slow. A group changes workers at most twice.
+        hand_over: Whether a waiting worker takes over a running group, with the tokens so far, from a worker that is at
+            least twice as slow. A group changes workers at most twice.
         max_message_bytes: Largest frame that a client may send. A longer frame closes its connection.
         max_requests_per_s: Requests per client and second that the server answers. It refuses further requests. A
             request that names leases counts once per lease.
-        stores_on: Where the payloads are. ``ledger``: in the ledger's server, or in ``num_store_servers`` processes
+        stores_on: Where the trajectories are. ``ledger``: in the ledger's server, or in ``num_store_servers`` processes
             beside it. ``hosts``: on one store server per host of rollout workers, so trajectories cross the network
             once. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and ``num_store_servers`` is 0, otherwise
             ``ledger``.
-        num_store_servers: Processes beside the ledger's server that hold the payloads; 0 keeps the payloads in the
-            ledger's server.
+        num_store_servers: Number of processes beside the ledger's server that hold the trajectories; 0 keeps the
+            trajectories in the ledger's server.
         keys: Directory of the run's CURVE keys. The run creates missing keys there. Empty uses the run's own folder.
             A server with a ``host`` needs keys. Example: ``outputs/keys``.
         checkpoint: Folder of the checkpoint that a server without a journal begins from. The run sets it when it

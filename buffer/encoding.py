@@ -64,13 +64,15 @@ _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Message:
-    """A record and its frames. The class is not frozen, because that would double the construction time.
+    """A message: a record and its frames (encoded prompts or trajectories).
+
+    The class is not frozen, because a frozen class would double the construction time.
 
     Attributes:
-        request_id: Chosen by the client, repeated in the answer; `PUSH_ID` in a push.
+        request_id: Chosen by the client and repeated in the answer; `PUSH_ID` in a push (a message without a request).
         body: An operation, or an answer. The body of a received request stays encoded until `operation_of` decodes it.
         payload: Frames of the record.
-        client: The sender of the request; the server sets it.
+        client: Id of the client that sent the request; the server sets it.
     """
 
     request_id: int

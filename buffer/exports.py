@@ -3,7 +3,7 @@
 The folder holds these files. Arrays keep their exact bits.
 
 - ``groups.parquet``: one row per unfinished group, with its prompt.
-- ``turns.parquet``: one row per turn, with its tokens, log-probs and versions.
+- ``turns.parquet``: one row per turn of a trajectory, with its tokens, log-probs and policy versions.
 - ``trajectories.parquet``: one row per trajectory, with its reward.
 - ``images.parquet``: one row per column of images.
 - ``drops.parquet``: dropped tokens and groups by reason. The trajectories of dropped groups are not kept.
@@ -69,11 +69,11 @@ class ExportedGroup:
         prompt: Prompt of the group.
         state: ``queued``, ``leased``, ``stored`` or ``planned``.
         attempt: Number of the current or last attempt; -1 before the first attempt.
-        engine_version: Engine version u of the attempt.
+        engine_version: u, the policy version of the engine when it was leased, or of the oldest continued token.
         deadline: u + max_lag, the last learner version that may consume the group.
-        planned_for: Version of the batch that holds the group; -1 if no batch does.
+        planned_for: Learner version whose batch holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
-        is_complete: Whether ``trajectories`` are finished and scored. Otherwise they are the saved prefix.
+        is_complete: Whether ``trajectories`` are finished and scored. Otherwise they hold the tokens saved so far.
         trajectories: The trajectories; None if the group has no tokens yet.
     """
 
@@ -300,7 +300,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
         "group_id": prompt.group_id,
         "state": str(group.state),
         "data_source": prompt.data_source,
-        # for human readers; the column ``prompt`` has the exact value
+        # a readable copy: the column ``prompt`` has the exact ground truth
         "ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=repr),
         "prompt_ids": prompt.prompt_ids.tolist(),
         "prompt": [bytes(frame) for frame in prompt_frames(prompt)],

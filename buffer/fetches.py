@@ -24,9 +24,9 @@ _MAX_CLIENTS = 4096
 
 
 class FetchReplies:
-    """Answers fetches with payloads. Each client may have ``limit`` bytes of unread replies.
+    """Answers fetches with trajectories. Each client may have ``limit`` bytes of unread replies.
 
-    A client gets `UnknownGroup` if a payload on disk cannot be read.
+    A client gets the error `UnknownGroup` if trajectories on disk cannot be read.
     """
 
     def __init__(self, replies: Replies, limit: int) -> None:

@@ -17,8 +17,8 @@ class Written(NamedTuple):
 
     Attributes:
         start: Offset of the first frame.
-        head_bytes: Size of the record's head before the first frame.
-        checksum: xxh3 of this head and the frames.
+        head_bytes: Size in bytes of the record's head, which is before the first frame.
+        checksum: xxh3 hash of this head and the frames.
     """
 
     start: int
@@ -41,7 +41,7 @@ class FramesOnDisk(Sequence[Any]):
 
     Attributes:
         place: Number that identifies the frames in their journal.
-        num_bytes: Total size of the frames.
+        num_bytes: Total size of the frames in bytes.
     """
 
     def __init__(self, path: Path, written: Written, lengths: Iterable[int], *, place: int) -> None:
@@ -71,7 +71,7 @@ class FramesOnDisk(Sequence[Any]):
                     head, *frames = frames_at(file.fileno(), begin, lengths, path)
                 break
             except FileNotFoundError:
-                if at == self._at:  # otherwise the frames were moved meanwhile, so read again
+                if at == self._at:  # otherwise the frames have moved to another file, so read again
                     raise
         digest = xxhash.xxh3_64(head)
         for frame in frames:

@@ -1,4 +1,4 @@
-"""The table of unfinished prompt groups: one record per group, and indexes of the records.
+"""The table of unfinished prompt groups: one record per group, with indexes to find groups by state or deadline.
 
 `buffer.ledger` decides when a group changes its state.
 """
@@ -20,11 +20,15 @@ from asyncrl.core.types import GroupSummary
 from .outcomes import GrantedLease, Progress
 
 Entry = tuple[float, int, int]
-"""A stored group: its rank, its place in the order of storing, and its id."""
+"""A stored group: its rank (smallest first), its place in the order of storing, and its id."""
 
 
 class GroupState(StrEnum):
-    """The state of an unfinished group."""
+    """The state of an unfinished group.
+
+    It waits for a worker (``queued``), a worker generates it (``leased``), its trajectories are complete (``stored``),
+    or it is in a batch for the learner (``planned``).
+    """
 
     queued = "queued"
     leased = "leased"
@@ -33,10 +37,11 @@ class GroupState(StrEnum):
 
 
 class StorePlace(Struct, kw_only=True, array_like=True):
-    """Address and state of a store. ``address`` and ``host`` are empty for a store that exists from the start.
+    """Address and state of a store (a server that holds trajectories).
 
-    A store that ``is_gone`` never returns. A store that ``is_awaited`` had joined before the run resumed. The next new
-    store takes over the number of the awaited store, and loads its groups from the checkpoint.
+    ``address`` and ``host`` are empty for a store that exists from the start. A store that ``is_gone`` never returns. A
+    store that ``is_awaited`` had joined before the run was resumed. The next store that joins takes over the number of
+    the awaited store, and loads the groups of the awaited store from the checkpoint.
     """
 
     address: str = ""
@@ -49,28 +54,33 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     """One unfinished prompt group.
 
     Attributes:
-        place: Position among the groups of the same state: in the queue, in the order of leasing or storing, or in the
-            batch.
-        num_attempts: Attempts leased so far. The current or last attempt is ``num_attempts - 1``.
+        place: Sorts the groups of the same state: by position in the queue, by time of leasing or storing, or by
+            position in the batch.
+        num_attempts: Number of attempts (tries of a worker to generate the group) so far. The current or last attempt
+            has the number ``num_attempts - 1``.
         num_failures: Number of failed attempts.
         num_deaths: Number of workers that died, or became silent, while they held a lease on the group.
-        engine_version: Engine version u of the current attempt.
-        deadline: u + max_lag, the last version that may consume the group.
-        owner: The client that holds the lease; opaque.
-        request_id: The owner's request that the lease answered.
+        engine_version: u, the policy version of the engine when it was leased, or of the oldest token that the attempt
+            continues.
+        deadline: u + max_lag, the last learner version that may consume the group.
+        owner: Id of the client that holds the lease; empty if the group is not leased.
+        request_id: Number of the owner's request that was answered with this lease.
         expires_at: Time when the lease expires, in seconds on the clock of the leases.
-        progress: The saved prefix, from the current or an earlier attempt.
-        num_inherited: Tokens of the prefix that the attempt continues.
-        summary: Metadata of the stored trajectories.
-        rank: Position of the stored group in the selection order.
-        planned_for: The version whose batch holds the group; -1 if no batch does.
-        num_bytes: Size of the trajectories in bytes; 0 before the reservation.
+        progress: Token count and versions of the saved prefix (the tokens that an unfinished group has so far), from
+            the current or an earlier attempt.
+        num_inherited: Number of tokens from earlier attempts that the current attempt continues.
+        summary: Metadata of the stored trajectories; None before the group is stored.
+        rank: Rank of the stored group in the order in which batches take groups; smallest first.
+        planned_for: The learner version whose batch holds the group; -1 if no batch does.
+        num_bytes: Size of the trajectories in bytes; 0 before a store has reserved bytes for them.
         store: Number of the store that holds the trajectories.
-        digest: XXH3 of the trajectories, 16 bytes, if a store server holds them.
+        digest: XXH3 hash of the trajectories, 16 bytes, if a store server holds them.
         is_missing: Whether a batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix in bytes.
-        is_evicted: Whether the saved prefix was evicted. Its tokens stay counted, but no attempt can continue it.
-        uses: Versions of the learner steps that trained on the group. A used group counts as finished.
+        is_evicted: Whether the saved prefix was deleted to free bytes. ``progress`` still counts its tokens, but no
+            attempt can continue it.
+        uses: Versions of the learner steps that trained on the group. After the first of them, the group counts as
+            finished, even if it stays stored for a further step.
     """
 
     group_id: int
@@ -125,7 +135,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def result_at(self, version: int) -> GroupSummary:
-        """Return the metadata of a stored or planned group, without its uses by learner steps from ``version`` on."""
+        """Return the metadata of a stored or planned group. Training steps from ``version`` on do not count as uses."""
         num_uses = sum(use < version for use in self.uses)
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
@@ -212,7 +222,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # The time is cleared, because a restarted server could not restore it: the journal has no renewals.
+        # The expiry is cleared, because a restarted server could not restore it: the journal has no renewals of leases.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -282,7 +292,7 @@ class LeaseIndex:
 
 
 class ReadyIndex:
-    """The stored groups that no batch holds, by deadline."""
+    """The stored groups that no batch holds, by deadline (the last learner version that may consume a group)."""
 
     def __init__(self) -> None:
         self._entries: dict[int, list[Entry]] = {}
@@ -316,8 +326,8 @@ class StoreSpace:
     Attributes:
         stores: Address and host of each store.
         stored_bytes: Bytes of trajectories per store, including reserved bytes.
-        prefix_bytes: Bytes of saved prefixes.
-        expected_bytes: Expected size of a group's trajectories: the largest recent size.
+        prefix_bytes: Bytes of all saved prefixes (the tokens of unfinished groups).
+        expected_bytes: Expected size of a group's trajectories in bytes: the largest size of recently stored groups.
     """
 
     def __init__(self, num_stores: int) -> None:
@@ -389,13 +399,16 @@ class StoreSpace:
 
 
 class GroupTable:
-    """Unfinished groups by id, in their queue and in their batches.
+    """The unfinished prompt groups by id. Leased groups, stored groups, the queue and the batches have indexes too.
 
     Attributes:
+        leases: The groups that workers generate now.
         ready: The stored groups that no batch holds.
-        open_by_deadline: Number of leased and stored groups that are not planned, by deadline.
-        plans: Group ids of the batch of each planned version.
-        ended_attempts: Ended attempts (group id, attempt) that a store may still hold. The service empties the list.
+        open_by_deadline: By deadline (the last learner version that may consume a group), how many groups workers
+            generate or stores hold, outside of planned batches.
+        plans: Maps the version of each planned learner step to the group ids of its batch.
+        ended_attempts: (group id, attempt number) pairs of ended attempts whose payload a store may still hold. The
+            service empties the list.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
@@ -531,7 +544,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # The attempt is listed even without reserved bytes, because its late payload may still reach a store.
+        # The attempt is listed even if no bytes are reserved: its trajectories may still reach a store late.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:

@@ -42,20 +42,20 @@ _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
-"""Bytes reserved for a put without its frames. A larger put gets more bytes when it is written."""
+"""Bytes reserved in the file for a put (a finished group) without its frames. A larger put gets more when written."""
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
-"""Checksum (xxh3) of head and frames, bytes of the head, and bytes of the frames."""
+"""The start of a record: checksum (xxh3) of head and frames, bytes of the head, and bytes of the frames."""
 
 AnyCommand: TypeAlias = reduce(or_, leaves(Command))  # type: ignore
 AnyOutcome: TypeAlias = reduce(or_, leaves(LedgerOutcome))  # type: ignore
 Reference = tuple[str, int, int, tuple[int, ...]]
-"""Kind, group id, place and lengths of frames. The lengths are empty if another record has the frames. Place 0 drops
-the frames."""
+"""Kind of frames, group id, place (the number of the frames in the journal), and length of each frame. The lengths are
+empty if another record has the frames. Place 0 drops the group's frames of this kind."""
 
 
 class Head(Row, frozen=True, tag=True):
-    """The head of a record. The frames of its ``references`` follow."""
+    """The head of a record. The frames that ``references`` describes follow the head."""
 
     references: tuple[Reference, ...] = ()
 
@@ -75,7 +75,7 @@ class Value(Head, frozen=True, kw_only=True):
 
 
 class Decided(Head, frozen=True, kw_only=True):
-    """Commands with their outcomes."""
+    """Commands, each with the ledger's decision about it (the outcome)."""
 
     decided: tuple[tuple[AnyCommand, AnyOutcome], ...]
 

@@ -26,16 +26,16 @@ logger = logging.getLogger(__name__)
 
 SERVER_KEYS = "server.json"
 STORE_KEYS = "store.json"
-"""The file of the store servers' keys."""
+"""Name of the file with the keys of the store servers."""
 _ZAP_DOMAIN = "buffer"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKeys:
-    """A server's key pair, and the accepted public keys by role, as Z85 text.
+    """A server's key pair, and the public keys of clients that the server accepts, by role. All keys are Z85 text.
 
-    ``former_publics`` are accepted too, while the keys are being replaced.
+    The keys in ``former_publics`` are accepted too, while the clients' keys are being replaced.
     """
 
     public: str
@@ -106,7 +106,7 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# The next three functions replace the roles' keys, one step each. After a crash, the replacement can begin again.
+# The next three functions are the steps that replace the roles' keys. After a crash, begin with the first step again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:

@@ -4,7 +4,7 @@ The learner adds offers, and the workers request the newest offer. The buffer sh
 commit of the step that made the version. For an evaluation, the controller can pin a few engines to a version. The
 buffer shows these engines no newer offers until they are unpinned.
 
-- A worker's request waits for newer weights. An offer, a commit, a change of the pin, or a failed publish wakes it.
+- A worker's request waits for newer weights, until an offer, a commit, a change of the pin, or a failed publish.
 - A controller's request waits until enough engines have loaded a version, or until the set of pinned engines changes.
 - A timer ends each wait after half of ``buffer.request_timeout_s``.
 
@@ -41,7 +41,7 @@ class OfferLog:
     """The newest offers, and the version that each engine serves.
 
     Attributes:
-        failure: Why a publish failed; empty if none failed.
+        failure: Why the learner could not publish weights; empty if nothing failed.
     """
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """Handles the operations on weight offers, and keeps the log of offers."""
+    """Handles the operations on weight offers. Keeps the log of the offers, also in the journal if there is one."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies = shared.ledger, shared.replies
@@ -295,7 +295,7 @@ class OfferRequests:
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0: any weights
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 accepts weights of any version
         num_pinned = self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:

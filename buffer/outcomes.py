@@ -1,6 +1,6 @@
-"""The outcomes that the ledger decides for its commands.
+"""The outcomes (decisions of the ledger about commands).
 
-`buffer.journal` keeps each outcome with its command, so a restarted server applies outcomes and decides nothing.
+`buffer.journal` keeps each outcome with its command, so a restarted server applies outcomes and decides nothing again.
 """
 
 from enum import StrEnum
@@ -9,7 +9,7 @@ from .records import Count, Key, LedgerOutcome, Row
 
 
 class PutResult(StrEnum):
-    """The result of a put."""
+    """What happens to a put (a finished group that a worker sends)."""
 
     stored = "stored"
     duplicate = "duplicate"
@@ -33,16 +33,16 @@ class Queued(LedgerOutcome, frozen=True):
 
 
 class GrantedLease(Row, frozen=True, kw_only=True):
-    """A granted lease.
+    """A granted lease (a worker's right to generate a group).
 
     Attributes:
-        attempt: Number of the attempt. Messages of earlier attempts have no effect.
-        engine_version: u, the version of the engine, or of the oldest token in the continued prefix.
-        deadline: u + max_lag, the last version that may consume the group.
-        owner: The client that holds the lease; opaque.
-        request_id: The owner's request that the lease answers.
+        attempt: Number of the attempt that the lease begins. Messages of earlier attempts do not change the lease.
+        engine_version: u, the policy version of the engine, or of the oldest token that the attempt continues.
+        deadline: u + max_lag, the last learner version that may consume the group.
+        owner: Id of the client that holds the lease.
+        request_id: Number of the owner's request that is answered with this lease.
         expires_at: Time when the lease expires, in seconds on the clock of the leases.
-        progress: The prefix that the attempt continues.
+        progress: Token count and versions of the saved prefix that the attempt continues; None without one.
     """
 
     group_id: int
@@ -61,20 +61,23 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
 
 class Granted(LedgerOutcome, frozen=True, kw_only=True):
-    """The leases of one request; empty if no group is admitted."""
+    """The leases granted to one request. There are none if the queue is empty or no group may begin now."""
 
     leases: tuple[GrantedLease, ...]
 
 
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
-    """The expiry of the renewed leases. ``lost`` names the groups and attempts that their owner has lost."""
+    """The new expiry time of the renewed leases.
+
+    ``lost`` has the (group id, attempt number) pairs of the request that the sender does not hold any more.
+    """
 
     expires_at: float
     lost: tuple[Key, ...] = ()
 
 
 class Saved(LedgerOutcome, frozen=True, kw_only=True):
-    """The saved prefix is recorded."""
+    """The saved prefix (tokens of a running group so far) is accepted."""
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
@@ -85,11 +88,11 @@ class Reserved(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
-    """The result of a put.
+    """The decision about a put (a finished group that a worker sends).
 
     Attributes:
-        rank: Position of a stored group in the selection order; smallest first.
-        reason: The filter that dropped the group.
+        rank: Rank of a stored group in the order in which batches take groups; smallest first.
+        reason: Name of the filter that dropped the group.
         refusal: Why the put was refused, as a message to the sender.
     """
 
@@ -100,9 +103,9 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """The effect of a release. It ended a running lease, or it was the owed report of a revoked attempt.
+    """The effect of a `Release`. It ended a running attempt, or it reported the tokens of a revoked attempt.
 
-    ``is_dropped`` is true if the group had too many failures.
+    ``is_dropped`` is true if the group is dropped, because too many of its attempts failed.
     """
 
     was_running: bool
@@ -111,7 +114,7 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups with revoked leases. Their prompts are queued again, except those in ``dropped``.
+    """The groups whose leases are revoked. Groups in ``dropped`` end, and the prompts of the others are queued again.
 
     A group is dropped when too many of its workers have died. ``num_lost`` is the number of lost tokens of a dead
     owner; None for a silent owner.
@@ -135,14 +138,14 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The number of a store. ``is_new`` is false for a known store."""
+    """The number of a store that joins. ``is_new`` is false if the store had joined before."""
 
     store: int
     is_new: bool
 
 
 class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups of a dropped store. ``is_new`` is false if it was dropped before.
+    """The groups of a dropped store. ``is_new`` is false if the store had been dropped before.
 
     Stored groups in ``group_ids`` are generated again. Running groups in ``reserved`` lose their reservations.
     """
@@ -166,7 +169,10 @@ class Planned(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Committed(LedgerOutcome, frozen=True, kw_only=True):
-    """The consumed groups. Those in ``again``, with their new ranks, stay stored for a further use."""
+    """The groups that the learner step ``version`` consumed.
+
+    ``again`` has (group id, new rank) pairs of the consumed groups that stay stored for a further step.
+    """
 
     version: int
     group_ids: tuple[int, ...]
@@ -174,7 +180,7 @@ class Committed(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Rewound(LedgerOutcome, frozen=True, kw_only=True):
-    """The effects of a rewind.
+    """The effects of the learner's return to a checkpoint.
 
     Attributes:
         is_new: False if the ledger had applied this rewind before.

@@ -25,19 +25,19 @@ from .outcomes import GrantedLease
 MOST_CHANGES = 2
 """Most changes of worker per group. The second change is for a group that moved to another slow worker."""
 _SLOWER = 2.0
-"""A worker is slow at this multiple of another worker's seconds per token. A takeover then saves more time than the
-new prefill costs.
+"""A worker is slow if it needs this many times another worker's seconds per token. A takeover then saves more time
+than the prefill on the new worker costs.
 """
 _KEPT = 8
-"""Number of a worker's last groups that its pace counts. It is small because engines change, and above 1 because groups
-differ.
+"""A worker's pace is taken from this number of its last groups. The number is small because engines change, and above 1
+because groups differ.
 """
 _FORGET_AFTER = 30.0
-"""The buffer forgets an idle worker's pace after this multiple of the duration of its longest group. New trials of a
-slow worker then cost the fleet 3%."""
+"""An idle worker's pace is forgotten after this many times the duration of the worker's longest group. New trials of
+slow workers then cost 3% of the time of all workers."""
 _PLACE_KEPT_S = 1.0
-"""Seconds that a worker keeps a place free for a takeover. The slow worker hands the group over within a few decoding
-steps.
+"""Longest time in seconds that a worker keeps a place free for a takeover. The slow worker hands the group over within
+a few decoding steps.
 """
 
 
@@ -47,10 +47,11 @@ class _Worker:
 
     Attributes:
         since: Time when the worker last ended a group, or got a group while it had none.
-        paces: Seconds per token of its last groups.
-        took: Seconds of its last groups; an estimate for a continued group.
-        is_watched: Whether `WorkerPaces.look` will check the worker again.
-        slowdown: Time without an ended group, divided by the time of its longest group; 1 if the quotient is below 2.
+        paces: Seconds per token of the worker's last groups.
+        took: Seconds that the worker's last groups took. For a group that it took over, an estimate of the whole time.
+        is_watched: Whether a later `WorkerPaces.look` will check the worker again.
+        slowdown: Time since the worker last ended a group, divided by the time of its longest group; 1 if the
+            quotient is below 2.
     """
 
     since: float
@@ -69,12 +70,12 @@ class _Worker:
 
 @dataclass(kw_only=True, slots=True)
 class RunningGroup:
-    """A group on a worker.
+    """A group that a worker generates now.
 
     Attributes:
         began: Time when the worker got the group.
-        engine_version: Engine version u of the lease. No token of the group is older.
-        deadline: The last version that may consume the group.
+        engine_version: u, a policy version. No token of the group is older.
+        deadline: The last learner version that may consume the group.
         num_before: Tokens of the longest sample when the worker got the group; None if unknown.
         num_saved: Tokens of the longest sample in the last saved prefix.
         is_asked: Whether the worker was asked to hand the group over.
@@ -352,7 +353,7 @@ class _Producer:
 
 
 class Heartbeats:
-    """Producers by client id. A producer that is silent for ``silent_s`` seconds counts as gone."""
+    """The producers (clients that generate groups). A producer without a message for ``silent_s`` seconds is gone."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s

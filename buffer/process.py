@@ -42,7 +42,7 @@ class BufferProcess:
 
     Args:
         log_path: Log of the server; None for this process's stderr.
-        waits: Whether to wait for the server's address. Otherwise call `read_address` later.
+        waits: Whether to wait here until the server announces its address. Otherwise call `read_address` later.
         profile: Options of the profile that the server records.
 
     Raises:
@@ -197,13 +197,13 @@ class BufferSupervisor:
     that started it ends.
 
     Args:
-        config: Options of the server. Undocumented arguments are as in `BufferProcess`.
-        role: Role of the key for probes of the server.
+        config: Options of the server. Arguments that are not described here are those of `BufferProcess`.
+        role: Role whose key the supervisor uses when it checks whether the server answers.
         on_restart: Called with one line of text for each restart.
 
     Attributes:
-        connection: Connection data of the server, set by `read_address`. It stays valid after a restart.
-        num_restarts: Number of restarts.
+        connection: Address and keys of the server, set by `read_address`. They stay valid after a restart.
+        num_restarts: Number of restarts so far.
     """
 
     connection: BufferConnection

@@ -1,6 +1,7 @@
-"""Base classes of the messages between the clients and servers of the buffer: operations, answers and pushes.
+"""Base classes of the messages between the clients and servers of the buffer.
 
-`buffer.commands` defines the messages.
+The messages are operations (requests), answers, and pushes (messages that no request asked for). `buffer.commands`
+defines them.
 """
 
 import re
@@ -12,11 +13,11 @@ from msgspec import Meta, Struct
 
 MAX_COUNT = 1 << 40
 MAX_LEASES = 4096
-"""Most leases in one request, because the server's work grows with their number."""
+"""Largest number of leases in one request. The bound limits the server's work for a request."""
 MAX_REASON = 20_000
 Int64 = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 Count = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
-"""At most 2**40, so that totals fit into 63 bits."""
+"""A count in a message. It is at most 2**40, so that sums of counts fit into 63 bits."""
 Seconds = Annotated[float, Meta(ge=0, le=1e18)]
 Text = Annotated[str, Meta(max_length=200)]
 Key = tuple[Int64, Int64]
@@ -27,7 +28,7 @@ Reply = TypeVar("Reply", covariant=True)
 
 
 class BufferRole(StrEnum):
-    """The role of a client of the buffer. Each role has its own key."""
+    """The role of a client of the buffer. Each role has its own encryption key."""
 
     rollout = "rollout"
     learner = "learner"
@@ -58,11 +59,12 @@ class Push(Answer, frozen=True):
 
 
 class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
-    """A request of a client. ``Reply`` is the type of the answer.
+    """A request of a client to a server. ``Reply`` is the type of the answer.
 
     Attributes:
         roles: Roles that may send the operation; empty if no client may.
-        is_held: Whether the server may hold the request. It answers `NothingYet` after half the deadline.
+        is_held: Whether the server may let the request wait. After half of the request's deadline, the server answers
+            `NothingYet`.
         has_large_answer: Whether the answer may be large. A large answer comes on the bulk connection.
     """
 
@@ -77,12 +79,12 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
 
     @property
     def num_parts(self) -> int:
-        """Weight of this operation in the limit of requests per second: its number of leases, at least 1."""
+        """How many requests this operation counts as in the rate limit: one per lease, at least 1."""
         return max(1, len(getattr(self, "leases", ())))
 
 
 class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
-    """An operation that the ledger decides. ``Result`` is the type of the outcome."""
+    """An operation that the ledger decides. ``Result`` is the type of the ledger's decision, the outcome."""
 
 
 def leaves(base: type) -> list[Any]:
@@ -94,4 +96,7 @@ def leaves(base: type) -> list[Any]:
 Frames = Sequence[Any]
 """The encoded bytes of a prompt, a saved prefix or a trajectory group, in memory or as `FramesOnDisk`."""
 LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Maps kind and group id to the frames of a command, or to their place in the journal. Place 0 removes them."""
+"""Maps (kind, group id) to the frames of a command, or to a number that identifies frames in the journal.
+
+The number 0 removes the frames.
+"""

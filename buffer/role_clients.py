@@ -52,12 +52,12 @@ _Result = TypeVar("_Result")
 
 
 class WorkerClient:
-    """Implements the port `RolloutBuffer`, which documents the calls.
+    """The client of a rollout worker. The interface `RolloutBuffer` documents the calls.
 
     Args:
-        client: The connection.
-        name: Name of the worker's engine for the controller.
-        window: Largest number of unacknowledged puts. Further puts wait for an acknowledgement.
+        client: The connection to the buffer.
+        name: Name of the worker's engine, which the controller sees.
+        window: Largest number of unacknowledged puts (finished groups). Further puts wait for an acknowledgement.
     """
 
     def __init__(self, client: BufferClient, *, name: str = "", window: int = 32) -> None:
@@ -66,7 +66,7 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        # None until the server has answered a greeting
+        # whether store servers hold the trajectories; None until the server has answered a greeting
         self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
@@ -344,7 +344,7 @@ class LearnerClient:
             some = (group_ids[start:stop] for start, stop in pairwise(sorted(cuts)))
             parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
             groups: list[TrajectoryGroup] = []
-            for part in parts:  # all requests have ended, even if one failed
+            for part in parts:  # an error is raised only now, after all requests have ended
                 if isinstance(part, BaseException):
                     raise part
                 groups += part
@@ -414,7 +414,7 @@ def _groups_of(payloads: Iterable[Sequence[Any]], group_ids: Sequence[int]) -> l
 
 
 class SyncBufferClient:
-    """Implements the port `LearnerBuffer`: a `LearnerClient` on its own thread. Any thread may call this object.
+    """Implements the interface `LearnerBuffer`: a `LearnerClient` on its own thread. Any thread may call this object.
 
     Raises `ValueError` if the address of ``client`` is malformed.
     """
@@ -469,9 +469,9 @@ class SyncBufferClient:
 
 
 class ControlClient:
-    """Implements the port `ControlBuffer`, which documents the calls.
+    """The client of the controller. The interface `ControlBuffer` documents the calls.
 
-    A call that waits has no time limit as long as the server answers. Bound it with `asyncio.timeout`.
+    A call that waits has no time limit as long as the server answers. Use `asyncio.timeout` to limit it.
     """
 
     def __init__(self, client: BufferClient) -> None:
@@ -622,7 +622,7 @@ class BufferConnection:
 
     Attributes:
         keys: Directory with the key of ``role``; empty if the server has no keys.
-        role: Role of the clients.
+        role: Role of the clients that use this connection.
     """
 
     address: str

@@ -22,9 +22,10 @@ from .groups import Entry, Group, GroupState, GroupTable
 from .outcomes import Reserved
 
 Filter = Callable[[GroupSummary], bool]
-"""Returns whether to keep a group."""
+"""Maps the metadata of a finished group to True if the buffer should keep the group."""
 Preference = Callable[[GroupSummary, int], float]
-"""Maps a group and its deadline to a rank. The smallest rank comes first. Equal ranks keep the order of storing."""
+"""Maps a group's metadata and deadline to a rank. Batches take the smallest rank first. Among equal ranks, they take
+the group first that was stored first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +35,7 @@ class StalenessRule:
     Attributes:
         max_lag: η, the largest number of learner steps between a group's oldest token and its consumption. 0 means
             synchronous training.
-        groups_per_step: B.
+        groups_per_step: B, the number of groups per learner step.
         max_uses: Largest number of learner steps that train on a group.
     """
 
@@ -118,9 +119,10 @@ class StalenessRule:
 
 
 class Room:
-    """The free bytes of each store under the bound ``max_bytes``; 0 means no bound.
+    """Decides whether bytes are free in the stores. Each store may hold ``max_bytes`` bytes; 0 means no bound.
 
-    A single store and the saved prefixes share one bound. With several stores, the saved prefixes have their own bound.
+    A single store and the saved prefixes (tokens of unfinished groups) share one bound. With several stores, the saved
+    prefixes have their own bound.
 
     Attributes:
         is_shared: Whether the single store and the saved prefixes share one bound.
@@ -313,8 +315,8 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 class Window:
     """The deadlines of the groups that a partly filled batch may still take.
 
-    w is the batch's version. The batch may take a group due at w + k only if there is still room for the groups due
-    earlier that it must take. An excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
+    w is the batch's version. The batch may take a group due at w + k only if the groups due earlier that it must take
+    still fit. An excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:

@@ -75,7 +75,7 @@ _MAX_UNREAD_MESSAGES = 64
 
 
 class RateLimit:
-    """Limits each client to ``per_second`` requests. Each lease in a request counts as a request."""
+    """Limits each client to ``per_second`` requests per second. A request that names leases counts once per lease."""
 
     def __init__(self, per_second: int) -> None:
         self._per_second = per_second
@@ -122,9 +122,9 @@ class ServerSocket:
     Every request gets a reply, which may be an error. Errors other than `AsyncRLError` are logged with a traceback.
 
     Args:
-        config: Options.
-        make_service: Builds the service that answers the requests.
-        journal: Keeps the epoch and the addresses, so a restarted server has the same address.
+        config: Options of the buffer.
+        make_service: Builds the object that answers the requests.
+        journal: Keeps the epoch and the addresses on disk, so a restarted server has the same address.
         store: Number of this store server; None for the ledger's server.
 
     Attributes:
@@ -281,7 +281,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # a refused chunk is acknowledged too, to free the window
+                request_id = chunk.request_id  # a refused chunk is acknowledged too, so the client sends on
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -472,10 +472,10 @@ class BufferServer:
 
     Attributes:
         address: Address of the server.
-        bulk_port: As in `ServerSocket`.
+        bulk_port: Port of large payloads; 0 for a Unix socket.
         counters: Returns counts of refused and undelivered messages.
-        lost: Future of the error after which this server cannot continue.
-        service: The operations of the server.
+        lost: A future. It gets the error after which this server cannot continue.
+        service: The object that answers the requests.
     """
 
     service: BufferService

@@ -1,7 +1,8 @@
-"""Handles the requests to the buffer. The ledger decides, the store keeps frames, and some requests wait.
+"""Handles the requests to the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
 
-After each burst of messages, `settle` answers the held requests that can be answered now. A timer answers each request
-that waits too long with `NothingYet`. Other timers revoke expired leases, and find silent producers.
+A request that cannot be answered yet is held. After each burst of messages, `settle` answers the held requests that can
+be answered now. A timer answers each request that waits too long with `NothingYet`. Other timers revoke expired leases,
+and find silent producers (clients that generate groups).
 """
 
 import logging
@@ -47,14 +48,14 @@ class BufferService:
     """Handles the requests that the socket of the buffer's server receives.
 
     Args:
-        config: Options.
-        groups_per_step: B.
+        config: Options of the buffer.
+        groups_per_step: B, the number of prompt groups per learner step.
         send: Sends one message to one client.
         on_rewound: Called after a rewind of the learner, because finished groups may be queued again.
         counters: Returns the socket's counts of refused and undelivered messages.
         links: Connections to the store servers. None keeps the payloads in this process.
         journal: The journal that this server continues; None keeps nothing on disk.
-        clock: Measures deadlines. None takes the clock of the running loop.
+        clock: Measures deadlines. None makes a new `LoopClock` on the running loop.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class BufferService:
         self._offers.recover()
 
     def handle(self, request: Message) -> None:
-        """Run the operation of a request. An `AsyncRLError` is sent as the answer."""
+        """Handle one request of a client. If that raises an `AsyncRLError`, the error is the answer."""
         self._admission.heartbeats.hear(request.client, self._clock.time())
         kind = type(request.body)
         try:
@@ -157,7 +158,7 @@ class BufferService:
         self._journal.keep(request.payload, then)
 
     def settle(self) -> None:
-        """Answer the held requests that can be answered now, report revoked leases, and set the timers anew."""
+        """Answer held requests that can be answered now, tell workers about revoked leases, and reset the timers."""
         ledger, before = self.ledger, None
         try:
             while before != (
@@ -168,7 +169,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # first, because a batch may wait for a saved group
+                self._admission.grant_saved()  # first, because a batch may wait for such a group
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -231,15 +232,14 @@ class BufferService:
         stored: Iterable[tuple[int, int]],
         reserved: Iterable[tuple[int, int]] = (),
     ) -> bool:
-        """Handle a report that the store server ``store`` lacks ``group_ids``.
+        """Handle a report that the store server number ``store`` lacks the trajectories of groups.
 
-        Lost stored groups are generated again, and reserved groups are sent again. A planned batch stays, because the
-        learner's ranks may already have its groups. If a rank lacks a group, the missing groups of this batch and of
-        later batches are generated again.
+        Stored groups that are lost are generated again. Workers send running groups with reserved bytes again. A
+        planned batch stays, because the learner's ranks may already have its groups.
 
         Args:
-            store: Number of the store.
-            group_ids: Groups that the store lacks.
+            store: Number of the store server.
+            group_ids: Ids of the groups that the store server lacks.
             stored: (group id, attempt number) pairs that were stored on this server when it was asked.
             reserved: (group id, attempt number) pairs that had reserved bytes on this server when it was asked.
 
@@ -304,7 +304,10 @@ class BufferService:
     # Results
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
-        """Reserve bytes for a group's trajectories before they are sent. Requests wait in order of arrival."""
+        """Reserve bytes for a group's trajectories, before the worker sends them.
+
+        Requests wait in order of arrival until the bytes are free.
+        """
         self._reserving.hold(request)
 
     def _grant_reservation(self, request: Message) -> commands.Reservation | None:
@@ -335,7 +338,7 @@ class BufferService:
         return reserved.store
 
     def on_put(self, request: Message, put: commands.Put) -> None:
-        """Store a finished group, or record that a store server holds its trajectories."""
+        """Store the trajectories of a finished group, or record that a store server holds the trajectories."""
         check_counts(put.summary)
         group = self.ledger.groups.running(*put.key)
         if not self._store.is_elsewhere:
@@ -369,7 +372,7 @@ class BufferService:
         self._replies.answer(request, Done())
 
     def on_release(self, request: Message, release: commands.Release) -> Answer:
-        """End a lease without a result, or count the tokens of a revoked lease."""
+        """End a lease (a worker's right to generate a group) without a result, or count a revoked lease's tokens."""
         released = self.ledger.apply(release, sender=request.client)
         self._admission.ended(request.client, release)
         return released
@@ -390,7 +393,7 @@ class BufferService:
     # Batches
 
     def on_fetch(self, request: Message, fetch: commands.Fetch) -> Answer | None:
-        """Reply with the trajectories of groups, or with the stores that hold them and the attempts to fetch there."""
+        """Reply with the trajectories of groups. If store servers hold them, reply with the store of each group."""
         if self._links is not None:
             groups = map(self.ledger.groups.in_store, fetch.group_ids)
             places = tuple((group.store, group.result.attempt, group.digest) for group in groups)
@@ -400,22 +403,25 @@ class BufferService:
         return None
 
     def on_commit(self, request: Message, commit: commands.Commit) -> None:
-        """Mark the batch of a learner step as consumed. Answer with the ledger's counts."""
+        """Record that a learner step has trained on its batch. Answer with the counts of groups, tokens and bytes."""
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # the receivers wait for newer weights
+            self._admission.answer_outdated(except_for=self._offers.receivers)  # these clients will get newer weights
             self._compact(is_urgent=False)  # compacting is cheap now, because the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
-        self._offers.show()  # offers follow the reply to the controller, because many engines may wait
+        self._offers.show()  # after the reply, because offers may go to many engines
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Plan a batch again, because the learner's ranks did not find some of its groups in the stores."""
+        """Give up planned batches, because the learner's ranks did not find some of the groups in the stores.
+
+        The lost groups are generated again, and the batches are planned again.
+        """
         self._lose(filter(self.ledger.groups.is_planned, lose.group_ids))
         return Done()
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
-        """Take the buffer back to a checkpoint, because the learner continues from it."""
+        """Take the buffer back to a checkpoint. The learner has died, and continues from this checkpoint."""
         self._forget_finished()  # done first, because the rewind may queue finished groups again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
@@ -424,7 +430,7 @@ class BufferService:
         return Done()
 
     def on_resume(self, request: Message, resume: commands.Resume) -> Answer:
-        """Take the buffer back to a checkpoint, because the run was resumed from it."""
+        """Take the buffer back to a checkpoint of an earlier process, from which the run was resumed."""
         self._forget_finished()
         self._take_back(self.ledger.apply(resume))
         self._joins.leave_earlier()
@@ -452,7 +458,10 @@ class BufferService:
         return commands.Totals(self._totals())
 
     def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
-        """Answer with a description of all leased, stored and planned groups and all producers, or of one group."""
+        """Answer with a description of the buffer, or of the one group that the request names.
+
+        The buffer is described by options, counts, all leased, stored and planned groups, and all producers.
+        """
         now = self._clock.time()
         if inspect.group_id >= 0:
             return commands.Report(describe_group(self.ledger, inspect.group_id, now))
@@ -476,7 +485,7 @@ class BufferService:
 
 
 class WorkerRequests:
-    """Handles the operations about clients: greetings, heartbeats, versions of engines, and the end of a worker."""
+    """Handles what clients report about themselves: greetings, heartbeats, versions of engines, and their end."""
 
     def __init__(
         self,
@@ -519,10 +528,9 @@ class WorkerRequests:
         return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
-        """Record that a worker's engine serves a version. Ignore weights of a replaced learner.
+        """Record which policy version a worker's engine serves now. Reports about a replaced learner are ignored.
 
-        The worker's waiting requests for leases at this version may then get leases, even if they arrived before the
-        load.
+        Requests for leases at this version that the worker sent before the load can be granted from now on.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
@@ -531,12 +539,12 @@ class WorkerRequests:
         return Done()
 
     def on_fenced(self, request: Message, fenced: commands.Fenced) -> Answer:
-        """Record that an engine does not serve any version."""
+        """Record that the worker's engine serves no policy version now."""
         self._offers.forget(request.client)
         return Done()
 
     def on_leave(self, request: Message, leave: commands.Leave) -> Answer:
-        """Forget a worker that leaves. Release its leases, except those that the message names."""
+        """Forget a worker that leaves. Release all leases of the worker, except those that the message names."""
         self._offers.forget(request.client)
         return self._admission.leave(request.client, leave)
 
@@ -552,7 +560,7 @@ class WorkerRequests:
 
 
 class LedgerNotes:
-    """Records the ledger's events for the run's profile."""
+    """Records in the run's profile which groups change their state, and the ledger's current counts."""
 
     def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
         self._ledger = ledger
@@ -560,7 +568,7 @@ class LedgerNotes:
         self._planned: dict[int, tuple[int, ...]] = {}
 
     def note(self, command: Any, outcome: Any) -> None:
-        """Record in the profile which groups changed their state by a command. ``outcome`` is the command's outcome."""
+        """Record in the profile which groups changed their state by a command. ``outcome`` is the ledger's decision."""
         match outcome:
             case outcomes.Granted():
                 for lease in outcome.leases:

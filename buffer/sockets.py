@@ -1,8 +1,8 @@
-"""The buffer's ZMQ sockets and clock on an asyncio loop: messages in chunks, the folders of Unix sockets, and ports.
+"""ZMQ sockets on an asyncio loop, for the buffer's servers and clients: addresses, large messages, and a clock.
 
 Every client has two connections to a server. The *control* connection carries requests and small payloads. The *bulk*
-connection carries payloads of ``JOIN_BELOW_BYTES`` or more in chunks, so they do not delay heartbeats and renewals.
-At most ``WINDOW_BYTES`` of chunks to one peer are unacknowledged.
+connection carries payloads of ``JOIN_BELOW_BYTES`` or more, so they do not delay heartbeats and renewals of leases.
+It sends them in chunks, at most ``WINDOW_BYTES`` before the peer acknowledges a chunk.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ _MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 _LAST = int(zmq.NOBLOCK)
 _send: Any = zmq.backend.Socket.send
 _receive: Any = zmq.backend.Socket.recv
-"""Calls of ZMQ's backend, because the wrappers of `zmq.Socket` take more than twice as long."""
+"""ZMQ's own functions to send and receive a frame. The wrappers of `zmq.Socket` take more than twice as long."""
 _CHUNK = struct.Struct("<4sQII")
 _CHUNK_MAGIC, _ACK_MAGIC = b"chnk", b"ackn"
 _MAX_CHUNK_FRAMES = 2048
@@ -91,7 +91,7 @@ class LoopClock:
     def call_at(self, when: float, callback: Callable[[], None]) -> asyncio.TimerHandle:
         """Call ``callback`` at ``when``, a time of this clock in seconds.
 
-        After a stall the loop calls it too early, so ``callback`` must check the clock.
+        After a stall, the loop calls ``callback`` too early. So ``callback`` must check the time.
         """
         return self._loop.call_later(max(0.0, when - self.time()), callback)
 
@@ -108,8 +108,8 @@ class LoopClock:
 class Deadline:
     """One timer for the earliest of many changing deadlines.
 
-    If the earliest deadline moves later, the timer stays, so a message can move a deadline at no cost. The timer may
-    then fire early. ``on_due`` finds nothing due, and the owner calls `at` again.
+    If the earliest deadline moves later, the timer is not changed, so a message can move a deadline at no cost. The
+    timer may then fire early: ``on_due`` finds no passed deadline, and must call `at` again.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -141,8 +141,8 @@ class Deadline:
 class Channel:
     """Passes received messages to a callback, and sends without blocking.
 
-    The channel owns its socket. The loop calls ``on_message`` with the frames of each message, and ``on_burst_end``
-    after each burst.
+    The channel closes the socket at its end. The loop calls ``on_message`` with the frames of each message. It calls
+    ``on_burst_end`` after all waiting messages, or after 64 of them.
     """
 
     def __init__(
@@ -207,9 +207,9 @@ class Channel:
 
 
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """Return the socket that reports ``events`` of another socket.
+    """Return a ZMQ socket that receives a message for each event in ``events`` (a mask) of ``socket``.
 
-    The reporting socket has a unique address, because ZMQ's default address may still belong to an earlier socket.
+    The returned socket has a unique address, because ZMQ's default address may still belong to an earlier socket.
     """
     return socket.get_monitor_socket(events, f"inproc://monitor-{next(_monitors)}")
 
@@ -248,7 +248,10 @@ class Chunk:
 
 
 class ChunkSender:
-    """Sends messages to one peer in order, within a window of bytes. ``send`` is called with each chunk."""
+    """Sends messages to one peer in order, as chunks. ``send`` is called with the frames of each chunk.
+
+    At most ``WINDOW_BYTES`` are sent before the peer acknowledges a chunk.
+    """
 
     def __init__(self, send: Callable[[list[Any]], None]) -> None:
         self._send = send
@@ -262,7 +265,7 @@ class ChunkSender:
         return not self._queue and not self._unacknowledged
 
     def push(self, request_id: int, frames: Sequence[Any]) -> None:
-        """Send a message in chunks, as the window allows. The frames of the message are not copied."""
+        """Send a message in chunks. Later chunks may wait for acknowledgements. The frames are not copied."""
         pieces: list[tuple[list[Any], int]] = []
         for frame in frames:
             size = len(frame)
@@ -363,7 +366,7 @@ def client_context() -> zmq.Context[Any]:
     """Return the ZMQ context of this process. It allows more sockets than ZMQ's default of 1023."""
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
-        context.set(zmq.MAX_SOCKETS, most)  # has no effect after the first socket
+        context.set(zmq.MAX_SOCKETS, most)  # ZMQ ignores this after it made the first socket
     return context
 
 
@@ -416,7 +419,7 @@ def unix_address(folder: str, name: str) -> str:
 
 
 def folder_of(address: str) -> str:
-    """Return the folder of a server's Unix socket; empty if the address has a port."""
+    """Return the folder of the Unix socket with this address, or an empty string if the address has a port."""
     return str(Path(address.removeprefix(_SCHEME)).parent) if address.startswith(_SCHEME) else ""
 
 

@@ -1,6 +1,7 @@
-"""Connects the ledger's server to the store servers. Stores may join and leave while the buffer serves.
+"""Connects the ledger's server to the store servers (servers that hold trajectories).
 
-The ledger numbers the stores. In a resumed run, a store at another address gets the number of an earlier store.
+Stores may join and leave while the buffer serves. The ledger numbers the stores. In a resumed run, a new store gets the
+number of a store from before the resume.
 """
 
 import logging
@@ -30,7 +31,7 @@ class StoreLinks:
     Args:
         config: Options of the buffer.
         on_connected: Called with the store's number each time that a store is reached.
-        may_join: Whether stores may join while the buffer serves.
+        may_join: Whether further stores may join later.
 
     Attributes:
         addresses: Addresses of the stores, by number; empty for a lost store.

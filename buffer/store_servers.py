@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 
 class StoreService:
-    """Holds payloads, at most ``max_stored_bytes``. With a journal they survive the end of the process."""
+    """Holds at most ``max_stored_bytes`` bytes of payloads. With a journal, payloads survive the end of the process."""
 
     def __init__(self, config: BufferConfig, *, send: Send, journal: Journal | None = None) -> None:
         self._limit = config.max_stored_bytes

@@ -1,4 +1,4 @@
-"""Keeps the frames of prompts, saved prefixes and trajectories within the buffer's bounds on bytes.
+"""Keeps encoded prompts, saved prefixes (tokens of unfinished groups) and trajectories within bounds on bytes.
 
 If store servers hold the trajectories, the ledger's server keeps only their sizes.
 """
@@ -29,10 +29,10 @@ def digest_of(payload: Iterable[Any]) -> bytes:
 
 
 class FrameTable(Generic[Key]):
-    """Frames by group, or by group and attempt.
+    """Maps a group id, or a group id and attempt number, to frames (encoded prompts or trajectories).
 
     Attributes:
-        num_bytes: Total size of the frames.
+        num_bytes: Total size of the frames in bytes.
         memory_bytes: Total size of the frames in memory.
         disk_bytes: Total size of the frames on this server's disk. Frames on store servers count only in ``num_bytes``.
     """
@@ -80,7 +80,7 @@ class PayloadStore:
     """The prompts, saved prefixes and trajectories that the ledger's server holds.
 
     Args:
-        max_prompt_bytes: Bound on the prompts of groups that are not stored yet.
+        max_prompt_bytes: Bound on the prompts of groups that are not stored yet, in bytes.
         remove_elsewhere: Called with the arguments of `forget` if store servers hold the trajectories.
         max_memory_bytes: Bound on trajectories and saved prefixes in memory, in bytes; 0 means no bound. Trajectories
             beyond the bound stay on disk.

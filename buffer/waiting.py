@@ -1,4 +1,4 @@
-"""Holds requests for leases, for places in the queue and for batches until the buffer can answer them.
+"""Holds requests for leases, batches and space in the prompt queue until the buffer can answer them.
 
 A lease is a worker's right to generate a group. The service checks all held requests after each burst of messages. A
 timer ends each wait with `NothingYet`. After a commit, workers whose weights are now too old for any group get this
@@ -38,7 +38,8 @@ _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _BEATS_TO_SILENCE = 4
 _SEARCH_S = 5e-5
-"""Seconds, per waiting request, from a search without success to the next search. A search takes a fiftieth of it."""
+"""After a search for a worker that takes over a group found none, the next search waits this many seconds per waiting
+request. A search takes a fiftieth of this time."""
 
 
 class Replies:
@@ -78,7 +79,7 @@ class HeldRequests:
     Args:
         replies: Sends the answers.
         hold_s: Longest time in seconds that a request waits.
-        late: Returns the answer after this time, or raises an error.
+        late: Returns the answer to a request that has waited for this time, or raises an error.
     """
 
     def __init__(
@@ -172,7 +173,7 @@ class HeldRequests:
 class WaitingWorker(Message):
     """A held request for leases, with the leases granted so far.
 
-    ``incarnation`` is the incarnation of the learner that made the engine's weights.
+    ``incarnation`` is how often the learner had gone back to a checkpoint when it made the engine's weights.
     """
 
     body: commands.LeaseGroups
@@ -186,7 +187,7 @@ class WaitingWorker(Message):
 
 
 class WaitingWorkers(HeldRequests):
-    """Held requests for leases, indexed by the version that their engines serve."""
+    """Held requests for leases, indexed by the policy version that the sender's engine serves."""
 
     def __init__(self, replies: Replies, hold_s: float) -> None:
         super().__init__(replies, hold_s)
@@ -222,7 +223,8 @@ class FairQueue:
     """The order in which waiting workers get leases.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996). Each worker has a number, its turn. The worker with the
-    lowest turn comes first, and each grant adds 1 to it. A worker that was away returns with the last grant's turn.
+    lowest turn comes first, and each lease adds 1 to the turn of its worker. A worker that was away returns with the
+    turn of the worker that got the last lease.
     """
 
     def __init__(self) -> None:
@@ -266,7 +268,7 @@ class PromptIntake:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
-        self._outcomes: deque[GroupSummary] | None = None  # None until the controller asks for outcomes
+        self._outcomes: deque[GroupSummary] | None = None  # None until the controller asks for finished groups
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
@@ -463,7 +465,7 @@ class Admission:
         finally:  # earlier grants are answered even if a later write to the journal fails
             for request in served:
                 self._held.remove(request.client, request.request_id)
-                # The leases are kept for a repeated request, because the answer may be lost.
+                # The granted leases are remembered: the answer may be lost, and the worker then repeats its request.
                 self._granted[request.client, request.request_id] = request.granted
                 if len(self._granted) > _MAX_REMEMBERED:
                     self._granted.popitem(last=False)
