@@ -4,8 +4,8 @@
       ▲                                                 │
       └───────── room for another group ◀───────────────┘
 
-The waits of the loop, and who wakes them. Every change of the loop's state or of a group's phase notifies the condition
-``_changed``.
+The tasks of the loop wait for the following events. Every change of the loop's state or of a group's phase notifies the
+condition ``_changed``.
 
 - `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine ends the first wait. The
   buffer ends the second. The request for leases is withdrawn at a new version, when the device is released, or when the
@@ -60,7 +60,7 @@ MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
 SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
-"""Pause before a lease request, while the engine has work. One request then asks for several groups."""
+"""Seconds of pause before a lease request while the engine has work, so that one request asks for several groups."""
 
 
 class LoopState(Enum):
@@ -77,7 +77,7 @@ class RolloutLoop:
 
     Args:
         parts: The engine and its helpers, already started. The loop does not close them.
-        member: Gets reports of loaded weights, and decides whether the loop may request leases.
+        member: The worker's state in the run. It gets reports of loaded weights, and allows or forbids lease requests.
         samples_per_prompt: Group size G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         seed: The run's seed if every answer gets its own seed, otherwise None.
@@ -368,7 +368,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # meanwhile new turns of episodes may have filled the engine
+            if not self._may_lease or num_asked == 0:  # during the pause, new turns of episodes may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:

@@ -42,15 +42,15 @@ _GYMNASIUM_ID = re.compile(r".*-v\d+")
 _MCP_TRANSPORTS = ("anyio", "httpcore", "httpx", "httpx2", "mcp")
 """An exception of one of these packages means that the connection to an MCP server is lost."""
 _SHOWN = 2000
-"""Bytes of a program's output in a message."""
+"""Largest number of bytes of a program's output in a message."""
 _MOST_OUTPUT = 1 << 20
-"""Bytes of a program's standard output that are read."""
+"""Number of bytes that are read from the end of a program's standard output."""
 
 
 class FunctionEnvironment:
-    """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
+    """Runs ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)`` as an environment.
 
-    A function that is not async runs in a thread. Any function may have an attribute ``replayable`` like `Environment`.
+    A function that is not async runs in a thread. `Environment` explains its attribute ``replayable``.
 
     Raises:
         ValueError: the function has other parameters.
@@ -186,7 +186,7 @@ def _outcome_of(path: Path, output: str) -> Any:
 
 
 class _InvalidAction(Exception):
-    """The policy's text is not an action. The policy gets this message and answers again."""
+    """The policy's text is not an action of the game. The policy gets this error's message and answers again."""
 
 
 Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
@@ -235,9 +235,9 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
-    - ``reset`` may have the parameters ``seed`` and ``options``. It gets the row's ``extra`` as options. It gets the
-      prompt's ``group_id`` as seed, so all rollouts of a group start in the same state. It returns the observation, or
-      ``(observation, info)``.
+    - ``reset`` may have the parameters ``seed`` and ``options``. The options are the ``extra`` of the data row. The
+      seed is the prompt's ``group_id``, so all rollouts of a group start in the same state. ``reset`` returns the
+      observation, or ``(observation, info)``.
     - ``step`` gets the policy's text. In a discrete action space (with ``n``), it gets the last integer of the text. It
       returns ``(observation, reward, terminated, truncated, info)``, or ``(observation, reward, done, info)``.
     - Both may be async; otherwise they run in a thread.
@@ -547,7 +547,7 @@ class VerifiersEnvironment:
     Args:
         env: The environment's configuration, as ``verifiers`` reads it from a file. Example:
             ``{taskset: {id: reverse-text}, agent: {harness: {id: "null"}, runtime: {type: subprocess}}}``.
-        task_key: Column of ``data.extra_keys`` with the index of the row's task in the taskset.
+        task_key: Column of the data (one of ``data.extra_keys``) with the index of the row's task in the taskset.
     """
 
     replayable = False
