@@ -368,7 +368,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # during the pause, new turns of episodes may have filled the engine
+            if not self._may_lease or num_asked == 0:  # during the pause, turns may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -520,7 +520,7 @@ class RolloutLoop:
         except RequestRefused as refused:
             if not all(group.runs for group in groups):
                 raise
-            for group in groups:  # raise the error in the environment that sent the request
+            for group in groups:  # the environment that sent the request gets the error
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:

@@ -142,9 +142,9 @@ def refuse_system_calls() -> None:
         step(equal, 1, 0, _AUDIT_ARCH[machine]),
         step(end, 0, 0, kill),
         step(load, 0, 0, 0),
-        step(at_least, 0, 1, 0x40000000),  # system calls of the x32 interface on x86_64
+        step(at_least, 0, 1, 0x40000000),  # numbers of system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # the filter cannot read its flags; the C library falls back to clone
+        step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; the C library falls back to clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         step(equal, 0, 3, _CLONE[machine]),
@@ -160,7 +160,7 @@ def refuse_system_calls() -> None:
 
 
 class Program:
-    """The program of a job with all its processes."""
+    """Runs the program of one job under its limits, and kills all its processes at the end."""
 
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job

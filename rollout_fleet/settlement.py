@@ -31,7 +31,7 @@ FEWEST_SAMPLES = 2
 
 
 class Settlement:
-    """Settles groups that have left the engine of one rollout worker.
+    """Stores the finished groups of one rollout worker in the buffer, and gives its unfinished groups back.
 
         finished ──▶ score ──▶ put              refused: its lease has expired, or its oldest token is too old
            │           │
@@ -40,7 +40,8 @@ class Settlement:
            └─ aborted, or its engine fails ─┘
 
     With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
-    ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in receipts.
+    ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in the
+    run's receipts (records of each group's tokens).
     """
 
     def __init__(

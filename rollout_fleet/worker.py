@@ -37,15 +37,15 @@ class RolloutWorker(Worker):
     """Generates training rollouts on its own engine. The methods are asynchronous and may overlap.
 
     Args:
-        model_path: Folder of the policy of version 0, with its tokenizer.
+        model_path: Folder of the initial policy (version 0), with its tokenizer.
         samples_per_prompt: Group size G.
         connect_buffer: Function that `start` calls with the worker's rank. It returns the connection to the buffer.
-        copy_weights: Copy full weight versions to ``staging_dir``. Otherwise they are linked, and only deltas are
-            copied.
+        copy_weights: Copy full weight versions to ``staging_dir``. Otherwise full versions are linked, and only
+            deltas (changes from another version) are copied.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         episode_context: Largest number of tokens on a path of an episode, from the prompt to a last turn; 0 if no
             prompt has an environment.
-        sample_dir: Folder of decoded samples; empty to save none.
+        sample_dir: Folder in which samples are saved as text; empty to save none.
 
     Raises:
         ValueError: the engine is not installed, or the model or a reward function does not exist.

@@ -335,7 +335,7 @@ class SGLangServer:
             ORDER_VARIABLE: str(scratch / "weights.json"),
             # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            # SGLang puts these two values into the names of its shared memory, so no two servers may have the same pair
+            # SGLang puts these two values into the names of the shared memory that the server makes
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }

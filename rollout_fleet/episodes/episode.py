@@ -90,7 +90,7 @@ class Episode:
     the prompt's images.
 
     Attributes:
-        name: Prefix of the ids of requests to the engine; without ``/``. Example: ``"4711-0-3"`` (group, attempt, sample).
+        name: Prefix of the ids of requests; without ``/``. Example: ``"4711-0-3"`` (group, attempt, sample).
         num_replayed: Number of recorded tokens that requests of this attempt have reused.
         num_dropped: Number of dropped tokens: recorded tokens after a different request, and tokens of abandoned turns.
 
