@@ -77,7 +77,7 @@ class FleetCounters:
 
 
 class FleetMeter:
-    """Keeps the counters of one rollout worker. Each second counts as busy, as waiting for prompt groups, or as neither."""
+    """Keeps the counters of one rollout worker. Each second counts as busy, as waiting for leases, or as neither."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

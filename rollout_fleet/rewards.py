@@ -63,7 +63,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: a process may be started in this place
+        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: first start a process
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
 

@@ -60,8 +60,8 @@ class SampleKind(StrEnum):
 class SampleLog:
     """Writes files ``KIND-vVERSION-rolloutRANK.parquet`` with one row per sample.
 
-    KIND is a `SampleKind`. The names of evaluation files end with ``-NUMBER``, the number of the call of `keep_answers`. If a file cannot be
-    written, a warning is logged.
+    KIND is a `SampleKind`. The names of evaluation files end with ``-NUMBER``, the number of the call of
+    `keep_answers`. If a file cannot be written, a warning is logged.
     """
 
     def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:

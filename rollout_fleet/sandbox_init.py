@@ -160,7 +160,7 @@ def refuse_system_calls() -> None:
 
 
 class Program:
-    """Runs the program of one job under its limits, and kills all its processes at the end."""
+    """Runs the program of one job until it ends or exceeds a limit."""
 
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job

@@ -41,7 +41,7 @@ class Settlement:
 
     With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
     ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in the
-    run's receipts (records of each group's tokens).
+    run's receipts (log lines that ``asyncrl audit`` compares).
     """
 
     def __init__(
