@@ -1,4 +1,4 @@
-"""Answers held-out prompts (for evaluation) on one engine, and scores the answers. The learner never trains on them."""
+"""Answers held-out prompts (only for evaluation) on one engine, and scores the answers."""
 
 from __future__ import annotations
 

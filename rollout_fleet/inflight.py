@@ -1,4 +1,4 @@
-"""The prompt groups that one rollout worker generates now, and the limit of groups on its engine.
+"""The prompt groups that one rollout worker generates now, and the limit on their number.
 
 A group has one episode (rollout) per sample, and a phase (`GroupPhase`).
 """
@@ -36,7 +36,7 @@ ROOMY_CACHE = 0.75
 """Used share of the KV cache below which the limit of groups may grow."""
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
-"""The limit of groups shrinks after this many load reports of a full engine in a row. New samples wait briefly."""
+"""Number of load reports of a full engine in a row that shrink the limit. One may be due to new samples, which wait."""
 
 
 class GroupPhase(Enum):
@@ -303,7 +303,7 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """How many prompt groups may be on one engine at once, between ``lowest`` and ``highest``.
 
-    The limit follows the load that the engine reports. It has a slow start like TCP, additive increase and
+    The limit adapts to the load that the engine reports. It has a slow start like TCP, additive increase and
     multiplicative decrease (Chiu and Jain, 1989). It shrinks while samples wait inside the engine, or while the KV
     cache is nearly full.
 

@@ -12,8 +12,8 @@
     ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
 
 This module does not wait and does no I/O. The driver of a member passes the time in, does the work of each state, and
-reports the result. An epoch of a member lasts until its next fault. Each report names the epoch when its work began, and
-reports of older epochs have no effect.
+reports the result. An epoch of a member lasts until its next fault. Each report names the epoch when its work began.
+Reports of older epochs have no effect.
 """
 
 from __future__ import annotations

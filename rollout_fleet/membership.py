@@ -23,7 +23,7 @@ from asyncrl.core.errors import MembershipRefused
 NAMESPACE = "asyncrl"
 """Ray namespace of all `FleetDesk` actors. The name of an actor is its run's folder."""
 ADDRESS_FILE = "fleet.json"
-"""File in the run's folder with the address of the run's Ray cluster."""
+"""Name of the file in the run's folder that has the address of the run's Ray cluster."""
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Ray's environment variables for authentication. A process that connects needs the cluster's values."""
 

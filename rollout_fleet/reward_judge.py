@@ -39,7 +39,7 @@ URL_VARIABLE, KEY_VARIABLE = "ASYNCRL_JUDGE_URL", "ASYNCRL_JUDGE_KEY"
 
 @REWARDS.register("judge")
 class Judge:
-    """Asks a model to score each response, and scales the score to 0.0 to 1.0. All responses to a prompt go out at once.
+    """Asks a model to score each response, scaled to 0.0 to 1.0. All responses to a prompt are sent at once.
 
     Args:
         url: Base URL of the server. Example: ``https://api.openai.com/v1``. Empty: the server of

@@ -27,7 +27,7 @@ from .metrics import FleetMeter
 logger = logging.getLogger(__name__)
 
 FEWEST_SAMPLES = 2
-"""Fewest responses of a group after failed rewards, because an advantage compares responses."""
+"""Fewest scored responses of a group that can be trained on, because an advantage compares responses."""
 
 
 class Settlement:

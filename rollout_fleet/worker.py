@@ -43,8 +43,8 @@ class RolloutWorker(Worker):
         copy_weights: Copy full weight versions to ``staging_dir``. Otherwise full versions are linked, and only
             deltas (changes from another version) are copied.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
-        episode_context: Largest number of tokens on a path of an episode, from the prompt to a last turn; 0 if no
-            prompt has an environment.
+        episode_context: Largest number of tokens from the start of an episode's prompt to the end of a last turn; 0 if
+            no prompt has an environment.
         sample_dir: Folder in which samples are saved as text; empty to save none.
 
     Raises:
@@ -108,7 +108,7 @@ class RolloutWorker(Worker):
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # keeps garbage collections short: they skip the objects loaded so far
+        gc.freeze()  # garbage collections skip the objects loaded so far, so they stay short
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

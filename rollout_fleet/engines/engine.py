@@ -148,7 +148,7 @@ Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    One request is one sample. An engine fails in these cases:
+    One request is one sample. The engine fails in these cases:
 
     - It dies, or is silent while requests run.
     - It sends an answer that `check_output` refuses.
@@ -591,8 +591,8 @@ class SilenceWatch:
     """Detects an engine that has stopped producing tokens.
 
     The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s`` seconds of silence,
-    the watch calls ``probe``, which sends the engine a test request. The engine has failed if the probe raises, or does
-    not return before ``timeout_s`` ends, or after three silent periods in a row. ``name`` is its name in messages.
+    the watch calls ``probe``, which asks whether the engine still works. The engine has failed if the probe raises, or
+    does not return before ``timeout_s`` ends, or after three silent periods in a row. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:

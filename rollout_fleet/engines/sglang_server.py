@@ -185,7 +185,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server with all its processes, and wait until its memory and temporary files are removed."""
         self._stopping = True
-        async with self._launching:  # wait until a launch that has begun is over
+        async with self._launching:  # a launch may be under way; wait for its end
             guard = self._guard
         if guard is None:
             return
@@ -328,7 +328,7 @@ class SGLangServer:
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # makes SGLang return log-probs under the temperature
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # return log-probs at the sampling temperature
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),

@@ -418,7 +418,7 @@ class GenerationModel:
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # with padding, tokens would fall into other attention chunks
+            self._may_pad = False  # padding would shift tokens into other chunks of the chunked attention
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)

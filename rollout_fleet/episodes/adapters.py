@@ -478,7 +478,7 @@ class McpEnvironment:
 
     async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
-            offered: list[tuple[str, Any, Any]] = []  # the name of a server, its session, and one of its tools
+            offered: list[tuple[str, Any, Any]] = []  # one entry per tool: name of its server, session, tool
             for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
                 for tool in await policy.run_tool(self._tools_of(session), name="list_tools"):

@@ -55,8 +55,8 @@ class EndpointCounts:
         requests: Calls with a key of a running episode.
         unknown_keys: Calls with an unknown key.
         closed_keys: Calls with the key of an ended episode.
-        lost: Answers that the client did not get, because it had disconnected.
-        errors: Error answers by HTTP status.
+        lost: Answers that were not delivered, because the client had disconnected.
+        errors: Number of error answers by HTTP status.
     """
 
     requests: int = 0

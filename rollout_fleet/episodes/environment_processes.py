@@ -49,7 +49,7 @@ main(int(sys.argv[1]))
 """
 _LIBRARY_THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
 _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Environment variables that would lead another Python to the packages of this Python."""
+"""Environment variables that another Python must not get, because they lead to the packages of this Python."""
 WATCH_S = 0.5
 CANCEL_TIMEOUT_S = 10.0
 """Longest time that a process may take to end a cancelled episode, in addition to ``blocked_timeout_s``."""
@@ -58,7 +58,7 @@ MOST_STUCK = 16
 _TRACEBACK_S = 0.2
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 300.0
-"""If a process lived longer than this, the pause before the next start is short again."""
+"""After a process that lived for more seconds than this, the pause before its replacement is short again."""
 
 
 class HasAccess(Protocol):

@@ -1,4 +1,4 @@
-"""A session matches the messages of one episode's requests with the episode's forest of turns.
+"""A session answers the requests of one episode: it finds the turns that the messages of a request repeat.
 
 ::
 
@@ -6,7 +6,7 @@
                            └─ no such turn, or the template renders its path differently: render the whole request,
                               and branch at the first difference; counted by cause
 
-Sampled tokens never change. Only the tokens of new messages are added to a path.
+Sampled tokens never change. Only the tokens of a request's new messages are added after the turns that it repeats.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class SampleOptions:
     """Sampling options of a request.
 
     Attributes:
-        n: Number of turns to sample. The turns are siblings.
+        n: Number of turns to sample, all after the same messages.
         max_tokens: Maximum length of a turn in tokens. ``rollout_fleet.sampling.max_new_tokens`` is the largest value
             and the default.
         stop: Texts that end a turn.
@@ -151,7 +151,7 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        num_prompt_tokens: Number of tokens on the path before the turn.
+        num_prompt_tokens: Number of tokens before the turn: the prompt and all turns that it follows.
         num_reused_tokens: Number of these prompt tokens that were in the episode before the request.
         token_ids: [R] int32 tokens of the turn.
         logprobs: [R] float32 log-probs of these tokens.
@@ -399,7 +399,7 @@ class Session:
         read_image = None if self._reader is None else self._read_image
         contents = (message.get("content") for message in sent if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            return await asyncio.to_thread(_read_messages, sent, read_image)  # reading an image takes milliseconds
+            return await asyncio.to_thread(_read_messages, sent, read_image)  # images take milliseconds
         return _read_messages(sent, read_image)
 
     def _place(
