@@ -81,8 +81,8 @@ class RolloutLoop:
         samples_per_prompt: Group size G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         seed: The run's seed if every answer gets its own seed, otherwise None.
-        stage: Copies or links offered weights near the engine. The engine loads the offer that this context manager
-            yields.
+        stage: Context manager that copies or links an offered weight version near the engine. It yields the offer that
+            the engine loads.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # This task is not in `pump_tasks`, which are cancelled at a stop: a running load of weights must finish.
+        # The task of `load_next` is not in `pump_tasks`, which are cancelled at a stop: a weight load must finish.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -606,7 +606,7 @@ class RolloutLoop:
 
         An engine ignores an abort that arrives before its request, so the abort is repeated.
         """
-        await asyncio.sleep(0)  # let requests that are being sent reach the engine first
+        await asyncio.sleep(0)  # first let the requests that are being sent reach the engine
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):

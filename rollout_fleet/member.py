@@ -100,7 +100,7 @@ class Member:
 
     Attributes:
         name: Name of the member in the run. Example: ``"engine-3"``.
-        epoch: Number of faults so far. Reports of older epochs have no effect.
+        epoch: Number of faults so far. A report that was begun before the last fault has no effect.
         version: Policy version whose weights the member has verified or is loading; -1 before the first.
         deadline: Time at which the current state must have ended, on the driver's clock; infinite for no deadline.
         reason: Cause of the last fault; empty before the first.
@@ -254,7 +254,7 @@ class Member:
         """Enter the next state if the deadline of the current state is not after ``now``. Call this regularly."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # its processes did not end in time, so it cannot be restarted
+        if self.state is MemberState.fenced:  # the member's processes did not end in time, so it cannot be restarted
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)

@@ -42,9 +42,9 @@ class FleetCounters:
         tokens_in_flight: Generated tokens of groups that are neither stored in the buffer nor given back to it yet.
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Unfinished prompt groups that were given back to the buffer.
-        groups_refused: Finished groups that the buffer refused, because their lease had expired or they were too old.
+        groups_refused: Finished groups that the buffer refused, because the lease had expired or the group was too old.
         groups_failed: Number of failed attempts at groups by reason. ``reward_trajectory`` counts dropped responses.
-        busy_s: Seconds with at least one training request on the engine, without weight loads.
+        busy_s: Seconds with at least one training request on the engine, minus the time of weight loads.
         wait_s: Seconds without a training request on the engine while the worker waited for leases of prompt groups.
         load_s: For each weight load, the seconds for which generation was paused.
         reward_s: Seconds from the request for a group's rewards to their arrival, summed over groups.

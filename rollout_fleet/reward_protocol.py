@@ -55,7 +55,7 @@ class Score:
 
     Attributes:
         reward: Reward of the outcome.
-        turn_rewards: Additional rewards of single turns, by their indices in `Rollout.turns`.
+        turn_rewards: Additional rewards of single turns, by the turn's index in `Rollout.turns`.
     """
 
     reward: float = 0.0

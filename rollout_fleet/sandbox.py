@@ -293,7 +293,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            # mode 755, because a program of a root process runs as another user, who must enter these folders
+            # mode 755: if this process is root, the program runs as another user, who must enter these folders
             for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]

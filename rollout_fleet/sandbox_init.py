@@ -22,7 +22,7 @@ POLL_S = 0.05
 SCRATCH = "/tmp"
 """Folder of the program's files inside the namespaces, a file system in memory."""
 _BASE = "/sys"
-"""The new root is built here, because no folder below this path is bound into the root."""
+"""Folder in which the new root is built. No folder below it is bound into the root, so nothing is hidden."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18

@@ -33,7 +33,7 @@ FEWEST_SAMPLES = 2
 class Settlement:
     """Stores the finished groups of one rollout worker in the buffer, and gives its unfinished groups back.
 
-        finished ──▶ score ──▶ put              refused: its lease has expired, or its oldest token is too old
+        finished ──▶ score ──▶ put              refused: the lease has expired, or a token is too old
            │           │
            │           └─ the reward fails ─┐
         cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures

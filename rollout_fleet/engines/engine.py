@@ -156,7 +156,7 @@ class Engine(ABC):
 
     A failed engine stays failed: every later call raises its first error.
 
-    A subclass calls `_come_up` when it can generate, and `_go_down` when it is stopped.
+    A subclass calls `_come_up` when the engine can generate, and `_go_down` when the engine is stopped.
 
     Args:
         name: Name of the engine in messages.

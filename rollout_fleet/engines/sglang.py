@@ -42,7 +42,7 @@ from .sglang_server import SGLangClient, SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # lengths of the warm-up prompts, in tokens
+WARM_UP_PROMPTS = (1, 16)  # length of each warm-up prompt, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # number of tokens in each streamed chunk after the first
 LOADERS_SHARE = 0.9  # share of a weight load's deadline for `server_hooks.load`; the rest is for its report

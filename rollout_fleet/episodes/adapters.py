@@ -99,7 +99,7 @@ class CommandEnvironment:
             directory of the run.
         cwd: Working directory of the program. Empty: a new folder, which is removed at the end.
         ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
-            of the policy, because these could read the file.
+            of the policy, because the commands could read the file.
     """
 
     replayable = False

@@ -85,8 +85,8 @@ class EnvironmentConfig:
         max_context: Largest number of tokens on a path (from the prompt to a last answer) of an episode. 0: as many as
             the model's context and a micro-batch of each learner role can hold. SGLang reserves 6 positions of the
             context.
-        max_tree_tokens: Largest number of tokens of all paths of an episode together. Each path counts with its whole
-            history; 0 is no limit. A loss, weight or mask that reads whole trajectories needs a limit, because the
+        max_tree_tokens: Largest number of tokens of all paths of an episode together; shared tokens count once per
+            path; 0 is no limit. A loss, weight or mask that reads whole trajectories needs a limit, because the
             learner then reads all paths in one micro-batch.
         start_timeout_s: Deadline for a process to start, and for an environment to load.
         turn_timeout_s: Deadline of one request for a turn.

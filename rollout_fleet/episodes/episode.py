@@ -12,8 +12,8 @@ The states of a sampled turn::
         │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
         └──sample of another request──▶ dropped
 
-Turns are named by index. A parent's index is below those of its children. The engine's prompt for a turn is exactly the
-tokens on the path to the turn. Tokens are never decoded and encoded again.
+Turns are named by index. A parent's index is below the indices of its children. The path to a turn is its ancestors,
+from the root on. The engine's prompt for a turn is exactly the tokens on this path, never decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class EpisodeBudget:
     Attributes:
         max_turns: Largest number of sampled turns. Example: 32.
         max_tokens: Largest number of sampled tokens of all turns.
-        max_context: Largest number of tokens on a path, from the prompt to a last answer; at most the model's context
+        max_context: Largest number of tokens on a path, from a root to the end of a turn; at most the model's context
             length.
         max_tree_tokens: Largest number of tokens of all paths together. Each path counts with its whole history. With a
             limit, the learner can train on all paths at once. 0: no limit.
@@ -60,7 +60,7 @@ class _Node:
 
     Attributes:
         turn: The turn. A sampled turn has no finish reason until it is finished.
-        depth: Number of tokens on the path to the end of this turn.
+        depth: Number of tokens on the path to this turn, including its own tokens.
         is_live: Whether the environment gave or requested the turn in this attempt. Otherwise it is only recorded.
         sampling: Sampling options of the whole turn. None until the turn is requested.
     """

@@ -90,7 +90,7 @@ class EpisodeRun:
     Args:
         ask: Called when a turn needs the engine. It must not wait.
         vocab_size: Size of the vocabulary. Token ids must be below this number.
-        on_place: Called when `place` may have changed although no turn was requested. It must not wait.
+        on_place: Called when `place` (what the episode does) may have changed without a new turn. It must not wait.
     """
 
     def __init__(

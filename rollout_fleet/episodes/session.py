@@ -199,7 +199,7 @@ class SessionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _History:
-    """The messages on the path of a sampled turn, up to the turn's own message."""
+    """The conversation that ends with a sampled turn: its messages, including the turn's own message."""
 
     turn: int
     messages: Sequence[Message]
@@ -229,7 +229,7 @@ class Session:
 
     Args:
         sampling: The run's sampling options.
-        refuses: Whether to refuse requests with options other than the run's. Otherwise these options are overridden.
+        refuses: Whether to refuse requests with options other than the run's. Otherwise the run's options replace them.
         on_calls: Called with the names of the tools that an answer calls; with an empty list if it calls none.
         images: Reads the images in messages; None if the policy takes no images.
     """
@@ -439,7 +439,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # a turn on the path matches only one of several equal answers
+            on_path.difference_update([*kept][:1])  # a turn stands for only one of several equal answers
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
