@@ -22,16 +22,17 @@ from .sample_log import Decode, SampleLog, load_decoder
 
 @dataclass(frozen=True, kw_only=True)
 class AnsweringParts:
-    """One engine with its helpers.
+    """An inference engine, and the objects that score, decode and save its answers.
 
     Attributes:
-        engine: Samples the answers.
-        rewards: Score the answers.
-        decode: Converts response tokens to the text that rewards read.
-        player: Plays the episodes of prompts with an environment; None if no prompt has an environment.
+        engine: The inference engine. It samples the answers.
+        rewards: The reward functions. They score the answers.
+        decode: Function that converts the tokens of an answer to the text that reward functions read.
+        player: Runs the environments that prompts name; None if no prompt has an environment.
         images: Reads the images of prompts; None if the model takes no images.
-        samples: Saves some scored samples for people to read; None saves none.
-        judge: Serves ``rollout_fleet.judge_model`` to the reward ``judge``; None without a judge model.
+        samples: Saves some scored answers to files for people to read; None saves none.
+        judge: Server of the model ``rollout_fleet.judge_model``, which the reward ``judge`` calls; None without such a
+            model.
     """
 
     engine: Engine

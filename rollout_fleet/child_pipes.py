@@ -18,9 +18,9 @@ from asyncrl.core.host import end_with_parent, outlive_stop
 
 LENGTH = struct.Struct("<Q")
 READY = "ready"
-"""The child's first message."""
+"""The first message of a child: it can take requests now."""
 MARK = "ASYNCRL_CHILD"
-"""Name of the environment variable that marks a child and all its descendants."""
+"""Name of the environment variable by which a child and all its descendants are found."""
 _ROUNDS = 20
 
 

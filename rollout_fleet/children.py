@@ -25,7 +25,7 @@ _THIS_HOST = ("127.0.0.1", "localhost")
 
 
 class ChildProcess:
-    """A child process. Use `start` to make one.
+    """A child process that runs a user's code, with the pipes to it. Use `start` to make one.
 
     Attributes:
         pid: Process id of the child, which is also its session id.

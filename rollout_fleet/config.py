@@ -11,17 +11,17 @@ from asyncrl.weights.carriers import load_limit_s
 from .episodes.config import EnvironmentConfig
 
 CLEANUP_S = 2.0
-"""Seconds to clean up after a killed server, or to close a log."""
+"""Longest time, in seconds, to clean up after a killed inference server, or to close its log."""
 _BY_SOURCE = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
 FLOAT32_NAMES = ("float32", "float")
-"""SGLang's names of float32."""
+"""The names that SGLang accepts for the dtype float32."""
 
 SGLANG_RESERVED_POSITIONS = 6
 """Number of token positions at the end of the model's context length that SGLang 0.5.21 leaves empty."""
 
 
 class EngineKind(StrEnum):
-    """Kinds of engines: an SGLang server, transformers in process, or scripted answers for tests."""
+    """Kinds of inference engines: an SGLang server, transformers in the worker's process, or a script for tests."""
 
     sglang = "sglang"
     transformers = "transformers"
@@ -29,7 +29,7 @@ class EngineKind(StrEnum):
 
 
 class EngineDevice(StrEnum):
-    """Device of an engine. ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
+    """Device of an inference engine. ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
 
     auto = "auto"
     cpu = "cpu"
@@ -37,7 +37,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """Time at which a worker saves its running prompt groups. Another worker can continue a saved group."""
+    """When a worker saves the tokens of its unfinished prompt groups. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -45,14 +45,17 @@ class SaveProgress(StrEnum):
 
 
 class OnUpdate(StrEnum):
-    """Handling of the KV cache of running samples at a weight update."""
+    """Whether the KV cache of unfinished samples is computed again at a weight update, or kept."""
 
     recompute = "recompute"
     keep = "keep"
 
 
 class OnRewardFailure(StrEnum):
-    """Result of a failed reward: the attempt at the prompt group fails, or only the response is dropped."""
+    """What happens if a reward function fails on a response of a prompt group.
+
+    ``retry_group``: the group is generated again. ``drop_trajectory``: only the response is dropped.
+    """
 
     retry_group = "retry_group"
     drop_trajectory = "drop_trajectory"
@@ -68,8 +71,8 @@ def _check_least(section: str, options: object, **least: int) -> None:
 class SamplingConfig:
     """Sampling options.
 
-    Behavior log-probs are those before ``top_p``, ``top_k`` and ``min_p`` truncate the distribution. Therefore training
-    refuses these three options.
+    Behavior log-probs (the log-probs of sampled tokens that training uses) are computed before ``top_p``, ``top_k`` and
+    ``min_p`` truncate the distribution. Therefore training refuses these three options.
 
     Attributes:
         temperature: Softmax temperature of sampling and of behavior log-probs.
@@ -78,11 +81,11 @@ class SamplingConfig:
         min_p: Smallest probability of a token, as a share of the largest one; 0.0 keeps all tokens. Evaluation only.
         max_new_tokens: Longest response, in tokens.
         stop: Texts that end a response. The tokens of the stop text stay in the response.
-        stop_token_ids: Tokens that end a response, in addition to the model's own.
-        seed: Seed of one response. SGLang ignores it without ``enable_deterministic_inference``. The in-process engine
-            ignores it with ``top_p``, ``top_k`` or ``min_p``.
-        json_schema: JSON schema of the response, as text. With a schema, the log-probs are those of the constrained
-            distribution.
+        stop_token_ids: Token ids that end a response, in addition to the model's end-of-sequence tokens.
+        seed: Seed of one response. SGLang ignores it without ``enable_deterministic_inference``. The engine
+            ``transformers`` ignores it with ``top_p``, ``top_k`` or ``min_p``.
+        json_schema: JSON schema of the response, as text. With a schema, log-probs are computed among the tokens
+            that the schema allows.
     """
 
     temperature: float = 1.0
@@ -137,9 +140,9 @@ class SGLangConfig:
         max_running_requests: Largest number of samples that are decoded at once.
         samples_per_request: Largest number of samples in one HTTP request. It affects the throughput of a server on a
             CPU.
-        memory_saver: Make the server able to free its weights and KV cache. Colocated pools on GPUs need this. On a CPU
-            the server only pauses while the learner has the device.
-        on_update: What happens to the KV cache of running samples at a weight update. ``recompute``: the engine
+        memory_saver: Make the server able to free its weights and KV cache. Colocated pools on GPUs need this. A server
+            on a CPU only pauses while the learner computes.
+        on_update: What happens to the KV cache of unfinished samples at a weight update. ``recompute``: the engine
             computes the cache again, so later tokens depend only on the new weights. ``keep``: the update costs less,
             but later tokens also depend on the old cache. ``keep`` launches the server without prefix cache and without
             overlapped scheduling.
@@ -177,7 +180,7 @@ class SGLangConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersConfig:
-    """Options of the in-process engine.
+    """Options of the engine that runs transformers in the worker's process.
 
     Attributes:
         dtype: Dtype of weights and activations, by its name in torch. ``auto`` is the dtype of the stored model.
@@ -196,7 +199,7 @@ class TransformersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
-    """Decoded samples for people to read, in the run's ``samples/``. ``asyncrl samples RUN`` shows them.
+    """Which samples are saved as text, in the folder ``samples/`` of the run. ``asyncrl samples RUN`` shows them.
 
     Attributes:
         every_steps: Learner steps between two sets of training samples; 0 saves none. Evaluations save all their
@@ -223,11 +226,12 @@ class RolloutFleetConfig:
             the CPU.
         num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. Its run starts when
             ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
-        min_engines: The run ends when final failures leave fewer engines than this. An elastic fleet first waits
-            ``no_engine_timeout_s`` for other engines to join.
+        min_engines: The run ends if failed engines are not replaced and fewer engines than this are left. An elastic
+            fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
         groups_in_flight: Number of prompt groups that one worker generates at once. As many further groups may be
-            scored and stored at the same time. ``{min: 4, max: 64}`` follows the load that the engine reports.
+            scored and stored at the same time. With ``{min: 4, max: 64}``, the number adapts to the load that the
+            engine reports.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).
@@ -259,27 +263,28 @@ class RolloutFleetConfig:
             100 MB of weights is added.
         silence_timeout_s: How long an engine with running requests may produce no token at all. Then the engine must
             answer a probe. An engine that does not answer, or is silent for three periods in a row, has failed.
-        restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. The next failure
-            is final. The worker's prompt groups continue elsewhere with their tokens so far, unless
+        restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. After the next
+            failure it is not replaced. Other workers continue its prompt groups after their saved tokens, unless
             ``save_progress=never``. 0 replaces nothing.
-        restart_window_s: Period in which ``restarts`` counts failures. Older failures do not count.
+        restart_window_s: Seconds for which a failure counts towards ``restarts``.
         restart_backoff_s: Pause before the second replacement within ``restart_window_s``. Each further replacement
             doubles the pause, up to a minute.
         drain_timeout_s: How long running prompt groups may continue when the learner takes the device
             (``placement.colocated``). Then they are aborted, and continued after the weight update.
-        stop_timeout_s: Deadline of each step of stopping a worker: aborting groups, releasing leases, killing the
+        stop_timeout_s: Deadline of each step of stopping a worker: aborting groups, giving groups back, killing the
             server.
-        renew_every_s: How often running leases are renewed; a third of ``buffer.lease_s`` is usual.
+        renew_every_s: Seconds between renewals of a worker's leases (its rights to generate groups); a third of
+            ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
             ``at_updates`` also aborts, saves and continues them at each weight update, so a sudden death loses only the
             tokens since then. ``never`` saves nothing.
-        environment: The environment between the turns of an episode. By default a rollout is a single answer.
+        environment: Code that calls the policy turn by turn, such as a game. By default a rollout is a single answer.
         sampling: How training rollouts are sampled.
         sampling_by_source: Other ``max_new_tokens``, ``stop`` and ``stop_token_ids`` for the prompts of a data source.
             ``max_new_tokens`` may only be smaller. Example: ``{gsm8k: {max_new_tokens: 256}}``.
         samples: Which samples are saved for reading.
         sglang: How SGLang servers are launched.
-        transformers: Options of the in-process engine.
+        transformers: Options of the engine ``transformers``.
         script: ``module:function`` that makes the answers of the scripted engine (`rollout_fleet.engines.scripted`).
     """
 

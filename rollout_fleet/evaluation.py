@@ -1,4 +1,4 @@
-"""Answers held-out prompts (for evaluation) on one engine, and scores the answers. The learner never trains on them."""
+"""Answers held-out prompts (only for evaluation) on one engine, and scores the answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .rewards import Rollout, Scores
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
-"""How often a prompt is answered here while its tokens mix policy versions. Then another engine must answer it."""
+"""How often one engine answers a prompt whose tokens mix policy versions. Then another engine must answer it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,8 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, sampled and greedily, and scores the answers.
 
-    ``sampling`` returns the options of a data source. If ``parts.samples`` is set, it saves all answers.
+    ``sampling`` returns the sampling options for the prompts of a data source. If ``parts.samples`` is set, all answers
+    are saved with it.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:

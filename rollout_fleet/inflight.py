@@ -1,6 +1,6 @@
-"""The prompt groups that one rollout worker generates now, and the limit of groups on its engine.
+"""The prompt groups that one rollout worker generates now, and the limit on their number.
 
-A group has one episode (rollout) per sample, and a phase.
+A group has one episode (rollout) per sample, and a phase (`GroupPhase`).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from .reward_protocol import Rollout
 from .rewards import Scores
 
 FULL_CACHE = 0.9
-"""KV cache use at which the limit begins to shrink."""
+"""Used share of the KV cache from which on the limit of groups shrinks."""
 ROOMY_CACHE = 0.75
-"""KV cache use below which the limit grows."""
+"""Used share of the KV cache below which the limit of groups may grow."""
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
-"""Consecutive readings of a full engine before the limit shrinks. New samples wait briefly, so one is too few."""
+"""Number of load reports of a full engine in a row that shrink the limit. One may be due to new samples, which wait."""
 
 
 class GroupPhase(Enum):
-    """The phase of a prompt group.
+    """The phase of a prompt group on its worker. Parked groups wait; a settling group is being stored or given back.
 
     ::
 
@@ -58,7 +58,7 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """The reason for releasing an unfinished group."""
+    """Why a worker gives an unfinished prompt group back to the buffer."""
 
     revoked = "revoked"
     handed_on = "handed_on"
@@ -67,20 +67,20 @@ class GroupEnd(StrEnum):
 
 
 ON_ENGINE = (GroupPhase.generating, GroupPhase.cutting, GroupPhase.ending)
-"""Phases in which the engine has requests of the group."""
+"""Phases in which the engine may have requests of the group."""
 
 
 @dataclass(eq=False, kw_only=True)
 class InflightGroup:
-    """One leased prompt group.
+    """One prompt group that this worker generates, with its lease (the right to generate it).
 
     Attributes:
-        episodes: One per trajectory ([G]), then the episode of a greedy baseline, if there is one.
+        episodes: One episode per trajectory ([G]), then the episode of a greedy baseline, if there is one.
         num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored, but the learner
             does not train on it, and its tokens are not counted.
         num_inherited: Number of tokens that an earlier attempt wrote.
-        inherited: Number of these tokens by policy version.
-        end: Reason for releasing the unfinished group; None if it is not being released.
+        inherited: Number of these inherited tokens by policy version.
+        end: Why the unfinished group is given back; None if it is not given back.
         runs: One run per episode if an environment plays the episodes; empty for single answers.
     """
 
@@ -301,9 +301,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 
 
 class GroupLimit:
-    """The limit of prompt groups on one engine, between ``lowest`` and ``highest``.
+    """How many prompt groups may be on one engine at once, between ``lowest`` and ``highest``.
 
-    The limit follows the load that the engine reports. It has a slow start like TCP, additive increase and
+    The limit adapts to the load that the engine reports. It has a slow start like TCP, additive increase and
     multiplicative decrease (Chiu and Jain, 1989). It shrinks while samples wait inside the engine, or while the KV
     cache is nearly full.
 
@@ -341,12 +341,12 @@ class GroupLimit:
 
 
 class InflightGroups:
-    """The groups of one rollout worker by key, and the room for groups on its engine.
+    """The groups of one rollout worker by (group id, attempt number), and the room for groups on its engine.
 
     Args:
         limit: Limit of groups on the engine.
         samples_per_group: Samples of one group, including the greedy baseline.
-        meter: Counts the groups on the engine.
+        meter: The worker's counters. They get the number of groups on the engine.
         most_held: Largest number of groups of the worker, including groups that wait for tools or are being settled. 0
             is twice the limit.
     """
@@ -429,7 +429,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # number of episodes with an environment in each state
+        free = Counter[LevelName]()  # number of episodes by what they do (`EpisodeRun.place`)
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

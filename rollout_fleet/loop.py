@@ -4,8 +4,8 @@
       ▲                                                 │
       └───────── room for another group ◀───────────────┘
 
-The waits of the loop, and who wakes them. Every change of the loop's state or of a group's phase notifies the condition
-``_changed``.
+The tasks of the loop wait for the following events. Every change of the loop's state or of a group's phase notifies the
+condition ``_changed``.
 
 - `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine ends the first wait. The
   buffer ends the second. The request for leases is withdrawn at a new version, when the device is released, or when the
@@ -60,7 +60,7 @@ MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
 SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
-"""Pause before a lease request, while the engine has work. One request then asks for several groups."""
+"""Seconds of pause before a lease request while the engine has work, so that one request asks for several groups."""
 
 
 class LoopState(Enum):
@@ -77,12 +77,12 @@ class RolloutLoop:
 
     Args:
         parts: The engine and its helpers, already started. The loop does not close them.
-        member: Gets reports of loaded weights, and decides whether the loop may request leases.
+        member: The worker's state in the run. It gets reports of loaded weights, and allows or forbids lease requests.
         samples_per_prompt: Group size G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         seed: The run's seed if every answer gets its own seed, otherwise None.
-        stage: Copies or links offered weights near the engine. The engine loads the offer that this context manager
-            yields.
+        stage: Context manager that copies or links an offered weight version near the engine. It yields the offer that
+            the engine loads.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # This task is not in `pump_tasks`, which are cancelled at a stop: a running load of weights must finish.
+        # The task of `load_next` is not in `pump_tasks`, which are cancelled at a stop: a weight load must finish.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -368,7 +368,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # meanwhile new turns of episodes may have filled the engine
+            if not self._may_lease or num_asked == 0:  # during the pause, turns may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -520,7 +520,7 @@ class RolloutLoop:
         except RequestRefused as refused:
             if not all(group.runs for group in groups):
                 raise
-            for group in groups:  # raise the error in the environment that sent the request
+            for group in groups:  # the environment that sent the request gets the error
                 group.refuse(asked, refused)
                 await self._leave_if_done(group)
         except Exception:
@@ -606,7 +606,7 @@ class RolloutLoop:
 
         An engine ignores an abort that arrives before its request, so the abort is repeated.
         """
-        await asyncio.sleep(0)  # let requests that are being sent reach the engine first
+        await asyncio.sleep(0)  # first let the requests that are being sent reach the engine
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):

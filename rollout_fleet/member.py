@@ -12,8 +12,8 @@
     ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
 
 This module does not wait and does no I/O. The driver of a member passes the time in, does the work of each state, and
-reports the result. Each report names the epoch when its work began. A fault begins the next epoch, and reports of older
-epochs have no effect.
+reports the result. An epoch of a member lasts until its next fault. Each report names the epoch when its work began.
+Reports of older epochs have no effect.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .config import RolloutFleetConfig
 
 LONGEST_BACKOFF_S = 60.0
 STOP_MARGIN_S = 5.0
-"""Seconds added to the deadlines of a start and of a stop."""
+"""Seconds that are added to the options' deadlines for a start and for a stop of a member."""
 
 
 class MemberState(StrEnum):
-    """The state of a member."""
+    """The state of a member. The docstring of this module shows the transitions."""
 
     pending = "pending"
     starting = "starting"
@@ -47,9 +47,9 @@ class MemberState(StrEnum):
 
 
 ENDED = frozenset({MemberState.left, MemberState.failed})
-"""Final states."""
+"""The states that a member never leaves."""
 SERVING = frozenset({MemberState.ready, MemberState.updating})
-"""States in which a member holds verified weights and may lease."""
+"""The states in which a member holds verified weights and may take new prompt groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,8 +61,9 @@ class MemberLimits:
         stop_s: Seconds from a fault until the processes of the member have ended.
         drain_s: Seconds from the leave request until the member has left.
         restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
-        window_s: Seconds for which a fault counts.
+        window_s: Seconds for which a fault counts towards ``restarts``.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
+        longest_backoff_s: Longest pause before a restart.
     """
 
     start_s: float
@@ -95,15 +96,15 @@ def member_limits(config: RolloutFleetConfig) -> MemberLimits:
 
 
 class Member:
-    """One member over all its epochs.
+    """One member from its first start to its end, with all restarts.
 
     Attributes:
-        name: Identity. Example: ``"engine-3"``.
-        epoch: Number of faults so far. Reports of older epochs have no effect.
-        version: Policy version that the member has verified or is loading; -1 before the first offer.
-        deadline: Deadline of the state, on the driver's clock; infinite if the state has none.
+        name: Name of the member in the run. Example: ``"engine-3"``.
+        epoch: Number of faults so far. A report that was begun before the last fault has no effect.
+        version: Policy version whose weights the member has verified or is loading; -1 before the first.
+        deadline: Time at which the current state must have ended, on the driver's clock; infinite for no deadline.
         reason: Cause of the last fault; empty before the first.
-        on_enter: Called with each new state and the epoch.
+        on_enter: Function that is called with each new state and the epoch.
     """
 
     def __init__(self, name: str, limits: MemberLimits, now: float) -> None:
@@ -253,7 +254,7 @@ class Member:
         """Enter the next state if the deadline of the current state is not after ``now``. Call this regularly."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # its processes did not end in time, so it cannot be restarted
+        if self.state is MemberState.fenced:  # the member's processes did not end in time, so it cannot be restarted
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)

@@ -23,13 +23,13 @@ from asyncrl.core.errors import MembershipRefused
 NAMESPACE = "asyncrl"
 """Ray namespace of all `FleetDesk` actors. The name of an actor is its run's folder."""
 ADDRESS_FILE = "fleet.json"
-"""File in the run's folder with the address of the run's Ray cluster."""
+"""Name of the file in the run's folder that has the address of the run's Ray cluster."""
 AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 """Ray's environment variables for authentication. A process that connects needs the cluster's values."""
 
 
 class Presence(StrEnum):
-    """The state of a rank that has an engine.
+    """The state of a worker's rank that has an engine. A rank without an engine is absent.
 
     ::
 
@@ -44,7 +44,7 @@ class Presence(StrEnum):
 
 
 class Roster:
-    """The ranks of a fleet of ``fewest`` to ``most`` engines. At least ``needed`` engines must stay.
+    """The ranks of a run's rollout workers, with ``fewest`` to ``most`` engines. At least ``needed`` engines must stay.
 
     If ``most`` is None, the fleet has a fixed size. The run keeps Ray resources for the ranks below ``fewest``, so a
     new engine can reuse these ranks. Every other rank is used once, so its logs and counters belong to one engine.
@@ -133,7 +133,7 @@ class Roster:
 
 
 class Action(Enum):
-    """The kinds of requests."""
+    """What a request asks for: to add engines, to remove one, or to describe the fleet."""
 
     join = "join"
     leave = "leave"
@@ -142,12 +142,12 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRequest:
-    """A request to a run's fleet.
+    """A request to the engines of a run.
 
     Attributes:
-        num_engines: For ``join``: number of engines.
-        node: For ``join``: address of the engines' node; empty for any.
-        member: For ``leave``: rank of the rollout worker.
+        num_engines: For ``join``: number of engines to add.
+        node: For ``join``: address of the node for the engines; empty for any node.
+        member: For ``leave``: rank of the rollout worker to remove.
     """
 
     action: Action
@@ -165,7 +165,7 @@ class FleetAnswer:
 
 
 class FleetDesk:
-    """An asynchronous Ray actor that passes requests to the controller and returns its answers."""
+    """An asynchronous Ray actor that passes requests to the run's controller, and answers from the controller back."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[tuple[int, FleetRequest]] = asyncio.Queue()
@@ -208,6 +208,6 @@ def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
     }
     path = run_dir / ADDRESS_FILE
     path.unlink(missing_ok=True)
-    # only this user may read the file, because it holds a token
+    # only this user may read the file, because it holds the token of the Ray cluster
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(json.dumps(found) + "\n")

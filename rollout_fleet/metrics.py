@@ -16,13 +16,13 @@ from .member import Member, MemberState
 
 
 class EpisodeCount(StrEnum):
-    """Events of a worker's environments and of their requests."""
+    """Events that a rollout worker counts: failed episodes, refused requests, ended processes of environments."""
 
     unknown_keys = "unknown_keys"  # requests with an unknown key
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
     lost_answers = "lost_answers"  # answers that the client did not get, because it had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
-    failed_environment = "failed_environment"  # failed episodes by the kind of failure, here and in the next four
+    failed_environment = "failed_environment"  # the five kinds of failed episodes
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
@@ -38,16 +38,16 @@ class FleetCounters:
     """Counters of one rollout worker since its start.
 
     Attributes:
-        tokens_generated: Policy tokens in the engine's answers, without evaluation and greedy baselines.
-        tokens_in_flight: Generated tokens that are neither stored nor released yet.
+        tokens_generated: Tokens that the engine sampled, without evaluations and greedy baselines.
+        tokens_in_flight: Generated tokens of groups that are neither stored in the buffer nor given back to it yet.
         groups_finished: Prompt groups stored in the buffer.
-        groups_released: Prompt groups released unfinished.
-        groups_refused: Finished groups that the buffer refused, because their lease had expired or they were too old.
-        groups_failed: Number of failed attempts by reason. ``reward_trajectory`` counts dropped responses.
-        busy_s: Seconds with at least one training request on the engine, without weight loads.
+        groups_released: Unfinished prompt groups that were given back to the buffer.
+        groups_refused: Finished groups that the buffer refused, because the lease had expired or the group was too old.
+        groups_failed: Number of failed attempts at groups by reason. ``reward_trajectory`` counts dropped responses.
+        busy_s: Seconds with at least one training request on the engine, minus the time of weight loads.
         wait_s: Seconds without a training request on the engine while the worker waited for leases of prompt groups.
-        load_s: Seconds of paused generation, per weight load.
-        reward_s: Seconds of waiting for rewards, summed over groups.
+        load_s: For each weight load, the seconds for which generation was paused.
+        reward_s: Seconds from the request for a group's rewards to their arrival, summed over groups.
         episodes: Number of events by `EpisodeCount`; empty without environments.
     """
 
@@ -77,7 +77,7 @@ class FleetCounters:
 
 
 class FleetMeter:
-    """Keeps the counters of one worker. Each second counts as busy, as waiting for leases, or as neither."""
+    """Keeps the counters of one rollout worker. Each second counts as busy, as waiting for leases, or as neither."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock

@@ -17,7 +17,7 @@ from .reward_protocol import REWARDS, Rollout, Score
 from .sandbox import Sandbox, SandboxKind, SandboxLimits
 
 FUNCTIONS_IN_PROCESSES = frozenset({"code", "format", "judge", "math_verify"})
-"""Rewards that can hang or wait, so they run in scoring processes."""
+"""Built-in rewards that can hang or wait. They run in scoring processes instead of the rollout worker."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 _QUANTITY = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
 _FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
@@ -172,12 +172,12 @@ class Code:
     or ``{"input": …, "output": …}``, or a mapping ``{"inputs": […], "outputs": […]}``. The tests may also be JSON text.
 
     Args:
-        tests: The extra column with the tests; by default the ground truth.
+        tests: Name of the extra column of the data that has the tests; by default, the ground truth has them.
         partial: Score the share of passed tests. Otherwise the score is 1.0 if all tests pass, else 0.0. All asserts
             together are one test.
         language: ``python`` or ``bash``.
         at_once: Number of programs that run at once in one scoring process.
-        kind: Kind of the sandbox, as in `Sandbox`.
+        kind: How the sandbox isolates programs (`SandboxKind`).
         python: Interpreter of the programs.
         limits: Fields of `SandboxLimits`. Example: ``{cpu_time_s: 2.0}``.
     """

@@ -39,7 +39,7 @@ URL_VARIABLE, KEY_VARIABLE = "ASYNCRL_JUDGE_URL", "ASYNCRL_JUDGE_KEY"
 
 @REWARDS.register("judge")
 class Judge:
-    """The score that a model gives to a response, scaled to 0.0 to 1.0. All responses to a prompt are judged at once.
+    """Asks a model to score each response, scaled to 0.0 to 1.0. All responses to a prompt are sent at once.
 
     Args:
         url: Base URL of the server. Example: ``https://api.openai.com/v1``. Empty: the server of
@@ -48,9 +48,9 @@ class Judge:
         template: Text of the request, with the fields ``{question}``, ``{response}``, ``{ground_truth}``, ``{low}``,
             ``{high}`` and ``{extra[COLUMN]}``.
         api_key: Environment variable that holds the key; ``rollout_fleet.pass_secrets`` must name it. Empty: no key.
-        low: Lowest score of the template; it becomes 0.0.
-        high: Highest score of the template; it becomes 1.0.
-        pattern: Regular expression. The first group of its last match is the score.
+        low: Lowest score that the template allows. It becomes 0.0.
+        high: Highest score that the template allows. It becomes 1.0.
+        pattern: Regular expression for the model's answer. The first group of its last match is the score.
         options: Further fields of the request. Example: ``{temperature: 0.0}``.
         retries: Number of times that a failed request is sent again. An answer without a score is a failure too.
         timeout_s: Deadline of one request. ``rollout_fleet.reward_timeout_s`` bounds all requests of a prompt.

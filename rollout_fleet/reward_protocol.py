@@ -31,9 +31,9 @@ class Rollout:
         text: The text to score, without special tokens: the last turn, or the answer that the environment named.
         turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
         num_tokens: Tokens that the policy wrote in all turns; None if they were not counted.
-        is_truncated: Whether the last turn reached a limit of length.
-        outcome: The environment's outcome; None without an environment.
-        failure: The reason why a scored episode has no outcome; empty if it has one.
+        is_truncated: Whether the last turn ended because it reached its largest length.
+        outcome: What the environment reported; None without an environment, or if the episode failed.
+        failure: Why the episode failed and has no outcome; otherwise empty.
     """
 
     text: str
@@ -55,7 +55,7 @@ class Score:
 
     Attributes:
         reward: Reward of the outcome.
-        turn_rewards: Additional rewards of single turns, by their indices in `Rollout.turns`.
+        turn_rewards: Additional rewards of single turns, by the turn's index in `Rollout.turns`.
     """
 
     reward: float = 0.0
@@ -70,7 +70,7 @@ class Score:
 class Reward(Protocol):
     """Scores one response. Built-ins that cannot hang run in the rollout worker, all others in a scoring process.
 
-    The name of the second parameter selects the argument:
+    The name of the function's second parameter selects what it gets:
 
     - ``rollout`` gets the `Rollout`.
     - ``rollouts`` gets the list of all rollouts of the prompt. The function then returns one score per rollout.
@@ -91,16 +91,16 @@ class Reward(Protocol):
 REWARDS: Registry[Reward] = Registry("rollout_fleet.reward")
 
 Answer = Score | str
-"""A score, or the description of a failure."""
+"""The score of one response, or a text that says why scoring failed."""
 
 
 class BoundReward:
-    """A reward function with its options, ready to score.
+    """A reward function together with its options.
 
     Args:
-        name: Name as in ``rollout_fleet.reward``.
+        name: Name of the function, in the form of ``rollout_fleet.reward``.
         options: Keyword arguments: those of a function after its first two parameters, or those of a class.
-        is_made: Whether to make an instance of a class now. Otherwise only the options are checked.
+        is_made: If the reward is a class, whether to instantiate it now. Otherwise only the options are checked.
 
     Attributes:
         is_async: Whether the function is a coroutine function.

@@ -1,4 +1,4 @@
-"""Computes the rewards of a run.
+"""Computes the rewards of rollouts, in the rollout worker or in scoring processes.
 
 Reward functions that can hang, and those of users, run in scoring processes (``python -m rollout_fleet.rewards NAME
 PARENT_PID OPTIONS``). The rollouts of a prompt wait for a free process. Their deadline starts after this wait.
@@ -63,7 +63,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: a process must be started
+        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: first start a process
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
 
@@ -164,11 +164,11 @@ class Scores:
 
     Attributes:
         total: [G] float32, the weighted sum of the outcomes' rewards.
-        parts: [G] float32 per reward by its label, including the rewards of turns. Empty if the run has only one
-            reward.
-        turn_rewards: [G] weighted sums of the rewards of turns, by the turns' indices in the episode. They are not in
-            ``total``. Empty if no turn has a reward.
-        failures: [G] the reason why a rollout has no score, or an empty text. Empty if all rollouts have a score.
+        parts: For each reward's label, its [G] float32 values, including the rewards of turns. Empty if the run has
+            only one reward.
+        turn_rewards: For each of the G rollouts, the weighted sum of each turn's rewards, by the turn's index in the
+            episode. They are not in ``total``. Empty if no turn has a reward.
+        failures: For each of the G rollouts, why it has no score, or an empty text. Empty if all have a score.
     """
 
     total: np.ndarray
@@ -195,7 +195,7 @@ class Scores:
 
 
 class WeightedRewards:
-    """All configured rewards. The weights of the sum depend on the data source of the prompt.
+    """The weighted sum of all rewards in the options. The weights depend on the data source of the prompt.
 
     Raises `ValueError` if a function does not exist, or its options do not fit.
     """

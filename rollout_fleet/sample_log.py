@@ -1,6 +1,6 @@
 """Decodes samples, and saves samples for people to read as parquet files in the run's ``samples/``.
 
-Training saves the first prompt groups that finish in each interval of policy versions. Evaluations save all answers.
+In training, the first groups that finish in each interval of policy versions are saved. In evaluations, all answers.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class SampleKind(StrEnum):
 class SampleLog:
     """Writes files ``KIND-vVERSION-rolloutRANK.parquet`` with one row per sample.
 
-    The names of evaluation files end with ``-NUMBER``, the number of the call of `keep_answers`. If a file cannot be
-    written, a warning is logged.
+    KIND is a `SampleKind`. The names of evaluation files end with ``-NUMBER``, the number of the call of
+    `keep_answers`. If a file cannot be written, a warning is logged.
     """
 
     def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:

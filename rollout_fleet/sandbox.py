@@ -37,7 +37,7 @@ from asyncrl.core.errors import SandboxError
 logger = logging.getLogger(__name__)
 
 GRACE_S = 30.0
-"""Seconds beyond the wall time for a sandbox to start and to end."""
+"""Seconds that a sandbox may take to start and to end, in addition to the wall time of its program."""
 _INIT = str(Path(__file__).with_name("sandbox_init.py"))
 _INIT_INSIDE = "/run/sandbox_init.py"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
@@ -71,7 +71,7 @@ class EndedBy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """The limits of one program with all its processes.
+    """The limits of one program, with all processes that it starts.
 
     A program that exceeds them gets an error from the system (memory, processes, disk), or is killed.
 
@@ -80,9 +80,9 @@ class SandboxLimits:
         cpu_time_s: Seconds of processor time of all processes together.
         memory_bytes: Address space of each process, and resident memory of all processes.
         processes: Number of processes and threads at once.
-        disk_bytes: Size of its scratch folder, which is in memory.
-        files: Number of files and folders in its scratch folder.
-        output_bytes: Bytes of standard output and standard error.
+        disk_bytes: Size of the program's scratch folder, which is in memory.
+        files: Number of files and folders in the scratch folder.
+        output_bytes: Number of bytes of standard output and standard error together.
     """
 
     wall_time_s: float = 20.0
@@ -109,6 +109,7 @@ class SandboxResult:
         stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
         stderr: Standard error, in the same form.
         seconds: Seconds from the start to the end of the program.
+        ended_by: Why the program ended.
     """
 
     exit_status: int
@@ -127,9 +128,9 @@ class Sandbox:
     """Runs any number of programs at once, each in its own sandbox.
 
     Args:
-        kind: Kind of isolation. ``limits`` is used only if it is named here.
+        kind: Kind of isolation. ``auto`` never selects ``limits``.
         python: Python interpreter with the packages that the programs may import; by default the current interpreter.
-        limits: Default limits of programs.
+        limits: Limits of programs that are run without limits of their own.
     """
 
     def __init__(
@@ -292,7 +293,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            # mode 755, because a program of a root process runs as another user, who must enter these folders
+            # mode 755: if this process is root, the program runs as another user, who must enter these folders
             for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
@@ -462,7 +463,7 @@ def _interpreter_folders(python: str) -> list[str]:
 
 
 OTHERS_PROCESSES = 256
-"""The kind ``limits`` allows this many more processes, because the kernel counts all processes of the user."""
+"""Number of processes added to a program's limit by the kind ``limits``, as the kernel counts all of the user's."""
 
 _PROBE = """\
 import os, socket, sys

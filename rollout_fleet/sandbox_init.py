@@ -22,7 +22,7 @@ POLL_S = 0.05
 SCRATCH = "/tmp"
 """Folder of the program's files inside the namespaces, a file system in memory."""
 _BASE = "/sys"
-"""The new root is built here, because no folder below this path is bound into the root."""
+"""Folder in which the new root is built. No folder below it is bound into the root, so nothing is hidden."""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
@@ -142,9 +142,9 @@ def refuse_system_calls() -> None:
         step(equal, 1, 0, _AUDIT_ARCH[machine]),
         step(end, 0, 0, kill),
         step(load, 0, 0, 0),
-        step(at_least, 0, 1, 0x40000000),  # system calls of the x32 interface on x86_64
+        step(at_least, 0, 1, 0x40000000),  # numbers of system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # the filter cannot read its flags; the C library falls back to clone
+        step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; the C library falls back to clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         step(equal, 0, 3, _CLONE[machine]),
@@ -160,7 +160,7 @@ def refuse_system_calls() -> None:
 
 
 class Program:
-    """The program of a job with all its processes."""
+    """Runs the program of one job until it ends or exceeds a limit."""
 
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job

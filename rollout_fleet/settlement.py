@@ -27,20 +27,21 @@ from .metrics import FleetMeter
 logger = logging.getLogger(__name__)
 
 FEWEST_SAMPLES = 2
-"""Fewest responses of a group after failed rewards, because an advantage compares responses."""
+"""Fewest scored responses of a group that can be trained on, because an advantage compares responses."""
 
 
 class Settlement:
-    """Settles groups that have left the engine of one rollout worker.
+    """Stores the finished groups of one rollout worker in the buffer, and gives its unfinished groups back.
 
-        finished ──▶ score ──▶ put              refused: its lease has expired, or its oldest token is too old
+        finished ──▶ score ──▶ put              refused: the lease has expired, or a token is too old
            │           │
            │           └─ the reward fails ─┐
         cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures
            └─ aborted, or its engine fails ─┘
 
     With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
-    ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in receipts.
+    ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in the
+    run's receipts (log lines that ``asyncrl audit`` compares).
     """
 
     def __init__(

@@ -37,15 +37,15 @@ class RolloutWorker(Worker):
     """Generates training rollouts on its own engine. The methods are asynchronous and may overlap.
 
     Args:
-        model_path: Folder of the policy of version 0, with its tokenizer.
+        model_path: Folder of the initial policy (version 0), with its tokenizer.
         samples_per_prompt: Group size G.
         connect_buffer: Function that `start` calls with the worker's rank. It returns the connection to the buffer.
-        copy_weights: Copy full weight versions to ``staging_dir``. Otherwise they are linked, and only deltas are
-            copied.
+        copy_weights: Copy full weight versions to ``staging_dir``. Otherwise full versions are linked, and only
+            deltas (changes from another version) are copied.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
-        episode_context: Largest number of tokens on a path of an episode, from the prompt to a last turn; 0 if no
-            prompt has an environment.
-        sample_dir: Folder of decoded samples; empty to save none.
+        episode_context: Largest number of tokens from the start of an episode's prompt to the end of a last turn; 0 if
+            no prompt has an environment.
+        sample_dir: Folder in which samples are saved as text; empty to save none.
 
     Raises:
         ValueError: the engine is not installed, or the model or a reward function does not exist.
@@ -108,7 +108,7 @@ class RolloutWorker(Worker):
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # keeps garbage collections short: they skip the objects loaded so far
+        gc.freeze()  # garbage collections skip the objects loaded so far, so they stay short
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -43,9 +43,9 @@ class SampleRequest:
     Attributes:
         id: Unique among the engine's running requests; without ``/``. Example: ``"4711-0-3-0"``.
         prompt_ids: [P] int32 token ids.
-        sampling: Sampling options; their temperature also applies to behavior log-probs.
+        sampling: Sampling options. The returned log-probs are also computed under its temperature.
         on_first_token: Called when the first token arrives, on any thread.
-        images: The images at the placeholders of the prompt, in order.
+        images: The images of the prompt, in the order of their placeholder tokens.
     """
 
     id: str
@@ -68,8 +68,8 @@ class SampleOutput:
         token_ids: [R] int32.
         logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
         versions: [R] int32, policy version of each token.
-        finish_reason: None if the sample was aborted; then R may be 0.
-        num_cached: Number of prompt tokens in the engine's cache; None if the engine does not report it.
+        finish_reason: Why the response ended; None if the request was aborted. Then R may be 0.
+        num_cached: Number of prompt tokens that the engine took from its cache; None if the engine does not report it.
     """
 
     token_ids: np.ndarray
@@ -99,7 +99,7 @@ NOTHING = SampleOutput(
     versions=np.empty(0, dtype=np.int32),
     finish_reason=None,
 )
-"""A sample without tokens."""
+"""The output of a request that was aborted before its first token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,7 +123,8 @@ class RunningSample:
     Attributes:
         version: Policy version that the engine served when the request arrived.
         num_tokens: Number of tokens sampled so far.
-        is_aborted: Whether the sample ends with its next token. The generating thread reads this field.
+        is_aborted: Whether the request was aborted; its sample ends with the next token. The generating thread reads
+            this field.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -141,27 +142,27 @@ class RunningSample:
 
 
 Answers = asyncio.Queue[list[tuple[SampleRequest, SampleOutput]] | Exception]
-"""Answers of one call of `Engine.generate`, or the error that ends it."""
+"""A queue of the answers to one call of `Engine.generate`. An exception in the queue ends the call."""
 
 
 class Engine(ABC):
     """An inference engine that serves one policy version at a time.
 
-    One request is one sample. An engine fails in these cases:
+    One request is one sample. The engine fails in these cases:
 
     - It dies, or is silent while requests run.
     - It sends an answer that `check_output` refuses.
     - It cannot load and verify weights.
 
-    A failure is final, and every later call raises it.
+    A failed engine stays failed: every later call raises its first error.
 
-    A subclass calls `_come_up` when it can generate, and `_go_down` when it is stopped.
+    A subclass calls `_come_up` when the engine can generate, and `_go_down` when the engine is stopped.
 
     Args:
-        name: Name in messages.
-        silence_timeout_s: Deadline of `SilenceWatch`, in seconds.
+        name: Name of the engine in messages.
+        silence_timeout_s: Seconds in which a running engine must produce a token or answer a probe (`SilenceWatch`).
         log_tail: Returns the end of the engine's log, for messages.
-        image_token_id: The placeholder token of images; None if the model takes no images.
+        image_token_id: Id of the placeholder token of images; None if the model takes no images.
 
     Attributes:
         silence: Watches the engine while requests run.
@@ -226,7 +227,7 @@ class Engine(ABC):
             RequestRefused: a request is wrong. The engine has not failed.
         """
         self._check_up()
-        for request in {id(request.prompt_ids): request for request in requests}.values():  # each array of tokens once
+        for request in {id(request.prompt_ids): request for request in requests}.values():  # each array once
             check_prompt(request, self._vocab_size, self._image_token_id)
         for sampling in {request.sampling for request in requests}:
             self._check_sampling(sampling)
@@ -444,15 +445,15 @@ async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """Facts of a model directory in Hugging Face layout.
+    """Properties of a model, read from its folder in Hugging Face layout.
 
     Attributes:
         vocab_size: Rows of the embedding; token ids are below this number.
-        eos_ids: Tokens that end a response. For a model with images, also the placeholders of images and videos,
-            because no engine could continue after them.
-        pad_id: Padding token. If the model has none: the first of ``eos_ids``, or 0.
+        eos_ids: Ids of the tokens that end a response. For a model with images, also the placeholders of images and
+            videos, because no engine could continue after them.
+        pad_id: Id of the padding token. If the model has none: the first of ``eos_ids``, or 0.
         head_dim: Size of an attention head; 0 if heads differ in size.
-        image_token_id: The placeholder of images; None if the learner does not train this model on images.
+        image_token_id: Id of the placeholder token of images; None if the learner does not train this model on images.
     """
 
     vocab_size: int
@@ -589,9 +590,9 @@ def _range(token_ids: np.ndarray) -> str:
 class SilenceWatch:
     """Detects an engine that has stopped producing tokens.
 
-    The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s``, the watch calls
-    ``probe``. The engine has failed if ``probe`` does not return before ``timeout_s`` ends, or after three silent
-    periods in a row. ``name`` is for messages. ``timeout_s`` is the deadline in seconds.
+    The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s`` seconds of silence,
+    the watch calls ``probe``, which asks whether the engine still works. The engine has failed if the probe raises, or
+    does not return before ``timeout_s`` ends, or after three silent periods in a row. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:

@@ -1,6 +1,6 @@
-"""Removes secrets from environment variables of child processes, and runs a server that must end with its owner.
+"""Removes secrets from environment variables of child processes. As a script, it is a guard for an inference server.
 
-The owner is the process that starts the guard.
+The guard starts the server, and makes it end with its owner, the process that starts the guard.
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
@@ -65,7 +65,7 @@ def adopt_orphans() -> None:
 
 
 class Guard:
-    """Runs a server in its own process group, and cleans up after it."""
+    """Runs a server in its own process group. At its end, kills its processes and removes its shared memory."""
 
     def __init__(self, command: list[str]) -> None:
         self._shared_memory: set[int] = set()

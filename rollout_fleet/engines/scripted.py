@@ -22,12 +22,12 @@ class ScriptedAnswer:
     """The script of one answer.
 
     Attributes:
-        response: Token ids.
+        response: Token ids of the answer.
         token_delay_s: Pause before each token, in seconds.
         logprob: Log-prob of every token.
-        cut_off: The engine aborts the sample after this number of tokens; -1 finishes it.
-        error: The engine refuses the request with this message.
-        die: The engine dies with this error instead of an answer.
+        cut_off: Number of tokens after which the engine aborts the answer; -1 lets the answer finish.
+        error: If not empty, the engine refuses the request with this message.
+        die: If not empty, the engine fails with this message instead of an answer.
     """
 
     response: Sequence[int] = ()
@@ -64,15 +64,15 @@ class _ScriptedSample(RunningSample):
 class ScriptedEngine(Engine):
     """An engine that gets each answer from a script, a function of the request and the policy version.
 
-    A response ends at a stop token of its request, or at a stop text, which ``decode`` finds.
+    A response ends at a stop token or stop text of its request. ``decode`` converts tokens to text to find stop texts.
 
     Attributes:
-        requests: All requests so far.
+        requests: All requests that the engine has got so far.
         running_at_once: Largest number of requests that ran at the same time.
         num_slots: Samples beyond this number are reported as waiting, but they run too. 0: no limit.
-        released: Whether the memory is released now.
-        load_delay_s: Seconds of a weight load.
-        load_error: The next weight load fails with this message.
+        released: Whether `release_memory` was called since the last weight load.
+        load_delay_s: Seconds that a weight load takes.
+        load_error: If not empty, weight loads fail with this message.
     """
 
     sample_type = _ScriptedSample

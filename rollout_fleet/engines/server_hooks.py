@@ -16,13 +16,13 @@ from asyncrl.core.images import PixelFormat
 from asyncrl.core.types import WeightOffer
 
 PLUGIN = "asyncrl"
-"""Name of the plugin in SGLang."""
+"""Name of the SGLang plugin that adds this module to a server."""
 PREPARED = "sglang.srt.entrypoints.engine._set_envs_and_config"
-"""SGLang's function that chooses how processes start."""
+"""Name of the SGLang function that chooses how the server's processes start."""
 PAUSED = "sglang.srt.managers.scheduler.Scheduler._record_scheduler_state_for_paused_engine"
 RETRACTED = "sglang.srt.managers.schedule_batch.Req.reset_for_retract"
 IMAGES_READ = "sglang.srt.multimodal.processors.qwen_vl.QwenVLImageProcessor.process_mm_data_async"
-"""SGLang's method that converts the images of a request to the vision tower's input."""
+"""Name of the SGLang method that converts the images of a request to the vision tower's input."""
 WEIGHT_LOADER = f"{__name__}.load"
 IMAGES_VARIABLE = "ASYNCRL_IMAGES"
 """Environment variable for the server of a model with images. Other servers do not import SGLang's code for images."""
@@ -34,7 +34,7 @@ UNUSED_KERNELS = (
     "fused_qk_gemma_rmsnorm_with_gate_cpu",
     "fused_qkvzba_split_reshape_cat_contiguous_cpu",
 )
-"""Operators that SGLang's code for images names when it is imported, but does not call."""
+"""Names of operators that SGLang's code for images looks up when it is imported, but does not call."""
 KERNEL_STAND_IN = f"""\
 import torch
 from {__name__} import missing_kernel as __getattr__

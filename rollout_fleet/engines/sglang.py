@@ -1,6 +1,6 @@
 """The SGLang engine: a separate server, called over HTTP on the loopback interface.
 
-Weights are loaded in one transaction: pause, load, verify, continue. If the transaction fails, the engine has failed,
+A weight update has four steps: pause generation, load, verify, continue. If a step fails, the engine has failed,
 and the server stays paused until it is stopped.
 """
 
@@ -42,18 +42,18 @@ from .sglang_server import SGLangClient, SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # lengths of the warm-up prompts, in tokens
+WARM_UP_PROMPTS = (1, 16)  # length of each warm-up prompt, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # number of tokens in each streamed chunk after the first
-LOADERS_SHARE = 0.9  # share of the load's deadline for `server_hooks.load`, so it can still report an error
+LOADERS_SHARE = 0.9  # share of a weight load's deadline for `server_hooks.load`; the rest is for its report
 
 
 class _StreamedSample(RunningSample):
-    """Joins the chunks of one sample.
+    """Joins the chunks that the server streams for one sample.
 
     A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its last chunk holds all
-    tokens. Only the last chunk has the version of each token. An earlier chunk has only the server's version. It is the
-    version of all tokens so far only until the first weight update.
+    tokens. Only the last chunk has the version of each token. An earlier chunk has only the server's version. The
+    first weight update during the sample makes it wrong for the earlier tokens.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -106,7 +106,7 @@ class SGLangEngine(Engine):
     """An engine with an SGLang server. `start` launches a new server unless ``server`` is given.
 
     Attributes:
-        server: The server.
+        server: The server, with its process and its address.
     """
 
     sample_type = _StreamedSample
@@ -296,7 +296,7 @@ class SGLangEngine(Engine):
             "sampling_params": [options[request.sampling] for request in requests],
             **self._image_data(requests),
         }
-        is_single = len(requests) == 1  # SGLang answers a list with one request more slowly
+        is_single = len(requests) == 1  # SGLang is slower for a list with one request
         values = {name: column[0] for name, column in columns.items()} if is_single else columns
         return {**values, "return_logprob": True, "stream": True}
 
@@ -380,8 +380,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # Only from here on, answers of the server carry the new version. The order of these two calls does not matter,
-        # because the server stays paused until it has confirmed both.
+        # The weights are verified, so answers may now carry the new version. The order of these two calls does not
+        # matter, because the server stays paused until it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -389,7 +389,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # after the load of weights, which may need this memory
+            if takes_memory_back:  # only now, because loading weights may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version

@@ -40,7 +40,7 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
 DEATH_GRACE_S = 2.0
-# The client must close idle connections before the server does. A request on a connection that closes is lost.
+# The client must close idle connections before the server does: a request on a connection that closes is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
@@ -54,7 +54,7 @@ COMPILE_CACHES = {
     "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash_attention_cute_dsl",
     "QUACK_CACHE_DIR": "quack",
 }
-"""Cache variables of compilers that use TMPDIR by default."""
+"""Cache folders of compilers, by environment variable. Without the variable, the compiler's cache is in TMPDIR."""
 ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 GUARD = Path(__file__).with_name("process_guard.py")
 _LONGEST_SOCKET = "asyncrl-xxxxxxxx/tmpxxxxxxxx_64"
@@ -70,7 +70,9 @@ _LOGGING = {
 
 
 class SGLangServer:
-    """One server process group, reachable at `url` with `headers` after `start`. Its log is ``<name>-<rank>.log``.
+    """One SGLang server with all its processes. After `start`, it can be called at `url` with `headers`.
+
+    Its log is ``<name>-<rank>.log``.
 
     Args:
         head_dim: Size of an attention head; 0 if heads differ in size.
@@ -183,7 +185,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server with all its processes, and wait until its memory and temporary files are removed."""
         self._stopping = True
-        async with self._launching:  # wait until a launch that has begun is over
+        async with self._launching:  # a launch may be under way; wait for its end
             guard = self._guard
         if guard is None:
             return
@@ -198,7 +200,7 @@ class SGLangServer:
                 )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # the guard may have ended before it could remove the folder
+        if self._scratch is not None:  # the guard process may have died before it removed the server's scratch folder
             shutil.rmtree(self._scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
@@ -326,14 +328,14 @@ class SGLangServer:
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # makes SGLang return log-probs under the temperature
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # return log-probs at the sampling temperature
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
             # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            # SGLang puts these two values into the names of the server's shared memory
+            # SGLang puts these two values into the names of the shared memory that the server makes
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
@@ -392,13 +394,13 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 class SGLangClient:
-    """A pool of connections to one running server. Call `open` when the server is up.
+    """A pool of HTTP connections to one running server. Call `open` when the server is up.
 
     Every call raises `RequestRefused` for a status of 4xx, and `WorkerDiedError` if the server died. It raises
     `EngineError` for other failures, or if the server cannot be reached.
 
     Attributes:
-        server: The server.
+        server: The server that the connections lead to.
     """
 
     def __init__(self, server: SGLangServer) -> None:

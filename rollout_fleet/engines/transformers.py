@@ -1,7 +1,7 @@
 """The in-process engine: transformers' ``generate`` on batches of waiting samples.
 
-One task takes waiting samples and generates them in a thread. New samples wake the task. A batch is answered when its
-longest sample ends. Weights are loaded between two batches.
+One asyncio task takes the waiting samples as a batch and generates them in a thread. New samples wake the task. The
+answers of a batch are returned when its longest sample ends. Weights are loaded between two batches.
 """
 
 from __future__ import annotations
@@ -53,16 +53,16 @@ TAIL_TOKENS = 8  # number of decoded tokens beyond a stop text's length; a chara
 
 
 class StepRecorder:
-    """Records the log-probs and tokens of a batch at every step, and ends rows.
+    """Records the tokens and log-probs of a batch at every step, and ends rows. A row is one sample of the batch.
 
     - A row ends with one of ``eos_ids``, with its own stop token or stop text, or at its ``max_new_tokens``. An aborted
       row ends at its next token.
-    - The model generates a batch in rounds. Each round continues the unfinished rows. With ``drops_rows`` a round ends
-      when half of its rows have ended.
+    - The model generates a batch in rounds (calls of ``generate``). Each round continues the unfinished rows. With
+      ``drops_rows``, a round ends when half of its rows have ended.
     - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated.
-    - At temperature 0 (greedy) log-probs are those of temperature 1.
+    - At temperature 0 (greedy), log-probs are computed at temperature 1.
 
-    ``on_step`` is called after every step. ``decode`` finds stop texts.
+    ``on_step`` is called after every step. ``decode`` converts tokens to text to find stop texts.
     """
 
     def __init__(
@@ -219,7 +219,7 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # no ids during `_check_logprobs`, so no token ends a row
+        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -418,7 +418,7 @@ class GenerationModel:
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # with padding, tokens would fall into other attention chunks
+            self._may_pad = False  # padding would shift tokens into other chunks of the chunked attention
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
@@ -560,10 +560,10 @@ class _PendingSample(RunningSample):
 
 
 class TransformersEngine(Engine):
-    """An engine in this process. `start` loads the model.
+    """An engine that generates in this process. `start` loads the model.
 
     Attributes:
-        model: The model that generates.
+        model: The model with its weights; it generates the batches.
     """
 
     sample_type = _PendingSample

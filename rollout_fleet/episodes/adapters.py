@@ -42,15 +42,15 @@ _GYMNASIUM_ID = re.compile(r".*-v\d+")
 _MCP_TRANSPORTS = ("anyio", "httpcore", "httpx", "httpx2", "mcp")
 """An exception of one of these packages means that the connection to an MCP server is lost."""
 _SHOWN = 2000
-"""Bytes of a program's output in a message."""
+"""Largest number of bytes of a program's output in a message."""
 _MOST_OUTPUT = 1 << 20
-"""Bytes of a program's standard output that are read."""
+"""Number of bytes that are read from the end of a program's standard output."""
 
 
 class FunctionEnvironment:
-    """A function ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)``.
+    """Runs ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)`` as an environment.
 
-    A function that is not async runs in a thread. Any function may have an attribute ``replayable`` like `Environment`.
+    A function that is not async runs in a thread. `Environment` explains its attribute ``replayable``.
 
     Raises:
         ValueError: the function has other parameters.
@@ -99,7 +99,7 @@ class CommandEnvironment:
             directory of the run.
         cwd: Working directory of the program. Empty: a new folder, which is removed at the end.
         ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
-            of the policy, because these could read the file.
+            of the policy, because the commands could read the file.
     """
 
     replayable = False
@@ -186,7 +186,7 @@ def _outcome_of(path: Path, output: str) -> Any:
 
 
 class _InvalidAction(Exception):
-    """The policy's text is not an action. The policy gets this message and answers again."""
+    """The policy's text is not an action of the game. The policy gets this error's message and answers again."""
 
 
 Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
@@ -235,9 +235,9 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 class GymEnvironment:
     """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
 
-    - ``reset`` may have the parameters ``seed`` and ``options``. It gets the row's ``extra`` as options. It gets the
-      prompt's ``group_id`` as seed, so all rollouts of a group start in the same state. It returns the observation, or
-      ``(observation, info)``.
+    - ``reset`` may have the parameters ``seed`` and ``options``. The options are the ``extra`` of the data row. The
+      seed is the prompt's ``group_id``, so all rollouts of a group start in the same state. ``reset`` returns the
+      observation, or ``(observation, info)``.
     - ``step`` gets the policy's text. In a discrete action space (with ``n``), it gets the last integer of the text. It
       returns ``(observation, reward, terminated, truncated, info)``, or ``(observation, reward, done, info)``.
     - Both may be async; otherwise they run in a thread.
@@ -478,7 +478,7 @@ class McpEnvironment:
 
     async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
-            offered: list[tuple[str, Any, Any]] = []  # the name of a server, its session, and one of its tools
+            offered: list[tuple[str, Any, Any]] = []  # one entry per tool: name of its server, session, tool
             for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
                 for tool in await policy.run_tool(self._tools_of(session), name="list_tools"):
@@ -547,7 +547,7 @@ class VerifiersEnvironment:
     Args:
         env: The environment's configuration, as ``verifiers`` reads it from a file. Example:
             ``{taskset: {id: reverse-text}, agent: {harness: {id: "null"}, runtime: {type: subprocess}}}``.
-        task_key: Column of ``data.extra_keys`` with the index of the row's task in the taskset.
+        task_key: Column of the data (one of ``data.extra_keys``) with the index of the row's task in the taskset.
     """
 
     replayable = False

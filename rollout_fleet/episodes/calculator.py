@@ -26,7 +26,7 @@ CHAT_TEMPLATE = (
     "{%- else -%}{{ message.content }}<eos>{%- endif -%}"
     "{%- endfor -%}"
 )
-"""Example: prompt ``12+34=``, call ``?12+34<eos>``, the calculator's result ``>46=``, answer ``46<eos>``."""
+"""Chat template. Example: prompt ``12+34=``, call ``?12+34<eos>``, the call's result ``>46=``, answer ``46<eos>``."""
 _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
@@ -40,7 +40,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """The environment. It answers calls until the policy writes a number, and reports the number of ``calls``."""
+    """The environment. It computes the policy's calls until an answer is not a call, and reports how many it got."""
 
     def __init__(self, max_calls: int = 2, needless_cost: float = 0.5) -> None:
         self._max_calls = max_calls

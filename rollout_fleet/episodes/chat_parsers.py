@@ -55,7 +55,7 @@ class JsonTagParser:
 
 
 class LibraryParser:
-    """A tool parser of the library ``renderers``."""
+    """Reads tool calls with a parser of the library ``renderers``."""
 
     def __init__(self, name: str, tokenizer: ChatTokenizer) -> None:
         from renderers.parsers import get_tool_parser
@@ -88,7 +88,7 @@ def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]
 
 
 class SGLangParser:
-    """A tool parser of SGLang, by its name in SGLang. The import takes seconds and loads torch."""
+    """Reads tool calls with a parser of SGLang, chosen by its name there. The import takes seconds and loads torch."""
 
     def __init__(self, name: str, tokenizer: ChatTokenizer) -> None:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser

@@ -22,7 +22,7 @@ PLAIN_TEMPLATE = """\
 {{- eos_token }}
 {%- endfor %}
 {{- "<|assistant|>" if add_generation_prompt }}"""
-"""Chat template for a model without one: a marker of the role, the message, the end-of-sequence token."""
+"""Chat template for a model without one. Each message becomes a marker of its role, its text, and the end token."""
 
 PLAIN_ROLES = ("system", "user", "assistant", "tool")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")

@@ -8,10 +8,10 @@ from asyncrl.core.errors import check_bounds
 
 
 class OnFailure(StrEnum):
-    """What happens with a failed episode.
+    """What happens with a failed episode (a rollout with an environment).
 
-    ``retry``: the attempt at its prompt group fails. ``score``: the rewards score the sampled text. ``drop``: the
-    learner trains on the group without the episode.
+    ``retry``: its whole prompt group is generated again. ``score``: reward functions score the text sampled so far.
+    ``drop``: the learner trains on the group without the episode.
     """
 
     retry = "retry"
@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """What happens with a request for sampling options that differ from the run's."""
+    """What happens if a request has other sampling options than the run: they are replaced, or the request fails."""
 
     override = "override"
     refuse = "refuse"
@@ -68,7 +68,7 @@ class RendererConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """The environment between the turns of an episode. Without a name, a rollout is a single answer.
+    """Options of environments (code that calls the policy turn by turn). Without a name, a rollout is a single answer.
 
     Attributes:
         name: A built-in adapter (``gym``, ``command``, ``openenv``, ``mcp``, ``verifiers``), or your own class or async
@@ -82,11 +82,11 @@ class EnvironmentConfig:
         memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
         max_turns: Largest number of sampled turns in an episode.
         max_tokens: Largest number of sampled tokens in an episode. 0: ``max_turns`` times ``sampling.max_new_tokens``.
-        max_context: Largest number of tokens on a path of an episode, from the prompt to a last answer. 0: as many as
+        max_context: Largest number of tokens on a path (from the prompt to a last answer) of an episode. 0: as many as
             the model's context and a micro-batch of each learner role can hold. SGLang reserves 6 positions of the
             context.
-        max_tree_tokens: Largest number of tokens of all paths of an episode together. Each path counts with its whole
-            history; 0 is no limit. A loss, weight or mask that reads whole trajectories needs a limit, because the
+        max_tree_tokens: Largest number of tokens of all paths of an episode together; shared tokens count once per
+            path; 0 is no limit. A loss, weight or mask that reads whole trajectories needs a limit, because the
             learner then reads all paths in one micro-batch.
         start_timeout_s: Deadline for a process to start, and for an environment to load.
         turn_timeout_s: Deadline of one request for a turn.

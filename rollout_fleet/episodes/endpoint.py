@@ -1,8 +1,8 @@
 """The HTTP server by which environments reach the policy, with OpenAI's and Anthropic's routes.
 
-It runs in the rollout worker. The API key of a call selects the episode that the call belongs to. An answer is sent
-when the policy has sampled all of it. A streamed answer begins with comments until then, so that proxies and clients
-keep the connection open.
+It runs in the rollout worker. The API key of a call tells which episode makes the call. An answer is sent when the
+policy has sampled all of it. Until then, a streamed answer consists of comments, so that proxies and clients keep the
+connection open.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .session import ChatRequest, SampledAnswer, Session, TextRequest
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
 MAX_CLOSED_KEYS = 100_000
-RETRY_COUNT = "x-stainless-retry-count"  # header of OpenAI's and Anthropic's clients
+RETRY_COUNT = "x-stainless-retry-count"  # header in which OpenAI's and Anthropic's clients count retries
 _PREFIX = "asyncrl-"
 A = TypeVar("A", ChatRequest, TextRequest)
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The address and key of the policy for an environment.
+    """The address and the API key with which the environment of one episode calls the policy.
 
     Attributes:
         base_url: OpenAI's base URL. Anthropic's is the same without ``/v1``. Example: ``"http://127.0.0.1:41001/v1"``.
@@ -55,8 +55,8 @@ class EndpointCounts:
         requests: Calls with a key of a running episode.
         unknown_keys: Calls with an unknown key.
         closed_keys: Calls with the key of an ended episode.
-        lost: Answers that the client did not get, because it had disconnected.
-        errors: Error answers by HTTP status.
+        lost: Answers that were not delivered, because the client had disconnected.
+        errors: Number of error answers by HTTP status.
     """
 
     requests: int = 0
@@ -75,7 +75,7 @@ class _Refused(Exception):
 class Endpoint:
     """An HTTP server for the environments of a rollout worker.
 
-    ``keep_alive_s`` is the pause between comments in a stream, in seconds.
+    ``keep_alive_s`` is the number of seconds between two comments in a stream that waits for its answer.
     """
 
     def __init__(self, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:

@@ -26,11 +26,11 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OVERFLOW_CODE = "context_length_exceeded"
-"""Code of the endpoint's error when the episode's budget is used up. OpenAI's API uses it too."""
+"""Error code that a request gets if its episode may have no more turns or tokens. OpenAI's API uses the same code."""
 OnTool = Callable[[int, str, bool], None]
-"""Called at the beginning and end of a tool call. Arguments: number in the episode, tool name, whether it begins."""
+"""Called when a tool call begins and ends. Arguments: number of the call in the episode, tool, whether it begins."""
 MAX_LEVELS = 100
-"""The most levels of objects and arrays in JSON that the policy wrote."""
+"""Largest allowed number of nested objects and arrays in JSON that the policy wrote."""
 _LARGEST = 3.4028234663852886e38  # the largest finite float32
 
 
@@ -45,7 +45,7 @@ class FailureKind(StrEnum):
 
 
 class EpisodeFailure(AsyncRLError):
-    """An episode has no outcome. The message names the reason."""
+    """An episode failed, so it has no outcome. The message says why."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(kind, message)
@@ -58,17 +58,17 @@ class EpisodeFailure(AsyncRLError):
 class ToolError(AsyncRLError):
     """A tool of an environment failed.
 
-    If the environment does not catch it, the episode fails with the kind ``tool``.
+    If the environment does not catch this error, the episode fails with the failure kind ``tool``.
     """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The outcome of an episode that its environment reports.
+    """What an environment reports at the end of an episode.
 
     Attributes:
-        reward: Result of the built-in reward ``environment``; None leaves the reward to other reward functions.
-        turn_rewards: Additional rewards of turns, by `AssistantMessage.turn` or `SampledTurn.turn`.
+        reward: Value of the built-in reward ``environment``; None if other reward functions shall score the episode.
+        turn_rewards: Additional reward of each turn, by its index `AssistantMessage.turn` or `SampledTurn.turn`.
         metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
         answer: The text that reward functions score. Empty: the text of the last turn.
     """
@@ -149,7 +149,7 @@ class AssistantMessage(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTurn:
-    """The turn that `Policy.sample` returns.
+    """A sampled turn of the policy in tokens, returned by `Policy.sample`.
 
     Attributes:
         turn: Index of the turn in the episode. Pass it as ``parent`` to continue after this turn.
@@ -323,10 +323,10 @@ class Environment(Protocol):
     """The user's code between the turns of an episode.
 
     One object serves all episodes of a process with the same options. Episodes may run at the same time. So keep the
-    state of an episode in `run`.
+    state of an episode in local variables of `run`.
 
-    If the worker of an episode dies, the episode runs again and gets its recorded turns. Set the class attribute
-    ``replayable = False`` to drop them, if `run` changes anything outside its process.
+    If the worker of an episode dies, `run` is called again, and gets the recorded answers to equal requests. If
+    `run` changes anything outside its process, set the class attribute ``replayable = False`` to drop these.
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
@@ -342,7 +342,7 @@ class Environment(Protocol):
 
 
 ENVIRONMENTS: Registry[Any] = Registry("rollout_fleet.environment.name")
-"""Environment classes and async functions by name."""
+"""Registry of environments: maps each name to a class or an async function."""
 
 
 def read_json(text: str) -> Any:

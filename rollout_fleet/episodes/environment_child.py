@@ -48,14 +48,14 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 GRACE_S = 1.0
-"""Longest time for cancelled tasks of an ended episode to end."""
+"""Seconds that the tasks of an ended episode have to end after their cancellation."""
 MOST_NAMED = 80
 """Longest reported tool name, in characters. The policy may have written the name."""
 EPISODE = "ASYNCRL_EPISODE"
-"""Environment variable that marks the programs of an episode."""
+"""Name of the environment variable that marks the programs that an episode started."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
-_SHUTTING_DOWN = frozenset({410, 503})  # HTTP status of the policy's endpoint for an episode that was cut off
+_SHUTTING_DOWN = frozenset({410, 503})  # HTTP statuses of the policy's endpoint after it cut an episode off
 
 
 class _Traces:
@@ -312,7 +312,7 @@ def main(parent_pid: int) -> None:
     """
     questions, answers = open_pipes(parent_pid)
     logging.basicConfig(stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent signals if the event loop is blocked
+    faulthandler.register(signal.SIGUSR1, file=sys.stderr)  # the parent sends this signal if the event loop is blocked
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     serving = loop.create_task(EnvironmentChild(answers).serve(questions))

@@ -49,16 +49,16 @@ main(int(sys.argv[1]))
 """
 _LIBRARY_THREADS = ("OMP", "MKL", "OPENBLAS", "NUMEXPR", "RAYON")
 _FOREIGN = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-"""Environment variables that would lead another Python to the packages of this Python."""
+"""Environment variables that another Python must not get, because they lead to the packages of this Python."""
 WATCH_S = 0.5
 CANCEL_TIMEOUT_S = 10.0
-"""Longest time to clear up a cancelled episode, in addition to ``blocked_timeout_s``."""
+"""Longest time that a process may take to end a cancelled episode, in addition to ``blocked_timeout_s``."""
 MOST_STUCK = 16
-"""Largest number of threads and tasks of ended episodes. A process with more is replaced."""
+"""A process is replaced if more threads and tasks of ended episodes than this still run in it."""
 _TRACEBACK_S = 0.2
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 300.0
-"""If a process lived longer than this, the pause before the next start is short again."""
+"""After a process that lived for more seconds than this, the pause before its replacement is short again."""
 
 
 class HasAccess(Protocol):
@@ -76,7 +76,7 @@ class HasAccess(Protocol):
 
 
 class _EnvironmentProcess:
-    """One child process and its episodes. ``answers`` and ``listeners`` have the number of the request as key."""
+    """One child process and its episodes. The keys of ``answers`` and ``listeners`` are the numbers of requests."""
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -174,7 +174,7 @@ class EnvironmentProcesses:
     """Child processes that run the environments of one rollout worker.
 
     Attributes:
-        counts: Number of each event of `EpisodeCount`, except the events of the endpoint.
+        counts: Number of events by `EpisodeCount`, without the events that the HTTP endpoint counts.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:

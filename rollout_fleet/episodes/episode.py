@@ -1,4 +1,4 @@
-"""An episode: one rollout as a forest of turns, with requests to the engine, budget and replay.
+"""An episode: one rollout as a forest of turns. Makes the requests to the engine, limits turns and tokens, and replays.
 
 ::
 
@@ -12,8 +12,8 @@ The states of a sampled turn::
         │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
         └──sample of another request──▶ dropped
 
-Turns are named by index. A parent's index is below those of its children. The engine's prompt for a turn is exactly the
-tokens on the path to the turn. Tokens are never decoded and encoded again.
+Turns are named by index. A parent's index is below the indices of its children. The path to a turn is its ancestors,
+from the root on. The engine's prompt for a turn is exactly the tokens on this path, never decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest
 
 PROMPT = 0
-"""Index of the prompt's turn."""
+"""Index of turn 0, the prompt."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeBudget:
-    """The budget of one episode. A running turn counts with all tokens that it may still write.
+    """The limits of one episode. A running turn counts with all tokens that it may still write.
 
     Attributes:
         max_turns: Largest number of sampled turns. Example: 32.
         max_tokens: Largest number of sampled tokens of all turns.
-        max_context: Largest number of tokens on a path, from the prompt to a last answer; at most the model's context
+        max_context: Largest number of tokens on a path, from a root to the end of a turn; at most the model's context
             length.
         max_tree_tokens: Largest number of tokens of all paths together. Each path counts with its whole history. With a
             limit, the learner can train on all paths at once. 0: no limit.
@@ -59,9 +59,9 @@ class _Node:
     """A turn in the forest.
 
     Attributes:
-        turn: The turn. It has no finish reason until it is finished.
-        depth: Number of tokens on the path to the end of this turn.
-        is_live: Whether the turn was given or requested in this attempt. Otherwise it is recorded.
+        turn: The turn. A sampled turn has no finish reason until it is finished.
+        depth: Number of tokens on the path to this turn, including its own tokens.
+        is_live: Whether the environment gave or requested the turn in this attempt. Otherwise it is only recorded.
         sampling: Sampling options of the whole turn. None until the turn is requested.
     """
 
@@ -85,17 +85,17 @@ class _Node:
 class Episode:
     """One rollout of a prompt, turn by turn. The learner trains on exactly the sampled tokens.
 
-    With the ``recorded`` progress of an earlier attempt, the environment runs again, and `sample` returns the recorded
-    turns. This replay ends with the last recorded turn, or at the first request that differs. ``images`` are the
-    prompt's images.
+    If an earlier attempt was cut off, ``recorded`` has its turns. The environment runs again, and `sample` returns the
+    recorded turns. This replay ends with the last recorded turn, or at the first request that differs. ``images`` are
+    the prompt's images.
 
     Attributes:
-        name: Prefix of the ids of its requests; without ``/``. Example: ``"4711-0-3"``: group, attempt, sample.
-        num_replayed: Recorded tokens that a request of this attempt has used.
+        name: Prefix of the ids of requests; without ``/``. Example: ``"4711-0-3"`` (group, attempt, sample).
+        num_replayed: Number of recorded tokens that requests of this attempt have reused.
         num_dropped: Number of dropped tokens: recorded tokens after a different request, and tokens of abandoned turns.
 
     Raises:
-        ValueError: the record is of another prompt.
+        ValueError: ``recorded`` belongs to another prompt.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # no copy, so requests for one prompt share this array
+        if len(parts) == 1:  # without a copy, so that requests for one prompt share this array
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 

@@ -1,4 +1,4 @@
-"""One running episode (a rollout with an environment). Aborts and weight updates do not end its turns."""
+"""One running episode (a rollout with an environment). Its turns continue after aborts and weight updates."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class PromptTokens:
 
 
 class EpisodeRun:
-    """The turns of one episode, for the session of its environment.
+    """Samples the turns of one episode for its `Session`, which answers the environment.
 
     ::
 
@@ -82,15 +82,15 @@ class EpisodeRun:
         episode: The forest of turns.
         outcome: The environment's result; None until there is one.
         failure: The reason why the episode has no outcome.
-        metrics: Numbers of the session to report.
+        metrics: Numbers about the episode to report, by name.
         times: The times of the episode's turns and tools.
-        later_prompts: Prompt tokens of all turns after the first one, if the engine reports its cache. Requests that
-            continue a cut-off turn do not count.
+        later_prompts: Number of prompt tokens of all turns after the first one, if the engine reports which were in its
+            cache. Requests that continue a cut-off turn do not count.
 
     Args:
         ask: Called when a turn needs the engine. It must not wait.
         vocab_size: Size of the vocabulary. Token ids must be below this number.
-        on_place: Called when `place` may have changed although no turn was requested. It must not wait.
+        on_place: Called when `place` (what the episode does) may have changed without a new turn. It must not wait.
     """
 
     def __init__(
@@ -296,7 +296,7 @@ class EpisodeRun:
 
 
 class DirectRun(EpisodeRun):
-    """An episode of an evaluation, which sends its requests directly to an engine. It has no lease."""
+    """An episode of an evaluation. It sends its requests directly to an engine, without a rollout loop."""
 
     def __init__(self, episode: Episode, engine: Engine) -> None:
         super().__init__(episode, ask=self._send, vocab_size=engine.vocab_size)

@@ -1,4 +1,4 @@
-"""The times of an episode: its waits for the engine, turn by turn, and its waits for tools between the turns.
+"""The times of an episode (a rollout with an environment): when it waited for the engine, for tools, or for its code.
 
 ::
 
@@ -20,7 +20,7 @@ class TurnTimes:
     """The times of a sampled turn, in seconds since the episode began. A replayed turn takes no time.
 
     Attributes:
-        asked_s: Time of the environment's request.
+        asked_s: Time when the environment asked for the turn.
         first_token_s: Time of the first token; None before it.
         ended_s: Time of the last token; None while the turn runs.
     """

@@ -29,7 +29,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
 
 
 ReadImage = Callable[[Mapping[str, Any], str], str]
-"""Reads the image in a part of a content, and returns its digest. The string names the part in a `ValueError`."""
+"""Reads the image in one part of a message, and returns the image's digest. The string names the part in errors."""
 
 
 def read_message(message: Any, where: str, read_image: ReadImage | None = None) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from .session import Session, SessionCounts
 
 
 class EpisodePlayer:
-    """Plays episodes with the environments that the options and the rows name.
+    """Plays episodes with the environments that the options or the rows of the data name.
 
     `close` may be called at any time.
 

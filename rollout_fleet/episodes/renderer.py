@@ -54,7 +54,7 @@ class ChatRenderer(ABC):
         name: Name in logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
         tokenizer: The model's tokenizer.
         stop_ids: Tokens that end an assistant's turn.
-        append_only: Whether the next turn only appends tokens, for each kind of conversation of `self_test`.
+        append_only: For each kind of conversation in `self_test`, whether a new turn only appends tokens.
     """
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> None:
@@ -141,7 +141,7 @@ class ChatRenderer(ABC):
 
 
 class LibraryRenderer(ChatRenderer):
-    """A renderer of the library ``renderers`` for a model family."""
+    """Renders conversations with the renderer of one model family, from the library ``renderers``."""
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, options: Mapping[str, Any]) -> None:
         from renderers import config_from_name, create_renderer
@@ -207,7 +207,7 @@ class LibraryRenderer(ChatRenderer):
 
 
 class _PromptTexts:
-    """The texts of the latest prompts, at most ``most_letters`` letters together."""
+    """Remembers the texts of the latest prompts by their tokens, up to ``most_letters`` letters."""
 
     def __init__(self, most_letters: int = 1 << 25) -> None:
         self._most_letters = most_letters
@@ -231,14 +231,14 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` renders the whole conversation after each turn. If the result begins with the text of the turn's path, the
-    rest is the text of the new messages. Otherwise `extend` renders a short conversation with and without the new
+    `extend` renders the whole conversation after each turn. If the result begins with the text of the earlier turns,
+    the rest is the text of the new messages. Otherwise `extend` renders a short conversation with and without the new
     messages. It checks that the template appends the same text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.
         tool_parser: Name of the parser of tool calls.
-        keeps_reasoning: Do not render the whole conversation. Then sampled reasoning stays in the context even if the
+        keeps_reasoning: Never render the whole conversation. So sampled reasoning stays in the context even if the
             template drops it.
         options: Arguments of the template.
     """
@@ -501,7 +501,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # does not count: the session refuses messages that the renderer refuses
+                continue  # a session refuses such messages, so they do not count as a difference
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 
@@ -586,4 +586,4 @@ _TEST_TURNS: dict[str, tuple[list[Message], Message, list[Message], list[Message
         [_WEATHER],
     ),
 }
-"""By kind of turn: messages, the assistant's answer, the messages after it, and the tools."""
+"""Conversations for tests of renderers, by kind: messages, an answer, the messages after it, and the tools."""

@@ -1,4 +1,4 @@
-"""A session matches the messages of one episode's requests with the episode's forest of turns.
+"""A session answers the requests of one episode: it finds the turns that the messages of a request repeat.
 
 ::
 
@@ -6,7 +6,7 @@
                            └─ no such turn, or the template renders its path differently: render the whole request,
                               and branch at the first difference; counted by cause
 
-Sampled tokens never change. Only the tokens of new messages are added to a path.
+Sampled tokens never change. Only the tokens of a request's new messages are added after the turns that it repeats.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ NEUTRAL: Mapping[str, Any] = {
     "verbosity": "medium",
     "hosted_tools": [],
 }
-"""Options that are not supported, each with the value that has no effect."""
+"""Sampling options that are not supported, each with the value that has no effect."""
 
 
 logger = logging.getLogger(__name__)
 
 
 class TurnSampler(Protocol):
-    """Runs one episode on an engine."""
+    """Samples the turns of one episode on an engine."""
 
     @property
     def episode(self) -> Episode:
@@ -92,7 +92,7 @@ class SampleOptions:
     """Sampling options of a request.
 
     Attributes:
-        n: Number of turns to sample. The turns are siblings.
+        n: Number of turns to sample, all after the same messages.
         max_tokens: Maximum length of a turn in tokens. ``rollout_fleet.sampling.max_new_tokens`` is the largest value
             and the default.
         stop: Texts that end a turn.
@@ -122,7 +122,7 @@ class ChatRequest:
         messages: In OpenAI's form.
         tools: In OpenAI's form: ``{"type": "function", "function": …}``.
         options: Sampling options.
-        key: Idempotency key. Requests with the same key are one request.
+        key: Idempotency key; empty if there is none. Requests with the same key get the same answers.
         is_retry: Whether the client's headers mark this request as repeated.
     """
 
@@ -135,7 +135,7 @@ class ChatRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class TextRequest:
-    """A request to continue a text, or token ids. ``key`` and ``is_retry`` are as in `ChatRequest`."""
+    """A request to continue a text, or token ids. `ChatRequest` explains ``key`` and ``is_retry``."""
 
     prompt: str | Sequence[int]
     options: SampleOptions = field(default_factory=SampleOptions)
@@ -151,8 +151,8 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        num_prompt_tokens: Number of tokens on the path before the turn.
-        num_reused_tokens: Number of these tokens that the episode had already before the request.
+        num_prompt_tokens: Number of tokens before the turn: the prompt and all turns that it follows.
+        num_reused_tokens: Number of these prompt tokens that were in the episode before the request.
         token_ids: [R] int32 tokens of the turn.
         logprobs: [R] float32 log-probs of these tokens.
         versions: [R] int32 policy versions of these tokens.
@@ -170,19 +170,19 @@ class SampledAnswer:
 
 @dataclass(kw_only=True)
 class SessionCounts:
-    """The counts of a session.
+    """Counts the requests of one episode and their tokens.
 
     Attributes:
         requests: Number of new requests.
         repeated: Number of requests that got the turns of an earlier request.
         branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
             the history differently. ``unparseable``: the same, after an answer that could not be parsed. ``edited``:
-            the history has other messages. ``tools``: the tools differ. ``new_root``: the tokens begin with
-            no turn of the episode.
+            the history has other messages. ``tools``: the tools differ. ``new_root``: the request does not
+            begin like a turn of the episode.
         overridden: Number of sampling options that differed from the run's, by name.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Number of tokens of all prompts.
-        reused_tokens: Number of prompt tokens that the episode had already before the request.
+        reused_tokens: Number of prompt tokens that were in the episode before the request.
         retokenised_tokens: Number of sampled tokens of earlier answers whose text was encoded again, as context of a
             branch. The learner does not train on this context.
     """
@@ -199,7 +199,7 @@ class SessionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _History:
-    """The messages on the path of a sampled turn, up to the turn's own message."""
+    """The conversation that ends with a sampled turn: its messages, including the turn's own message."""
 
     turn: int
     messages: Sequence[Message]
@@ -225,12 +225,12 @@ class _Place:
 
 
 class Session:
-    """The conversations of one episode.
+    """Answers the requests of one episode's environment, and keeps its conversations.
 
     Args:
-        sampling: The run's options.
-        refuses: Whether to refuse requests with options other than the run's. Otherwise these options are overridden.
-        on_calls: Gets the names of the tools that an answer calls, which may be none.
+        sampling: The run's sampling options.
+        refuses: Whether to refuse requests with options other than the run's. Otherwise the run's options replace them.
+        on_calls: Called with the names of the tools that an answer calls; with an empty list if it calls none.
         images: Reads the images in messages; None if the policy takes no images.
     """
 
@@ -399,7 +399,7 @@ class Session:
         read_image = None if self._reader is None else self._read_image
         contents = (message.get("content") for message in sent if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            return await asyncio.to_thread(_read_messages, sent, read_image)  # reading an image takes milliseconds
+            return await asyncio.to_thread(_read_messages, sent, read_image)  # images take milliseconds
         return _read_messages(sent, read_image)
 
     def _place(
@@ -439,7 +439,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # a turn on the path matches only one of several equal answers
+            on_path.difference_update([*kept][:1])  # a turn stands for only one of several equal answers
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
