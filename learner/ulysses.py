@@ -194,9 +194,9 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
 
 
 class UlyssesShardingManager:
-    """Context that runs a model over its sp ranks.
+    """A context in which a model runs over its sp ranks.
 
-    It sets the default group of this module and restores the previous group on exit. Contexts can be nested.
+    The context sets the default group of this module, and restores the previous group on exit. Contexts can be nested.
     `preprocess_data` and `postprocess_data` are for computations that do not split sequences themselves.
 
     Args:

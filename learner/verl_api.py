@@ -1,4 +1,4 @@
-"""verl's worker methods on top of the learner's trainer. They take and return a `DataProto`, and the caller waits.
+"""verl's worker methods on top of the learner's trainer. They take and return a `DataProto`; the caller waits for it.
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
@@ -33,7 +33,7 @@ _VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", 
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the actor. With LoRA, it is also the reference, with its adapters off."""
+    """One rank of the actor. With LoRA, the actor with its adapters off is also the reference."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(ACTOR, config, algorithm, **options)

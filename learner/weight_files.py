@@ -1,6 +1,6 @@
 """Reads a model's weights from its files into a sharded model. Each rank reads only its own rows, in blocks.
 
-transformers' conversions map stored tensors to parameters. If a conversion changes the leading dimension, each rank
+transformers' conversions map stored tensors to parameters. If a conversion mixes the rows of a parameter, each rank
 reads the whole parameter.
 """
 
@@ -42,7 +42,7 @@ BLOCK_BYTES = 32 << 20
 """Bytes of a parameter to read at a time."""
 
 _OLD_NAMES = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Buffers of older checkpoints. Current models compute them."""
+"""Name patterns of buffers in older checkpoints. They are not read, because current models compute these buffers."""
 
 
 class StoredWeight(Protocol):
@@ -60,7 +60,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _InSafetensors:
-    """Reads a tensor without mapping its file, because mapped pages count as memory of the process."""
+    """A tensor in a safetensors file. The file is not memory-mapped, because mapped pages count as process memory."""
 
     path: Path
     dtype: torch.dtype
