@@ -1,7 +1,7 @@
 """Builds Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
 
-The critic is a token classifier, and the reward model is a sequence classifier. Both are transformers' generic
-classifier head on the decoder of the model family.
+The critic is a token classifier, and the reward model is a sequence classifier. Both consist of the model family's
+backbone and transformers' generic classifier head.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ class TokenSequence:
         mini_batch: Index of the optimizer update that trains on this sequence, from 0.
         trajectory: Key of the trajectory that this sequence is a branch of (a path through the turns); by default a new
             trajectory.
-        token_rewards: [T] float32, the reward of each turn at the turn's last token, 0 elsewhere; None without such
-            rewards. The trajectory's reward includes them.
+        token_rewards: [T] float32, the reward of each turn in ``turns`` at the turn's last token, 0 elsewhere; None
+            without such rewards. The trajectory's reward includes them.
         turns: The sampled turns that this sequence trains on, in order, including turns that ``mask_truncated`` leaves
             out of the loss. Empty outside RL.
         images: The images in the sequence; None for text.

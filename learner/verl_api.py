@@ -1,4 +1,4 @@
-"""verl's worker methods on top of the learner's trainer. They take and return a `DataProto`; the caller waits for it.
+"""verl's worker methods on top of the learner's trainer. They take and return a `DataProto`. The caller waits.
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns

@@ -42,7 +42,7 @@ BLOCK_BYTES = 32 << 20
 """Bytes of a parameter to read at a time."""
 
 _OLD_NAMES = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Name patterns of buffers in older checkpoints. They are not read, because current models compute these buffers."""
+"""Name patterns of buffers in older checkpoints. No warning if they are unused: current models compute the buffers."""
 
 
 class StoredWeight(Protocol):
