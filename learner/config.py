@@ -12,7 +12,7 @@ RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
 
 
 class Device(StrEnum):
-    """The learner's device. ``auto`` selects CUDA if torch finds it."""
+    """The kind of device that the learner computes on. ``auto`` selects CUDA if torch finds a GPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -75,7 +75,7 @@ class Resharding(StrEnum):
 
 
 class Schedule(StrEnum):
-    """The course of the learning rate after the warm-up."""
+    """How the learning rate changes after the warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -83,7 +83,7 @@ class Schedule(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How to aggregate token losses to the loss of the batch."""
+    """How the losses of tokens are combined into the loss of the batch."""
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
@@ -98,7 +98,7 @@ class Anchor(StrEnum):
 
 
 class Weight(StrEnum):
-    """The importance weight that multiplies each token's loss."""
+    """The importance weight that multiplies each token's loss: none, the token's own, or that of its trajectory."""
 
     none = "none"
     token = "token"
@@ -196,7 +196,7 @@ class AlgorithmConfig:
         clip_low: The loss clips the ratio of the policy to the ``anchor`` policy at 1 - clip_low.
         clip_high: The loss clips the ratio of the policy to the ``anchor`` policy at 1 + clip_high.
         dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
-        aggregation: How to aggregate token losses to the loss of the batch.
+        aggregation: How to combine the losses of tokens into the loss of the batch.
         sequence_norm_tokens: With ``aggregation=sequence_sum_norm``, the sum of a trajectory's token losses is divided
             by this number of tokens, usually the length of the longest response.
         anchor: The policy in the denominator of the ratio. ``behavior`` is the policy that sampled the token.
@@ -626,14 +626,14 @@ class LearnerConfig:
         start_timeout_s: Seconds allowed for building the models; a run adds one second per 100 MB of the models.
         restarts: Largest number of restarts of the ranks after a rank died or hung. The ranks resume from the newest
             checkpoint. Without a checkpoint, or with 0, the run ends.
-        step_timeout_s: Deadline of a learner step and of a collective. The controller doubles it for the first step and
-            for calls that save, load or publish. Later steps get ten times the duration of the longest step so far, at
-            least 120 s and at most the doubled deadline.
-        optimizer: AdamW and its schedule.
-        lora: Adapters of the policy.
-        critic: The critic.
-        reference: The reference policy of a KL penalty.
-        reward_model: The reward model.
+        step_timeout_s: Deadline of a learner step and of a collective, in seconds. The controller doubles it for the
+            first step and for calls that save, load or publish. Later steps get ten times the duration of the longest
+            step so far, at least 120 s and at most the doubled deadline.
+        optimizer: Options of AdamW and its schedule.
+        lora: Options of the policy's adapters.
+        critic: Options of the critic.
+        reference: Options of the reference policy of a KL penalty.
+        reward_model: Options of the reward model.
     """
 
     num_ranks: int = 1

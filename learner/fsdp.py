@@ -1,7 +1,7 @@
 """The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
 
-dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. A rank
-allocates and fills only its own shards.
+dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. Each
+rank allocates and fills only its own shards of the parameters.
 """
 
 from __future__ import annotations
@@ -296,7 +296,7 @@ def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # parameters stay tied, and stay the objects of FSDP
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keep the parameter objects, for ties and FSDP
     try:
         model.to_empty(device=home)
     finally:

@@ -387,7 +387,7 @@ class Objective:
 
     Attributes:
         loss: Maps the inputs from the role's head to the loss of each token of a micro-batch.
-        aggregation: How to aggregate token losses to the loss of the batch.
+        aggregation: How to combine the losses of tokens into the loss of the batch.
         sequence_norm_tokens: L of ``aggregation=sequence_sum_norm``.
         needs_entropy: Whether the loss or its metrics read the entropy.
         needs_proximal: Whether the updates after the first one read ``proximal_logprobs``. The learner step then
@@ -414,7 +414,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
     def loss(inputs: LossInputs) -> LossTerms:
         # In a step's first update, the policy is still the proximal policy, so its log-probs may replace the column
-        # ``proximal_logprobs``. Later updates must have the column, or there must be none.
+        # ``proximal_logprobs``. If there are later updates, these must have the column.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -481,7 +481,7 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
     kept = {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
     if (share := kept.pop(_FRESH, 0.0)) > 0:
         return kept | {"engine_gap": kept["engine_gap"] / share}
-    kept.pop("engine_gap", None)  # no token of lag 0
+    kept.pop("engine_gap", None)  # no token was sampled by the current version
     return kept
 
 

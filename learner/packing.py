@@ -128,7 +128,7 @@ class Packer:
             for models that cannot separate packed sequences.
         share_prompts: Whether sequences of a micro-batch share the tokens of a common prompt. The budget counts these
             tokens once.
-        keep_branches: Refuse a trajectory if its branches do not fit into one micro-batch.
+        keep_branches: Raise an error if the branches of a trajectory do not fit into one micro-batch.
         budget: Name of the option that sets ``max_tokens``, for error messages.
     """
 

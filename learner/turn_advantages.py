@@ -202,7 +202,7 @@ def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
     """
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # independent of the division into ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the same for any division among ranks
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]

@@ -1,4 +1,6 @@
-"""Reads a model's weights from its files into a sharded model. Each rank reads only its own rows, in blocks.
+"""Reads a model's weights from its files into a sharded model.
+
+Each rank reads only its own rows of a parameter, in blocks.
 
 transformers' conversions map stored tensors to parameters. If a conversion mixes the rows of a parameter, each rank
 reads the whole parameter.
@@ -132,8 +134,8 @@ class _Source:
     """The stored tensors of one parameter, or of several parameters that are stored as one tensor.
 
     Attributes:
-        conversion: transformers' conversion; None if the parameter is stored unchanged.
-        weights: The stored tensors by the conversion's name pattern, or by name without a conversion.
+        conversion: transformers' conversion of the tensors to parameters; None if the parameter is stored unchanged.
+        weights: The stored tensors by the conversion's name pattern; by the tensor's name if there is no conversion.
     """
 
     conversion: WeightConverter | None = None
