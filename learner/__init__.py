@@ -1,4 +1,4 @@
-"""The learner group: FSDP workers that train a policy on packed trajectories and publish its weights.
+"""The learner: FSDP workers that train a policy on packed trajectories and publish the policy's weights.
 
 ``import learner`` does not import torch. Each name is imported at its first use.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
     from .worker import ModelWorker
 
-# The modules that define the names of `__all__`. Importing a later module takes longer.
+# The modules that define the names of `__all__`, in the order in which they are searched. The first are fast to import.
 _HOMES = ("config", "types", "batching", "losses", "advantages", "model_folder", "trainer", "verl_api")
 
 __all__ = [

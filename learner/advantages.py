@@ -32,21 +32,21 @@ from .turn_advantages import TurnAdvantages, TurnRewards, joined_turns, turn_gae
 from .types import SampleKey, TokenSequence
 
 SumOverRanks = Callable[[Tensor], Tensor]
-"""Sums a float64 tensor over the data-parallel ranks."""
+"""A function that returns the sum of a float64 tensor over the data-parallel ranks."""
 
 _BLOCK = 64
 
 
 class Scale(StrEnum):
-    """The divisor of a centered reward: the standard deviation, or none."""
+    """What the difference of a reward from its group's mean is divided by: the standard deviation, or nothing."""
 
     std = "std"
     none = "none"
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps rewards [B] and group ids [B] int64 of a whole batch to advantages [B]. The samples of a group are sorted
-by their index in the group."""
+"""A function from the rewards [B] and prompt group ids [B] int64 of trajectories from all ranks to advantages [B]. The
+trajectories of a group are sorted by their index in the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class TokenRewards:
 
     Attributes:
         rewards: [M] float64, one reward per token. An outcome reward is at the last policy token of its trajectory.
-        lengths: [B] int64, number of policy tokens of each trajectory, >= 0; the sum is M. Each branch counts as a
-            trajectory.
-        group_ids: [B] int64, prompt group of each trajectory.
+        lengths: [B] int64, number of policy tokens of each trajectory, >= 0; the sum is M. Each branch (path through
+            the turns of a trajectory) counts as a trajectory here.
+        group_ids: [B] int64, id of the prompt group of each trajectory.
         values: [M] float64, the critic's value before each token; zeros without a critic (``algorithm.critic``).
     """
 
@@ -74,8 +74,8 @@ class TokenAdvantages:
     """The result of a token estimator.
 
     Attributes:
-        advantages: [M] float64.
-        returns: [M] float64, the critic's targets.
+        advantages: [M] float64, one per policy token.
+        returns: [M] float64, the critic's training target at each policy token.
     """
 
     advantages: Tensor
@@ -83,8 +83,8 @@ class TokenAdvantages:
 
 
 TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
-"""A function from one rank's token rewards to token advantages. All ranks call it together, because it may sum over
-ranks."""
+"""A function from the rewards of one rank's tokens to the advantages of these tokens. All ranks call it together,
+because it may compute sums over ranks with its third argument."""
 
 TurnEstimator: TypeAlias = Callable[[TurnRewards, AlgorithmConfig], TurnAdvantages]
 """A function from the turns of the whole batch to the turns' advantages."""
@@ -153,7 +153,8 @@ def group_advantages(rewards: Tensor, group_ids: Tensor, *, scale: Scale) -> Ten
 ADVANTAGES.register("grpo")(partial(group_advantages, scale=Scale.std))
 ADVANTAGES.register("grpo_no_std")(partial(group_advantages, scale=Scale.none))
 ADVANTAGES.register("dr_grpo")(partial(group_advantages, scale=Scale.none))
-"""The advantage of Dr. GRPO (arXiv 2503.20783, section 3.2). For its loss, set ``aggregation=sequence_sum_norm``."""
+"""``dr_grpo`` is the same as ``grpo_no_std``: the advantage of Dr. GRPO (arXiv 2503.20783, section 3.2). For the loss
+of Dr. GRPO, set ``aggregation=sequence_sum_norm``."""
 
 
 @ADVANTAGES.register("rloo")
@@ -325,7 +326,7 @@ def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     differences = values - sums / max(1.0, count)
     squares = float(total(differences.square().sum()[None]))
-    # If all values are equal, their differences are rounding errors, which must not become advantages.
+    # If all values are equal, their differences from the mean are rounding errors, which must not become advantages.
     mean_square = float(total(values.square().sum()[None])) / max(1.0, count)
     if count < 2 or squares / count <= 1e-24 * mean_square:
         return torch.zeros_like(values)
@@ -335,9 +336,10 @@ def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
 class AdaptiveKLCoefficient:
     """Adapts a KL coefficient to reach a target divergence (arXiv 1909.08593, section 2.2).
 
-    ``target`` is in nats per token, ``horizon`` in samples.
+    ``target`` is the wanted divergence in nats per token. ``horizon`` is a number of samples; with a larger horizon the
+    coefficient changes more slowly.
 
-    Deviations: the divergence is the mean over a batch's tokens. The paper uses the sum over a continuation. verl takes
+    Deviations: the divergence is the mean over a batch's tokens. The paper uses the sum over a response. verl takes
     the mean per sequence first. A batch counts as at most ``horizon`` samples, so one update changes the coefficient by
     at most a fifth.
     """
@@ -360,13 +362,15 @@ class AdaptiveKLCoefficient:
 
 
 class BatchAdvantages:
-    """Computes the column ``advantages`` from rewards. Its methods are collectives over the data-parallel ranks.
+    """Computes the tokens' advantages from the trajectories' rewards. All data-parallel ranks call a method together.
 
-    The advantages do not depend on how the batch is divided among the ranks. The KL penalty in the rewards uses the
-    behavior policy, as AReaL does. Deviation: InstructGPT (arXiv 2203.02155) and verl use the policy before the update.
+    The advantages do not depend on how the batch is divided among the ranks. The KL penalty in the rewards compares the
+    behavior policy, which sampled the tokens, with the reference, as AReaL does. Deviation: InstructGPT (arXiv
+    2203.02155) and verl compare the policy before the update.
 
     Attributes:
-        kl_coefficient: The coefficient of the KL penalty; adaptive with ``algorithm.kl_target``.
+        kl_coefficient: The coefficient of the KL penalty in the rewards. It changes only if ``algorithm.kl_target`` is
+            set.
     """
 
     def __init__(self, algorithm: AlgorithmConfig, mesh: LearnerMesh) -> None:
@@ -426,7 +430,8 @@ class BatchAdvantages:
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
-        # A trajectory's reward includes the rewards of its turns. Each turn's reward moves to the turn's last token.
+        # The trajectory's reward includes the rewards of its turns. Subtract them here, because each turn's reward goes
+        # to the last token of the turn.
         outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
@@ -474,7 +479,7 @@ class BatchAdvantages:
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Sort by group id and index, so that the order does not depend on the division among the ranks.
+        # Sort by group id and index in the group, so that the order does not depend on the division among the ranks.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         for number in range(len(self._by_number)):

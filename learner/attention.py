@@ -1,7 +1,8 @@
 """Causal attention over packed sequences, registered in transformers' attention registry.
 
-On a GPU in half precision, attention calls a variable-length kernel. Otherwise one SDPA call computes several sequences
-of similar length, padded on the right. The causal mask hides the padding, so the result is exact.
+On a GPU in half precision, attention calls a variable-length kernel (such as flash-attn) if one is usable. Otherwise
+one call of torch's ``scaled_dot_product_attention`` (SDPA) computes several sequences of similar length, padded on the
+right. The causal mask hides the padding, so the result is exact.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ from .ulysses import (
 ATTENTION_NAME = "asyncrl_packed"
 
 MAX_PADDING = 0.25
-"""Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``, or the batch has at most
-`FREE_PADDING_TOKENS` padding tokens."""
+"""All sequences of a padded batch have at least the length ``longest * (1 - MAX_PADDING)``, with the length ``longest``
+of the batch's longest sequence. Or the batch has at most `FREE_PADDING_TOKENS` padding tokens."""
 
 TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
@@ -52,21 +53,22 @@ CAPPED_QUERIES = 512
 """Number of queries per block of attention with a soft cap. Only the scores of one block are in memory."""
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
-"""Smallest and largest number of queries per call with a sliding window or sinks. Between these limits, the
-number is the window size."""
+"""Smallest and largest number of queries per SDPA call with a sliding window or attention sinks. Between these limits,
+the number of queries is the window size."""
 MAX_FLASH_DIM = 256
 """Largest head size of SDPA's FlashAttention on CUDA."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaddedCalls:
-    """The SDPA calls for a `PackedLayout`.
+    """The SDPA calls for a `PackedLayout`. Each call computes one batch of sequences, padded to the same length.
 
     Attributes:
         buckets: (number of sequences, padded length) of each call, in packed order.
-        pad_index: [padded tokens] int64, packed position of each padded position; None if no tokens are padded or
-            shared.
-        unpad_index: [N] int64, padded position of each packed token; None if no tokens are padded or shared.
+        pad_index: [tokens of all calls, with padding] int64, the packed position to copy each token from; None if no
+            tokens are padded or shared.
+        unpad_index: [N] int64, position of each packed token among the tokens of all calls; None if no tokens are
+            padded or shared.
     """
 
     buckets: tuple[tuple[int, int], ...]
@@ -76,18 +78,21 @@ class PaddedCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """The positions of the sequences in a micro-batch, used by all layers.
+    """Where the sequences of a micro-batch lie among its N packed tokens. All layers use the same layout.
 
     The host computes the indices and copies them to the device, so that no layer waits for the device. Sequences can
-    share packed prompt tokens.
+    share prompt tokens, which are then packed once.
 
     Attributes:
-        cu_seqlens: [number of sequences + 1] int32, start of each sequence, then the end of the last.
+        cu_seqlens: [number of sequences + 1] int32, start of each sequence in the concatenated sequences, then the end
+            of the last.
         lengths: Number of tokens of each sequence.
         kernel: The attention kernel; never ``auto``.
-        token_index: [sum of lengths] int64, packed position of each token of the sequences; None without sharing.
-        first_index: [N] int64, first position of each packed token in the concatenated sequences; None without sharing.
-        host_token_index: ``token_index`` on the host.
+        token_index: [sum of lengths] int64, packed position of each token of the sequences; None if no tokens are
+            shared.
+        first_index: [N] int64, first position of each packed token in the concatenated sequences; None if no tokens are
+            shared.
+        host_token_index: A copy of ``token_index`` on the host.
     """
 
     cu_seqlens: Tensor
@@ -267,8 +272,8 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # With sinks, the layer's recomputation also runs attention: keeping its blocks would need several times the
-    # memory of the keys and values.
+    # With sinks, a checkpointed layer computes attention again in the backward pass. Keeping the inputs of its SDPA
+    # calls would need several times the memory of the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -299,7 +304,7 @@ def _attended(
             q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
         out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
-        if packed.first_index is not None:  # keep one of the copies of a shared token, which are equal
+        if packed.first_index is not None:  # the outputs of a shared token's copies are equal, so keep one
             out = out.index_select(0, packed.first_index)
     else:
         out = _bucketed(q, k, v, packed, scaling=scaling, dropout=dropout, window=window, sinks=sinks, cap=cap)

@@ -1,7 +1,7 @@
 """Attention kernels for packed sequences, and the selection of an installed and correct kernel.
 
-An installed package may lack the function, or the function may not run on this GPU. The selection therefore runs a
-kernel forward and backward, and compares it with a float32 reference.
+An installed package may lack the kernel's function, or the function may not run on this GPU. The selection therefore
+runs a kernel forward and backward, and compares the outputs and gradients with attention in float32.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _FUNCTIONS = {
 _LENGTHS = (33, 7, 1)
 _WINDOW = 9
 _TOLERANCE = 0.03
-"""Largest accepted relative difference of outputs and gradients from float32. Rounding gives about 0.004."""
+"""Largest accepted relative difference of a kernel's outputs and gradients from attention in float32. Rounding to half
+precision alone gives about 0.004."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +42,9 @@ class AttentionShape:
 
     Attributes:
         head_dim: Size of the queries and keys of a head.
-        heads_per_kv_head: Query heads per key-value head.
+        heads_per_kv_head: Number of query heads that share a key-value head.
         has_window: Whether some layers use a sliding window.
-        soft_cap: Soft cap of the scores, or None.
+        soft_cap: c if the model replaces each score s by c · tanh(s ÷ c); None without a soft cap.
     """
 
     head_dim: int = 64

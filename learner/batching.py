@@ -18,14 +18,16 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Prompt groups are split among ranks until the highest cost of a rank ÷ the mean cost is at most this."""
+"""Prompt groups are split into samples until the highest cost of a part ÷ the mean cost is at most this number. The
+parts are the mini-batches, or the ranks' shares of a mini-batch."""
 
 QUADRATIC_TOKENS = 32_768
-"""Length at which attention costs as much as the rest of the model: about 8 × a hidden size of 4,096."""
+"""Sequence length, in tokens, at which attention is assumed to cost as much as the rest of the model. It is about 8 ×
+the hidden size, here 4,096."""
 
 MAX_ATTENDED = 8
-"""Largest number of tokens that attention reads in a micro-batch ÷ token budget. Attention reads a shared prompt once
-per sequence."""
+"""In a micro-batch, attention may read at most this many times the token budget. It reads a shared prompt once per
+sequence, but the budget counts the prompt once."""
 
 _HALVINGS = 6
 
@@ -119,7 +121,7 @@ def rank_batches(
 
 
 class GroupCost(NamedTuple):
-    """Cost of a prompt group for the learner, in units of the cost of a token in a short sequence.
+    """Estimated cost of a prompt group for the learner. The cost of a token in a short sequence is 1.
 
     Attributes:
         prompt: Cost of the prompt. It counts once per rank that holds samples of the group.
@@ -153,7 +155,7 @@ def group_cost(group: GroupSummary) -> GroupCost:
 
 
 _Item = tuple[int, tuple[int, ...]]
-"""Index of a group in the plan, and some of its samples."""
+"""The index of a group in the plan, and the indices of some of the group's samples."""
 
 
 def _balanced(
@@ -246,10 +248,11 @@ class PackItem(NamedTuple):
     """Sequences that must share a micro-batch.
 
     Attributes:
-        prompt: Items of a micro-batch with equal prompts share the prompt's tokens. An item with None shares no tokens.
+        prompt: Any value that identifies the prompt. Items of a micro-batch with equal prompts share the prompt's
+            tokens. An item with None shares no tokens.
         num_prompt: Number of tokens of the prompt; 0 without a prompt.
         num_own: Number of the item's packed tokens without the prompt.
-        num_attended: Number of tokens that attention reads. The prompt counts once per sequence.
+        num_attended: Number of tokens that attention reads. The prompt counts once for each sequence of the item.
     """
 
     prompt: Hashable | None

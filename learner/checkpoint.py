@@ -1,4 +1,4 @@
-"""Checkpoints of a learner group: model, optimizer, schedule position, policy version and random state.
+"""Checkpoints of a learner group: model, optimizer, number of updates, policy version and random state.
 
 Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with other data-parallel and
 sequence-parallel sizes. A save writes to a temporary folder and renames it at the end, so a crash leaves the previous
@@ -61,20 +61,21 @@ _PREFIX = "pretrained."
 
 
 class ShardedCheckpointer:
-    """Saves and loads one trainer. All methods are collectives: all ranks call them together.
+    """Saves and loads the state of one trainer. All ranks call each method together.
 
     Args:
-        trainer: The trainer.
+        trainer: The trainer to save and load.
         directory: Folder of the checkpoints, on a file system that all ranks share.
     """
 
     def __init__(self, trainer: Trainer, directory: str) -> None:
         self._trainer = trainer
         self._directory = Path(directory)
-        # A background save needs its own group, so that its collectives do not mix with those of training.
+        # A background save needs its own process group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
-        # On a GPU, DCP's stager keeps its page-locked memory, because locking memory takes longer than copying.
+        # The stager of torch.distributed.checkpoint (DCP) copies the state to the host. On a GPU, all saves use the
+        # same stager, because allocating its page-locked memory takes longer than the copy.
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
@@ -203,7 +204,7 @@ class ShardedCheckpointer:
         try:
             written.result()
             if dist.get_rank() == 0:
-                # This thread runs in the background, so no rank waits while it writes configuration and tokenizer.
+                # A background thread writes configuration and tokenizer, so training need not wait for these files.
                 described = partial_path(final) / HUGGING_FACE
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)

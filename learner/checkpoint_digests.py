@@ -22,10 +22,10 @@ _CHUNK_BYTES = 1 << 22
 
 
 class DigestingWriter(FileSystemWriter):
-    """Writes the shards of a rank as DCP does, and then ``digests_RANK.json``.
+    """Writes the shards of a rank in DCP's format, and then the file ``digests_RANK.json``.
 
-    ``others`` are files that the rank has already written. ``digests_RANK.json`` has the xxh3 digests of the shards and
-    of ``others``.
+    ``others`` are files that the rank has already written. ``digests_RANK.json`` has the xxh3 digests of the files of
+    shards and of ``others``.
     """
 
     def __init__(self, path: Path, rank: int, others: Iterable[Path]) -> None:

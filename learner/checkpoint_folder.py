@@ -1,4 +1,4 @@
-"""A folder of checkpoints on disk: its complete checkpoints, the newest one, and the progress records.
+"""A folder of checkpoints on disk: finds, renames and removes checkpoints, and stores their progress records.
 
 ``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
 so a folder with the final name is complete. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 HUGGING_FACE = "huggingface"
-"""Folder inside a checkpoint with configuration and tokenizer."""
+"""Name of the folder inside a checkpoint with the model's configuration and tokenizer."""
 
 CRITIC = "critic"
-"""Folder of the critic's checkpoints, beside the policy's checkpoints."""
+"""Name of the folder of the critic's checkpoints, beside the policy's checkpoints."""
 
 _NAME = re.compile(r"v(\d{8,})")
 _PROGRESS = "progress.json"
@@ -27,19 +27,19 @@ _PROGRESS = "progress.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedProgress:
-    """The progress record of a checkpoint.
+    """The progress record of a checkpoint: the JSON values that a run needs to resume.
 
     Attributes:
         version: Policy version of the weights.
-        num_updates: Number of optimizer updates.
+        num_updates: Number of optimizer updates before the save.
         num_ranks: Number of ranks that saved the checkpoint.
-        sp_size: Sequence-parallel size of these ranks.
+        sp_size: Sequence-parallel size of the ranks that saved the checkpoint.
         dtype: Dtype of the learner's computation.
-        role: Plain values that the role needs to resume, such as its KL coefficient.
+        role: Values that the trained model's worker needs to resume, such as its KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
-        run: Plain values that the controller needs to resume; empty if the caller passed none.
-        life: Folder of the run that saved the checkpoint. It has the metrics of the earlier steps. Empty if the caller
-            passed none.
+        run: Values that the run's controller needs to resume; empty if the caller passed none.
+        life: Folder of the run that saved the checkpoint. The folder has the metrics of the earlier steps. Empty if the
+            caller passed none.
         parts: Names of the folders that hold the checkpoint's other parts. Example: ``["critic"]``.
     """
 
@@ -133,7 +133,7 @@ def named_checkpoints(directory: Path) -> list[Path]:
     A checkpoint's other parts, such as the critic's, may be missing. A checkpoint that `put_in_place` had moved aside
     gets its final name back if no other checkpoint has the name.
     """
-    for replaced in directory.glob(".v*.replaced"):  # left by a process that died in `put_in_place`
+    for replaced in directory.glob(".v*.replaced"):  # a process that died in `put_in_place` has left this folder
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
             replaced.rename(final)

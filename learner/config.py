@@ -8,11 +8,11 @@ from enum import StrEnum
 from typing import Any
 
 RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
-"""Environment variable with the path of the rendezvous file, for ranks on a single host."""
+"""Environment variable with the path of a file over which the ranks of a single host find each other."""
 
 
 class Device(StrEnum):
-    """The learner's device. ``auto`` selects CUDA if torch finds it."""
+    """The kind of device that the learner computes on. ``auto`` selects CUDA if torch finds a GPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -28,7 +28,7 @@ class Dtype(StrEnum):
 
 
 class AttentionKernel(StrEnum):
-    """The attention kernel."""
+    """The implementation of attention; `LearnerConfig` describes ``auto``."""
 
     auto = "auto"
     flash_attn_4 = "flash_attn_4"
@@ -47,11 +47,11 @@ class GradientSync(StrEnum):
 
 
 SELECTIVE = "selective"
-"""Value of ``learner.activation_checkpointing``: recompute layers, except their attention."""
+"""Value of ``learner.activation_checkpointing`` that recomputes layers in the backward pass, except their attention."""
 
 WHOLE_GRADIENTS_SHARE = 0.15
-"""Largest share of a GPU's memory for unsharded gradients with ``gradient_sync=auto``. On 80 GB, this allows 3 billion
-parameters."""
+"""With ``gradient_sync=auto``, unsharded gradients may take at most this share of a GPU's memory. On 80 GB, this allows
+3 billion trained parameters."""
 
 
 def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int) -> bool:
@@ -75,7 +75,7 @@ class Resharding(StrEnum):
 
 
 class Schedule(StrEnum):
-    """The course of the learning rate after the warm-up."""
+    """How the learning rate changes after the warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -83,7 +83,7 @@ class Schedule(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How to aggregate token losses to the loss of the batch."""
+    """How the losses of tokens are combined into the loss of the batch."""
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
@@ -91,14 +91,14 @@ class Aggregation(StrEnum):
 
 
 class Anchor(StrEnum):
-    """The policy in the denominator of the clipped ratio."""
+    """The policy in the denominator of the ratio that a policy loss clips."""
 
     behavior = "behavior"
     proximal = "proximal"
 
 
 class Weight(StrEnum):
-    """The importance weight that multiplies each token's loss."""
+    """The importance weight that multiplies each token's loss: none, the token's own, or that of its trajectory."""
 
     none = "none"
     token = "token"
@@ -126,16 +126,16 @@ class KLEstimator(StrEnum):
 GROUP_ADVANTAGES = frozenset(
     {"grpo", "grpo_no_std", "dr_grpo", "rloo", "reinforce_plus_plus_baseline", "turn_grpo", "turn_grpo_no_std"}
 )
-"""Estimators that need at least two samples per prompt."""
+"""Names of the advantage estimators that need at least two samples per prompt."""
 
 TOKEN_ADVANTAGES = frozenset({"gae", "reinforce_plus_plus"})
-"""Estimators that discount the rewards of tokens."""
+"""Names of the advantage estimators that discount the rewards of tokens."""
 
 TURN_ADVANTAGES = frozenset({"turn_gae", "turn_grpo", "turn_grpo_no_std"})
-"""Estimators that discount the rewards of turns."""
+"""Names of the advantage estimators that discount the rewards of turns."""
 
 CRITIC_ADVANTAGES = frozenset({"gae", "turn_gae"})
-"""Estimators with a critic."""
+"""Names of the advantage estimators that need a critic."""
 
 WIDEST_GSPO_CLIP = 0.05
 """Widest accepted clip of GSPO's sequence ratio. The paper uses 3e-4 and 4e-4 (arXiv 2507.18071, section 5.1)."""
@@ -143,15 +143,16 @@ WIDEST_GSPO_CLIP = 0.05
 ANCHORED_LOSSES = frozenset({"ppo_clip", "gspo", "cispo"})
 
 WIDEST_BAND = (0.1, 10.0)
-"""Widest accepted bounds for the weight of a token or a trajectory. Usual upper bounds are 1.5 to 5 for a token and 2
-to 10 for a trajectory (verl's documentation)."""
+"""Widest accepted bounds for the importance weight of a token or a trajectory. Usual upper bounds are 1.5 to 5 for a
+token and 2 to 10 for a trajectory (verl's documentation)."""
 
 WIDEST_GEOMETRIC_BAND = (0.9, 1.1)
-"""Widest accepted bounds for a geometric mean. Usual upper bounds are 1.0001 to 1.001 (verl's documentation)."""
+"""Widest accepted bounds for the geometric mean of a trajectory's importance weights. Usual upper bounds are 1.0001 to
+1.001 (verl's documentation)."""
 
 WIDEST_K3 = 0.1
-"""Widest accepted bound for a mean divergence, in nats per token. Usual bounds are 0.001 to 0.1 (verl's documentation).
-"""
+"""Largest accepted bound ``k3_max`` for a trajectory's mean KL divergence, in nats per token. Usual bounds are 0.001 to
+0.1 (verl's documentation)."""
 
 _SPLIT = (
     "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
@@ -176,9 +177,9 @@ class AlgorithmConfig:
     """Options of the algorithm: advantages, loss, KL penalty and off-policy correction.
 
     Attributes:
-        groups_per_step: B, prompt groups consumed by one learner step.
-        samples_per_prompt: G, rollouts per prompt.
-        num_mini_batches: Optimizer updates per learner step, each on its share of the samples.
+        groups_per_step: B, the number of prompt groups that one learner step trains on.
+        samples_per_prompt: G, the number of rollouts per prompt.
+        num_mini_batches: Number of optimizer updates per learner step. Each update trains on a part of the samples.
         advantage: Advantage estimator: ``grpo``, ``grpo_no_std``, ``dr_grpo``, ``rloo``, ``leave_one_out_batch``,
             ``reinforce_plus_plus``, ``reinforce_plus_plus_baseline``, ``remax``, ``gae``, ``turn_gae``, ``turn_grpo``,
             ``turn_grpo_no_std``, or your own as ``file.py:function`` or ``module:function``.
@@ -192,22 +193,26 @@ class AlgorithmConfig:
         gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
         whiten_advantages: Standardize advantages over the batch: of ``gae`` over tokens, of ``turn_gae`` over turns
             with equal weight per trajectory.
-        clip_low: The loss clips the ratio at 1 - clip_low.
-        clip_high: The loss clips the ratio at 1 + clip_high.
+        clip_low: The loss clips the ratio of the policy to the ``anchor`` policy at 1 - clip_low.
+        clip_high: The loss clips the ratio of the policy to the ``anchor`` policy at 1 + clip_high.
         dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
-        aggregation: How to aggregate token losses to the loss of the batch.
-        sequence_norm_tokens: L of ``sequence_sum_norm``, usually the longest response.
+        aggregation: How to combine the losses of tokens into the loss of the batch.
+        sequence_norm_tokens: With ``aggregation=sequence_sum_norm``, the sum of a trajectory's token losses is divided
+            by this number of tokens, usually the length of the longest response.
         anchor: The policy in the denominator of the ratio. ``behavior`` is the policy that sampled the token.
             ``proximal`` is the policy before the step. With one update per step, ``proximal`` clips no token.
-        weight: Multiply a token's loss by proximal ÷ behavior of the token or of its trajectory.
+        weight: Multiply a token's loss by proximal ÷ behavior: the probability of the token, or of its trajectory,
+            under the policy before the step ÷ that under the policy that sampled it.
         weight_cap: Largest factor of ``weight``; 0 does not truncate.
-        masks: Rules on proximal ÷ behavior that leave tokens or trajectories out of the loss. A token must pass all
-            rules.
-        token_band: Bounds of ``masks=[token]``, for the weight of a token.
-        sequence_band: Bounds of ``masks=[sequence]``, for the product of a trajectory's weights.
-        geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of a trajectory's weights.
+        masks: Rules on the importance weights, proximal ÷ behavior of each token, that leave tokens or trajectories out
+            of the loss. A token must pass all rules.
+        token_band: Bounds of ``masks=[token]``, for the importance weight of a token.
+        sequence_band: Bounds of ``masks=[sequence]``, for the product of the importance weights in a trajectory.
+        geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of the importance weights in a
+            trajectory.
         k3_max: Bound of ``masks=[k3]``, for a trajectory's mean KL(behavior ‖ proximal) in nats per token.
-        options: Numbers and strings for your own loss or advantage (``config.options``). Example: ``{limit: 2.0}``.
+        options: Numbers and strings for your own loss or advantage, which reads them as ``config.options``. Example:
+            ``{limit: 2.0}``.
         entropy_coef: Weight of the entropy bonus.
         report_entropy: Report the entropy even without an entropy bonus. This takes one more pass over the logits.
         kl_coef: Weight of the KL penalty in the loss; 0 sets no penalty. The reference policy is the model at the start
@@ -216,7 +221,7 @@ class AlgorithmConfig:
         kl_reward_coef: Weight of the KL penalty in the token rewards; 0 sets no penalty.
         kl_reward_estimator: Estimator of the KL penalty in the rewards.
         kl_target: Target divergence, in nats per token, of an adaptive ``kl_reward_coef``; 0 keeps it fixed.
-        kl_horizon: Horizon of the adaptive coefficient, in trajectories.
+        kl_horizon: Number of trajectories per which the adaptive coefficient changes by at most about a fifth.
         mask_truncated: Leave samples that reach the length limit out of the loss (DAPO's overlong filtering).
         overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 sets no penalty.
         overlong_buffer_tokens: The penalty grows linearly over this many tokens before ``overlong_max_tokens``.
@@ -384,7 +389,7 @@ class AlgorithmConfig:
             "algorithm.anchor=proximal",
         )
         for name in ("token_band", "sequence_band"):
-            # With a weight, the lower bound may be 0, because tokens with a small weight have little effect.
+            # With ``algorithm.weight``, the lower bound may be 0: tokens with a small weight have little effect.
             low = 0.0 if self.weight is not Weight.none else WIDEST_BAND[0]
             self._check_band(name, (low, WIDEST_BAND[1]))
         self._check_band("geometric_band", WIDEST_GEOMETRIC_BAND)
@@ -405,7 +410,7 @@ class AlgorithmConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW and its schedule.
+    """Options of AdamW and of the learning rate's schedule.
 
     Attributes:
         lr: Peak learning rate.
@@ -413,9 +418,9 @@ class OptimizerConfig:
         eps: Added to the root of the second moment.
         weight_decay: Decoupled weight decay, on matrices only.
         schedule: Shape of the learning rate after the warm-up.
-        warmup_steps: Optimizer updates of linear warm-up.
-        min_lr_ratio: Final learning rate ÷ peak.
-        clip_grad_norm: Largest global gradient norm; 0 does not clip.
+        warmup_steps: Number of optimizer updates in which the learning rate grows linearly to its peak.
+        min_lr_ratio: Learning rate at the end of the run ÷ ``lr``; a constant schedule ignores it.
+        clip_grad_norm: Gradients with a larger global norm are scaled to this norm; 0 does not clip.
     """
 
     lr: float = 1e-6
@@ -436,7 +441,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Low-rank adapters of the policy. Supervised fine-tuning trains all weights.
+    """Options of the policy's low-rank adapters (LoRA). Supervised fine-tuning ignores them and trains all weights.
 
     Attributes:
         rank: Rank of the adapters; 0 trains all weights without adapters.
@@ -462,12 +467,15 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
-    """Options of a role that may differ from the actor's. null means the value of the same ``learner`` option.
+    """Options of the critic, reference or reward model (the role) that may differ from the actor's.
+
+    null means the value of the ``learner`` option with the same name.
 
     Attributes:
-        sp_size: Ulysses sequence-parallel ranks of this role; must divide the number of processes of its pool.
-        fsdp_size: Ranks that share one copy of this role's parameters; -1 means all. null means -1 if the role's pool
-            does not have ``learner.num_ranks`` processes.
+        sp_size: Number of ranks that share a sequence (Ulysses). It must divide the number of processes that run the
+            role.
+        fsdp_size: Number of ranks that share one copy of this role's parameters; -1 means all. null means -1 if the
+            number of processes that run the role is not ``learner.num_ranks``.
         dtype: Dtype of this role's parameters in the computation.
         attention: The attention kernel of this role.
         max_tokens_per_micro_batch: Token budget of a micro-batch of this role.
@@ -477,7 +485,8 @@ class RoleOptions:
         resharding: When FSDP frees this role's gathered parameters.
         offload_policy: Whether to keep this role's parameters, gradients and optimizer state on the host.
         param_offload: Whether to move this role's parameters to the host after each use.
-        offload_at_transition_only: Whether to move this role to the host when colocated engines take over.
+        offload_at_transition_only: Whether to move this role to the host when engines on the same GPUs start to
+            generate.
     """
 
     sp_size: int | None = None
@@ -513,7 +522,7 @@ class CriticConfig(RoleOptions):
         path: Initial model in Hugging Face layout: a token classifier with one label, or a causal language model. A
             causal language model gets a value head of zeros. Empty means the run's initial policy.
         warmup_steps: Number of first learner steps that train only the critic.
-        value_clip: Largest change of a value within a step; the loss clips it. 0 does not clip.
+        value_clip: The critic's loss clips the change of a value within a learner step at this number; 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
         activation_checkpointing: Recompute the critic's layers, see ``learner.activation_checkpointing``.
         gradient_sync: When the ranks sum the critic's gradients.
@@ -536,7 +545,7 @@ class CriticConfig(RoleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(RoleOptions):
-    """The reference policy of a KL penalty. With adapters, the actor with its adapters off is the reference.
+    """Options of the reference policy of a KL penalty. With LoRA, the actor with its adapters off is the reference.
 
     Attributes:
         frozen_dtype: Dtype in which the reference's parameters are stored.
@@ -552,7 +561,7 @@ class ReferenceConfig(RoleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class RewardModelConfig(RoleOptions):
-    """The reward model.
+    """Options of the reward model.
 
     Attributes:
         path: A sequence classifier with one label and the policy's tokenizer, in Hugging Face layout. It scores the
@@ -568,7 +577,7 @@ class RewardModelConfig(RoleOptions):
 
 
 ROLE_SECTIONS = {"critic": "critic", "ref": "reference", "rm": "reward_model"}
-"""Section of ``learner`` with the options of each role. The actor uses ``learner`` itself."""
+"""By name of a role: the section of ``learner`` with the role's options. The actor uses ``learner`` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -576,8 +585,8 @@ class LearnerConfig:
     """Options of the learner group.
 
     Attributes:
-        num_ranks: Processes of the group, each with one device.
-        sp_size: Ulysses sequence-parallel ranks; dp = num_ranks ÷ sp_size.
+        num_ranks: Number of processes (ranks) of the group, each with one device.
+        sp_size: Number of ranks that share each sequence (Ulysses). num_ranks ÷ sp_size is the data-parallel size.
         device: ``auto`` selects CUDA if there are enough GPUs for learner and engines, else the CPU.
         dtype: Dtype of parameters in the computation. Trained parameters are always stored in float32, and their
             gradients are reduced in float32.
@@ -598,8 +607,8 @@ class LearnerConfig:
             CUDA only.
         skip_selftest: Reason for skipping the self-test of loaded models, such as ``checked by hand``; empty runs the
             self-test.
-        fsdp_size: Ranks that share one copy of the parameters; -1 means all. Fewer ranks means HSDP with num_ranks ÷
-            fsdp_size copies, for example one per node.
+        fsdp_size: Number of ranks that share one copy of the parameters; -1 means all. Fewer ranks means HSDP with
+            num_ranks ÷ fsdp_size copies, for example one per node.
         gradient_sync: ``update`` sums gradients over the ranks once per optimizer update. Until then each rank holds
             unsharded gradients in float32. ``micro_batch`` reduce-scatters them after each micro-batch, which needs
             less memory. ``auto`` means ``micro_batch`` if unsharded gradients exceed 15% of the GPU's memory. HSDP
@@ -611,20 +620,20 @@ class LearnerConfig:
             then ignored with a warning.
         param_offload: Move the parameters to the host after each use.
         optimizer_offload: Move the optimizer state to the host after each update.
-        offload_at_transition_only: Move parameters and optimizer state to the host only when colocated engines take
-            over. Ignored with a warning if ``param_offload`` or ``optimizer_offload`` is set.
-        keep_snapshots: Published weight versions to keep, including the newest; -1 keeps all.
-        start_timeout_s: Deadline for building the models; a run adds one second per 100 MB of the models.
+        offload_at_transition_only: Move parameters and optimizer state to the host only when engines on the same GPUs
+            start to generate. Ignored with a warning if ``param_offload`` or ``optimizer_offload`` is set.
+        keep_snapshots: Number of published weight versions to keep, including the newest; -1 keeps all.
+        start_timeout_s: Seconds allowed for building the models; a run adds one second per 100 MB of the models.
         restarts: Largest number of restarts of the ranks after a rank died or hung. The ranks resume from the newest
             checkpoint. Without a checkpoint, or with 0, the run ends.
-        step_timeout_s: Deadline of a learner step and of a collective. The controller doubles it for the first step and
-            for calls that save, load or publish. Later steps get ten times the duration of the longest step so far, at
-            least 120 s and at most the doubled deadline.
-        optimizer: AdamW and its schedule.
-        lora: Adapters of the policy.
-        critic: The critic.
-        reference: The reference policy of a KL penalty.
-        reward_model: The reward model.
+        step_timeout_s: Deadline of a learner step and of a collective, in seconds. The controller doubles it for the
+            first step and for calls that save, load or publish. Later steps get ten times the duration of the longest
+            step so far, at least 120 s and at most the doubled deadline.
+        optimizer: Options of AdamW and its schedule.
+        lora: Options of the policy's adapters.
+        critic: Options of the critic.
+        reference: Options of the reference policy of a KL penalty.
+        reward_model: Options of the reward model.
     """
 
     num_ranks: int = 1

@@ -1,7 +1,7 @@
 """The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
 
-dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. A rank
-allocates and fills only its own shards.
+dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. Each
+rank allocates and fills only its own shards of the parameters.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A decoder layer with fewer parameters is sharded together with the root module. Collectives of its own would take
-longer than their overlap with computation saves."""
+"""A decoder layer with fewer parameters is sharded together with the root module. Separate collectives for such a layer
+would take longer than their overlap with computation saves."""
 
 
 def choose_device(device: Device) -> torch.device:
@@ -95,14 +95,14 @@ def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.d
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerMesh:
-    """This rank's position in the group.
+    """This rank's position in the learner's dp × sp mesh, with the process groups of the mesh.
 
     Attributes:
         device_mesh: Mesh with the axes ``dp`` and ``sp``.
         device: This rank's device.
         fsdp_size: Number of ranks that share one copy of the parameters: dp × sp, or fewer with HSDP.
         timeout: Deadline of each collective.
-        group: All ranks; None is the default group.
+        group: The process group of all ranks; None is torch's default group.
     """
 
     device_mesh: DeviceMesh
@@ -296,7 +296,7 @@ def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keeps tied parameters and FSDP's references
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keep the parameter objects, for ties and FSDP
     try:
         model.to_empty(device=home)
     finally:

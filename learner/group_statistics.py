@@ -1,4 +1,4 @@
-"""Means and deviations over groups of numbers, in float64. Equal numbers give exact zeros.
+"""Means and deviations over groups of numbers, in float64. Equal numbers differ from their mean by exactly 0.
 
 In shapes, N is the length of the input.
 """
@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 MIN_DEVIATION = 1e-4
-"""Lower bound of a standard deviation that is a divisor. Smaller deviations are noise. The GRPO paper (arXiv
-2402.03300, section 4.1.2) does not have a bound. Without a bound, noise of 1e-7 in equal rewards gives advantages of
-size 1. TRL adds 1e-4 to the deviation. verl adds 1e-6, and 1e-8 to the variance of whitened tokens."""
+"""Differences from a mean are divided by the standard deviation, but by no less than this number, because smaller
+deviations are noise. The GRPO paper (arXiv 2402.03300, section 4.1.2) does not have a bound. Without a bound, noise of
+1e-7 in equal rewards gives advantages of size 1. TRL adds 1e-4 to the deviation. verl adds 1e-6, and 1e-8 to the
+variance of whitened tokens."""
 
 _RELATIVE_DEVIATION = 2.0**-23
-"""Lower bound of the deviation relative to the largest value: the resolution of float32 rewards."""
+"""Lower bound of the standard deviation ÷ the group's largest absolute value: the resolution of float32 rewards."""
 
 
 def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:

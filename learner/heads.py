@@ -32,15 +32,15 @@ from .ulysses import (
 from .vision import VisionTower
 
 LINEAR = LogitShape()
-"""Logits without a scale or a cap."""
+"""The shape of logits that have neither a scale nor a soft cap."""
 
 
 WEIGHT_CHUNK_TOKENS = 4096
-"""Tokens per matrix product for the gradient of the output layer's weight, on a GPU."""
+"""Number of tokens per matrix product that computes the gradient of the output layer's weight, on a GPU."""
 
 
 class TrainableHead(Protocol):
-    """A head that supports training."""
+    """A head that can return the inputs of a training loss."""
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
         """Run the model on a micro-batch, and return the inputs of a loss, with entropies if ``entropy`` is set."""
@@ -50,14 +50,15 @@ class TrainableHead(Protocol):
 class PackedHead(nn.Module):
     """A Hugging Face model that runs on micro-batches, which are split over the sp ranks.
 
-    ``forward`` takes a micro-batch on the model's device and returns one or more [M] float32 tensors.
+    ``forward`` takes a micro-batch on the model's device. It returns a tuple of float32 tensors, each with one number
+    per token in the loss, or per sequence.
 
     Attributes:
-        pretrained: The model; it holds all parameters of this module.
+        pretrained: The Hugging Face model; it holds all parameters of this module.
         attention: The attention kernel; never ``auto``.
-        recurrent: The model's recurrent layers.
+        recurrent: The model's recurrent layers; most models have none.
         vision: The model's vision tower; None for a text model.
-        per_sequence: True if the head gives one number per sequence instead of one per token in the loss.
+        per_sequence: True if the head returns one number per sequence, False for one per token in the loss.
     """
 
     per_sequence = False
@@ -140,8 +141,8 @@ class LogProbHead(PackedHead):
 class ValueHead(PackedHead):
     """Computes the critic's value before each token in the loss.
 
-    It skips a dropout before the classifier's linear layer, because values and returns must come from the same
-    function.
+    It does not apply the classifier's dropout. Otherwise the values in training would differ from those from which the
+    returns were computed.
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -206,7 +207,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss, so each rank needs only the gradient of its own tokens, not a sum over ranks.
+    # All sp ranks compute the same loss, so a rank needs only its own gradient of its own tokens, not a sum over ranks.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -243,7 +244,7 @@ def chunked_log_probs(
     Returns:
         Log-probs [M] float32, each <= 0, and entropies [M] float32 in nats, or None.
     """
-    if shape.soft_cap is None:  # without a cap, a scale acts like a temperature
+    if shape.soft_cap is None:  # without a cap, scaling the logits is the same as dividing the temperature
         shape, temperature = LINEAR, temperature / shape.scale
     options = (temperature, shape, chunk_tokens, entropy)
     log_probs, entropies = _ChunkedLogProbs.apply(hidden, weight, bias, targets, *options)  # type: ignore[misc]
@@ -303,7 +304,8 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # One product covers several chunks, because each product reads and writes the gradient of the whole weight.
+        # One matrix product covers several chunks, because each product reads and writes the gradient of the whole
+        # weight.
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):

@@ -1,6 +1,7 @@
 """Low-rank adapters on the policy (LoRA, arXiv 2106.09685) with peft. Only adapters are trained.
 
-The Hugging Face model keeps its class. Merged weights are separate tensors.
+Adapters are added to the Hugging Face model in place; the model keeps its class. Merging makes new tensors and does not
+change the model.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
     chosen = _target_layers(model, list(config.target_modules))
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
-    # With a `config` attribute, peft would rename layers of a mixture of experts. This container does not have one.
+    # peft would rename the expert layers of a module with a `config` attribute. This container does not have one.
     container = nn.ModuleDict({"model": model})
     inject_adapter_in_model(peft, container, adapter_name=_ADAPTER)
     cast("Any", model).peft_config = container.peft_config
@@ -76,7 +77,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy must have adapters to switch off, got none; set learner.lora.rank")
-    # peft's own switch changes `requires_grad`, which FSDP reads only once. A scale of 0 has the same effect.
+    # peft's function to disable adapters changes `requires_grad`, which FSDP reads only once. So set the scales to 0.
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
         layer.scaling[_ADAPTER] = 0.0

@@ -1,8 +1,9 @@
-"""Policy losses, off-policy corrections, KL estimators, and the objectives of the roles.
+"""Policy losses, off-policy corrections, KL estimators, and the training objectives of actor and critic.
 
 The loss of a batch is the sum of its token losses, weighted by `token_weights`. This sum does not depend on the
-division into micro-batches and ranks. The importance weight of a token is w = proximal ÷ behavior, without gradient. In
-shapes, M is the number of tokens in the loss of a micro-batch.
+division into micro-batches and ranks. The importance weight w of a token is its probability under the proximal policy
+(before the learner step) ÷ that under the behavior policy (which sampled the token), without gradient. In shapes, M is
+the number of tokens in the loss of a micro-batch.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from asyncrl.core.registry import Registry
 from .config import Aggregation, AlgorithmConfig, Anchor, KLEstimator, Mask, Weight
 
 MAX_LOG_WEIGHT = 20.0
-"""Bound of the logarithms of ratios and weights, so that values and gradients stay finite."""
+"""The logarithms of ratios and weights are clamped to ± this number, so that values and gradients stay finite."""
 
 MAX_LOW_VARIANCE = 10.0
 """Largest absolute value of the ``low_variance`` estimator."""
@@ -33,11 +34,12 @@ _OF_SEQUENCES = (Mask.sequence, Mask.geometric, Mask.k3)
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
-    """The inputs of an objective for a micro-batch.
+    """What a training objective gets for a micro-batch. Subclasses add the outputs of the model.
 
     Attributes:
         trajectory_index: [M] int64, index of each token's trajectory within the micro-batch.
-        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all branches.
+        trajectory_lengths: [number of trajectories] int64, number of tokens in the loss of each trajectory, over all
+            its branches (paths through the turns).
         columns: [M] float32 by name: ``behavior_logprobs`` and ``advantages`` in RL, ``reference_logprobs`` with a KL
             penalty, ``values`` and ``returns`` with a critic. Your own loss also gets ``token_ids``, ``logprobs``,
             ``versions``, and columns that your engine or environment adds. These additional columns are [M, …] float32,
@@ -54,9 +56,11 @@ class LossInputs(TokenInputs):
     """The inputs of a policy loss for a micro-batch.
 
     Attributes:
-        log_probs: [M] float32, with gradient.
-        entropy: [M] float32, with gradient; None if ``entropy_coef`` is 0 and ``report_entropy`` is off.
-        is_proximal: Whether ``log_probs`` replace missing ``proximal_logprobs``, as in the first update of a step.
+        log_probs: [M] float32, the tokens' log-probs under the trained policy, with gradient.
+        entropy: [M] float32, the policy's entropy at each token, with gradient; None if ``entropy_coef`` is 0 and
+            ``report_entropy`` is off.
+        is_proximal: Whether ``log_probs`` replace a missing column ``proximal_logprobs``, as in the first update of a
+            step.
     """
 
     log_probs: Tensor
@@ -86,7 +90,7 @@ class ValueInputs(TokenInputs):
     """The inputs of the critic's loss for a micro-batch.
 
     Attributes:
-        values: [M] float32, with gradient.
+        values: [M] float32, the critic's values before the tokens, with gradient.
     """
 
     values: Tensor
@@ -97,8 +101,8 @@ class LossTerms:
     """The result of a loss.
 
     Attributes:
-        per_token: [M] float32, with gradient.
-        metrics: [M] float32 by name, without gradient. The learner reports means over the batch's tokens.
+        per_token: [M] float32, the loss of each token, with gradient.
+        metrics: [M] float32 by name, without gradient. The learner reports the mean of each over the batch's tokens.
     """
 
     per_token: Tensor
@@ -106,7 +110,7 @@ class LossTerms:
 
 
 PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
-"""A function from the inputs of a micro-batch and the options to the loss of each token."""
+"""A function from the inputs of a micro-batch and the algorithm's options to the loss of each token."""
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
@@ -383,13 +387,13 @@ class Objective:
 
     Attributes:
         loss: Maps the inputs from the role's head to the loss of each token of a micro-batch.
-        aggregation: How to aggregate token losses to the loss of the batch.
+        aggregation: How to combine the losses of tokens into the loss of the batch.
         sequence_norm_tokens: L of ``aggregation=sequence_sum_norm``.
         needs_entropy: Whether the loss or its metrics read the entropy.
-        needs_proximal: Whether the updates after the first one read ``proximal_logprobs``. The step then computes them
-            before the first update.
+        needs_proximal: Whether the updates after the first one read ``proximal_logprobs``. The learner step then
+            computes this column before the first update.
         needs_trajectories: Whether the loss of a token reads other tokens of its trajectory, on all branches.
-        summarize: Converts a step's mean metrics to the reported metrics.
+        summarize: Converts the mean metrics of a learner step to the metrics that the learner reports.
     """
 
     loss: Callable[[Any], LossTerms]
@@ -409,8 +413,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # In a step's first update, the policy still is the policy before the step. Its own log-probs may thus replace
-        # ``proximal_logprobs``, if only first updates can lack them.
+        # In a step's first update, the policy is still the proximal policy, so its log-probs may replace the column
+        # ``proximal_logprobs``. If there are later updates, these must have the column.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -477,7 +481,7 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
     kept = {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
     if (share := kept.pop(_FRESH, 0.0)) > 0:
         return kept | {"engine_gap": kept["engine_gap"] / share}
-    kept.pop("engine_gap", None)  # no token of lag 0
+    kept.pop("engine_gap", None)  # no token was sampled by the current version
     return kept
 
 

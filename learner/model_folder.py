@@ -1,6 +1,6 @@
-"""Writes a model as a folder in Hugging Face layout, with all ranks together.
+"""Writes a sharded model as a folder in Hugging Face layout.
 
-Each rank sends its shards to rank 0, which writes them to the file. No rank holds the whole model in memory.
+Each rank sends its shards to rank 0, which writes them to one file. No rank holds the whole model in memory.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A rank's shards of a Hugging Face model, in the form that `asyncrl.weights` publishes and saves."""
+"""A rank's shards of a Hugging Face model, with the methods that `asyncrl.weights` needs to publish and save it."""
 
 from __future__ import annotations
 
@@ -60,10 +60,10 @@ class PretrainedShards:
     """Implements `asyncrl.weights.layout.ModelShards` for a Hugging Face model, sharded or whole.
 
     Args:
-        model: The model.
-        dtype: Dtype of written parameters.
-        rank: This rank, of ``num_ranks``.
-        group: A gloo group of all ranks; None for a single rank.
+        model: The Hugging Face model.
+        dtype: Dtype in which parameters are written.
+        rank: Index of this rank among the ``num_ranks`` ranks.
+        group: A gloo process group of all ranks; None for a single rank.
     """
 
     def __init__(

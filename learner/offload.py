@@ -26,15 +26,15 @@ from .trainer import ModelOptimizer
 log = logging.getLogger(__name__)
 
 _FREED_WITHIN_S = 30.0
-"""Longest wait for the memory of a dead engine on the same device."""
+"""Longest wait, in seconds, until the GPU memory of a killed engine on the same device is free."""
 _RETRY_S = 0.2
 _ALIGNMENT = 512
 
 
 class MovableTensors:
-    """Tensors that can be offloaded and loaded in place. Each offload calls ``tensors`` to list them.
+    """Tensors that can be moved to the host and back in place. Each move to the host calls ``tensors`` to list them.
 
-    A failed move changes nothing.
+    If a move fails, the tensors stay where they were.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -100,7 +100,7 @@ class MovableTensors:
             self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
             self._slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
-                # This locks the memory. With pin_memory=True, torch would round the size up to a power of two.
+                # Lock the memory's pages. With pin_memory=True, torch would round the size up to a power of two.
                 torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
         return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
@@ -113,12 +113,13 @@ class OffloadPolicy:
     """Decides when the model and the optimizer state are on the device.
 
     ``param_offload`` and ``optimizer_offload`` move the model and the optimizer state to the host after each use.
-    ``offload_at_transition_only`` moves both when the pool switches to rollout. The first two options override it with
-    a warning. After each use, even a failed one, every layer holds only its shards.
+    ``offload_at_transition_only`` moves both when engines on the same GPUs start to generate. The first two options
+    override the third with a warning. After each use, even if it failed, FSDP's gathered parameters are freed.
 
     Attributes:
-        metrics: Bytes on the device before and after the last switch to each mode: ``rollout_device_bytes_before``,
-            ``rollout_device_bytes_after``, ``trainer_device_bytes_before`` and ``trainer_device_bytes_after``.
+        metrics: Device memory in bytes before and after the last switch to generation, as
+            ``rollout_device_bytes_before`` and ``rollout_device_bytes_after``, and to training, as
+            ``trainer_device_bytes_before`` and ``trainer_device_bytes_after``.
     """
 
     def __init__(self, config: LearnerConfig, model: nn.Module, optimizer: ModelOptimizer | None) -> None:

@@ -35,12 +35,12 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One rank's share of a batch, with counts over all ranks.
+    """One rank's part of a batch as micro-batches, with counts over all ranks.
 
     Attributes:
         micro_batches: This rank's micro-batches; all ranks have the same number.
-        num_tokens: Tokens in the loss, over all ranks.
-        num_trajectories: Trajectories with at least one token in the loss, over all ranks.
+        num_tokens: Number of tokens in the loss, over all ranks.
+        num_trajectories: Number of trajectories with at least one token in the loss, over all ranks.
     """
 
     micro_batches: list[MicroBatch]
@@ -69,12 +69,12 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings to build a model on an existing mesh, such as a full-size model without a GPU.
+    """Settings to build a model with a given mesh and attention kernel, such as a full-size model without a GPU.
 
     Attributes:
-        mesh: This rank's position in an existing group.
-        attention: The attention kernel; it is not tested.
-        reads_weights: If False, the parameters have no values, and the self-test is skipped.
+        mesh: This rank's position in an existing process group.
+        attention: The attention kernel to use. It is not tested.
+        reads_weights: If False, the parameters do not get values, and the self-test is skipped.
     """
 
     mesh: LearnerMesh
@@ -83,20 +83,21 @@ class ModelSetup:
 
 
 class PackedModel:
-    """Loads a role's model, shards it over the group and runs it on micro-batches.
+    """Loads the model of a role (such as the critic), shards it over the ranks, and runs it on micro-batches.
 
     Args:
         config: The learner group's options.
         role: Defines which model to load and what to compute.
         model_path: Directory in Hugging Face layout.
         temperature: Softmax temperature of log-probs, > 0; in RL the sampling temperature.
-        setup: Mesh and kernel to use. None joins the group of the environment and selects a kernel.
+        setup: Mesh and attention kernel to use. None joins the learner's process group (`open_mesh`) and selects a
+            kernel.
 
     Attributes:
         head: The sharded module, which contains the Hugging Face model.
-        mesh: This rank's position in the group.
+        mesh: This rank's position in the process group.
         types: Dtypes of the parameters, for computation and for storage.
-        selftest: The result of the self-test of the loaded model; None if skipped.
+        selftest: The result of the self-test of the loaded model; None if it was skipped.
 
     Raises:
         ValueError: the learner would compute this model incorrectly.

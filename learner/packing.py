@@ -23,7 +23,9 @@ REFUSED = 2**31 - 1
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Sequences of one forward-backward, longest first. Shapes use N packed tokens and M tokens in the loss.
+    """The sequences of one forward and backward pass, longest first.
+
+    In shapes, N is the number of packed tokens, and M the number of tokens in the loss.
 
     Attributes:
         input_ids: [N] int64.
@@ -37,8 +39,9 @@ class MicroBatch:
         grids: [images, 3] int64, the patches of each image in time, height and width; None without images.
         predict_index: [M] int64 on the host, packed position of the token before each token in the loss.
         targets: [M] int64, the tokens in the loss.
-        trajectory_index: [M] int64, trajectory (within this micro-batch) of each token in the loss.
-        trajectory_lengths: [number of trajectories] int64, tokens in the loss of each trajectory, on all branches.
+        trajectory_index: [M] int64, index of each loss token's trajectory within this micro-batch.
+        trajectory_lengths: [number of trajectories] int64, number of tokens in the loss of each trajectory, over all
+            its branches (paths through the turns).
         columns: [M, …] float32 by name, the sequences' columns at the tokens in the loss; 0 if a sequence does not have
             the column.
         source: Index of each sequence in the list passed to `Packer.pack`.
@@ -121,11 +124,11 @@ class Packer:
         max_tokens: Token budget: the largest number of packed tokens per micro-batch.
         whole: Pack all tokens. If False, pack only the tokens before a sequence's last token in the loss, at least one.
             No prediction in the loss needs the rest.
-        together: Several sequences share a micro-batch. If False, each sequence gets its own micro-batch, for models
-            that cannot separate packed sequences.
-        share_prompts: Sequences of a micro-batch share the tokens of a common prompt. The budget counts these tokens
-            once.
-        keep_branches: Refuse a trajectory if its branches do not fit into one micro-batch.
+        together: Whether several sequences may share a micro-batch. If False, each sequence gets its own micro-batch,
+            for models that cannot separate packed sequences.
+        share_prompts: Whether sequences of a micro-batch share the tokens of a common prompt. The budget counts these
+            tokens once.
+        keep_branches: Raise an error if the branches of a trajectory do not fit into one micro-batch.
         budget: Name of the option that sets ``max_tokens``, for error messages.
     """
 

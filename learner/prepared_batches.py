@@ -1,10 +1,10 @@
 """Prepares the batch of the next learner step while a rank computes the current step.
 
-A thread fetches the batch's groups from the buffer, and packs their sequences. Each process has one `BatchPreparer`
-with one thread, for all its roles. The controller announces a batch when it queues the step. The thread prepares the
-batch after a step has taken the batch before it, so a process holds the batches of at most two steps. A step waits
-until the thread has prepared its batch. The deadlines of the buffer's client and of the process groups bound the waits
-of the thread.
+A thread fetches the batch's prompt groups from the replay buffer, and packs their sequences. Each process has one
+`BatchPreparer` with one thread, for all its roles (such as actor and critic). The controller announces a batch when it
+queues the learner step. The thread prepares a batch when a step has taken the previous batch, so a process holds the
+batches of at most two steps. A step waits until the thread has prepared the step's batch. The thread itself waits at
+most for the deadlines of the buffer's client and of the process groups.
 
 The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
 the same batches in the same order.
@@ -43,14 +43,14 @@ class PreparedBatch:
     """One rank's share of a learner step, ready for a role to compute.
 
     Attributes:
-        groups: The groups of the batch by id.
+        groups: The prompt groups of the batch that were found, by id.
         lost: Ids of the step's groups that this process did not find in the buffer.
         most_lost: The largest number of lost groups on one rank. If it is not 0, ``sequences``, ``scored`` and ``step``
             are empty.
-        sequences: The sequences of the batch, without columns that a role computes.
+        sequences: The sequences of the batch, without the columns that roles compute, such as ``values``.
         scored: The sequences packed for `PackedModel.scores`; None if the role scores nothing for other roles.
         step: The sequences packed for a learner step; None for a frozen role.
-        seconds: Time to prepare the batch.
+        seconds: Time to prepare the batch, in seconds.
     """
 
     groups: dict[int, TrajectoryGroup]
@@ -64,11 +64,11 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The groups of a step that a process has fetched for its roles. Only the preparer's thread uses it.
+    """The prompt groups of a step that a process has fetched for its roles. Only the preparer's thread uses it.
 
     Attributes:
-        found: The groups by id.
-        lost: Ids that a fetch did not find.
+        found: The fetched groups by id.
+        lost: Ids of the groups that the buffer did not have.
     """
 
     found: dict[int, TrajectoryGroup] = field(default_factory=dict)
@@ -116,7 +116,7 @@ def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGr
 
 
 Prepare = Callable[[StepGroups], PreparedBatch]
-"""A function that fetches the missing groups of a role's batch, and packs the batch."""
+"""A function that fetches the groups of a role's batch that the process does not have yet, and packs the batch."""
 _Key = tuple[int, str, tuple[tuple[int, tuple[int, ...], int], ...]]
 
 

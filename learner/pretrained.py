@@ -1,7 +1,7 @@
 """Builds Hugging Face models with the packed attention: a causal language model, or a classifier with one label.
 
-The critic is a token classifier, and the reward model is a sequence classifier. Both use transformers' generic head on
-the family's backbone.
+The critic is a token classifier, and the reward model is a sequence classifier. Both consist of the model family's
+backbone and transformers' generic classifier head.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax"})
 """Model types that multiply logits by ``logits_scaling``. All others divide by it."""
 
 _ADDS_TOKENS = frozenset({"cpmant"})
-"""Model types with a forward pass that adds tokens before a sequence. The learner runs only the backbone, which does
-not add them."""
+"""Model types with a forward pass that adds tokens before a sequence. They are refused, because the learner runs only
+the backbone, which does not add these tokens."""
 
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 """Names of module attributes in transformers that hold dropout rates or noise levels."""
@@ -93,7 +93,7 @@ class LogitShape:
     """Computes logits from z, the product of hidden state and embedding: c · tanh(scale · z ÷ c).
 
     Attributes:
-        scale: Factor on z; Granite divides by ``logits_scaling``, Cohere multiplies by ``logit_scale``.
+        scale: Factor on z: 1 ÷ ``logits_scaling`` for Granite, ``logit_scale`` for Cohere.
         soft_cap: c, such as 30 in Gemma 2 (arXiv 2408.00118, section 2). None means that the logits are scale · z.
     """
 

@@ -45,12 +45,12 @@ class _Region:
 class RecurrentLayers:
     """Patches the recurrent layers of a Hugging Face model in place, so that they run on packed sequences.
 
-    Create it before the model is sharded.
+    Create this object before the model is sharded.
 
     Attributes:
-        layers: The layers, in order; empty for most models.
-        takes_boundaries: Whether their kernels get ``cu_seq_lens_q`` and ``seq_idx``. If False, the layers run on
-            padded sequences.
+        layers: The model's recurrent layers, in order; empty for most models.
+        takes_boundaries: Whether the layers' kernels get the sequence boundaries, as ``cu_seq_lens_q`` and ``seq_idx``.
+            If False, the layers run on padded sequences.
     """
 
     def __init__(self, model: nn.Module) -> None:

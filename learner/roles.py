@@ -1,6 +1,7 @@
-"""The learner's roles: actor, critic, reference and reward model, each with its model, column and objective.
+"""The learner's roles: actor, critic, reference and reward model.
 
-To add a role, add an entry to `ROLES`. This module does not import torch.
+A role defines a model, what the model computes for other roles, and how it is trained. To add a role, add an entry to
+`ROLES`. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -25,21 +26,22 @@ if TYPE_CHECKING:
     from .losses import Objective
 
 Scores = Mapping[SampleKey, np.ndarray]
-"""Scores by trajectory: [tokens in the loss] float32, one branch after the other."""
+"""What a model computes for each token in the loss, by trajectory: [tokens in the loss] float32, one branch (path
+through the turns) after the other."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Role:
-    """A role of the learner.
+    """A role of the learner: which model to load, what the model computes, and how it is trained.
 
     Attributes:
-        name: Example: ``critic``.
-        load: Loads the model, as `learner.pretrained.load_causal_lm` does.
-        head: Wraps the model. Its arguments are the model, the options and the sampling temperature.
-        column: The column that the role computes for other roles. Example: ``values``.
-        objective: The training objective; None for a frozen role.
-        optimizer: AdamW and schedule; None for a frozen role.
-        reads: Columns that a step of the role needs.
+        name: Name of the role. Example: ``critic``.
+        load: Builds the model from its path and dtype, like `learner.pretrained.load_causal_lm`.
+        head: Wraps the model. The arguments are the model, the options and the sampling temperature.
+        column: Name of the token column that the role computes for other roles. Example: ``values``.
+        objective: Makes the training objective from the options; None for a frozen role.
+        optimizer: Selects the options of AdamW and its schedule; None for a frozen role.
+        reads: Names of the computed columns that a learner step of the role needs.
         measured_steps: Number of first learner steps that only measure the role and do not train it.
         adapters: Whether the role gets the adapters of ``learner.lora``.
     """
@@ -147,12 +149,13 @@ def scored_by(column: str, config: LearnerConfig) -> Role:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteScores:
-    """The pending scores of a role for a batch.
+    """The scores that the ranks of a role are computing for a batch.
 
     Attributes:
-        role: The role that computes the scores. Example: ``critic``.
+        role: Name of the role that computes the scores. Example: ``critic``.
         batches: The role's batches, one per data-parallel rank.
-        results: References to the scores, one per rank. Only the first rank of each sp group returns scores.
+        results: References to the results of the ranks' calls, one per rank. Only the first rank of each
+            sequence-parallel (sp) group returns scores.
     """
 
     role: str

@@ -1,4 +1,4 @@
-"""The length up to which a model's rotary embeddings do not depend on other sequences of the batch."""
+"""Finds the sequence length up to which a model's rotary embeddings do not depend on other sequences of the batch."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
 """Rope types that change the frequencies of all tokens when the largest position exceeds the original length.
-transformers takes the largest position of the call (``dynamic_rope_update``), and SGLang the largest of the batch. The
-log-probs of a longer sequence therefore depend on the other sequences."""
+transformers uses the largest position of a call (``dynamic_rope_update``), and SGLang the largest of a batch. The
+log-probs of a sequence that is longer than the original length therefore depend on the other sequences."""
 
 
 def rope_limit(settings: Mapping[str, Any]) -> int | None:

@@ -1,7 +1,7 @@
 """Self-test of a loaded model: compares packed random sequences with Hugging Face's forward of single sequences.
 
-The test runs before training, with the mesh, dtype and attention of the run. All ranks decide by the largest difference
-over the ranks, so that they enter the same collectives.
+The test runs before training, with the mesh, dtype and attention kernel of the run. Each decision depends on the
+largest difference over all ranks, so that all ranks decide the same and enter the same collectives.
 """
 
 from __future__ import annotations
@@ -45,18 +45,19 @@ from .ulysses import UlyssesShardingManager, gather_sequence
 log = logging.getLogger(__name__)
 
 LENGTHS = (23, 11, 11, 7, 3, 2)
-"""Lengths of the sequences. Equal lengths share a padded batch."""
+"""Lengths of the test's sequences, in tokens. Sequences of equal length share a padded batch."""
 
 THRESHOLDS = ("sliding_window", "attention_chunk_size")
-"""Options that limit attention to a number of tokens. The test sets them to `LOWERED`, below its longest sequences."""
+"""Options of models that limit attention to a number of tokens. If the limit is not below the longest test sequence,
+the test sets it to `LOWERED`."""
 
 LOWERED = 5
 
 SHARED_TOKENS = 6
 
 FIRST_TOKENS = 4
-"""The test also compares the mean over this many first tokens of each sequence. A convolution that ignores sequence
-boundaries changes only these."""
+"""The test also compares the mean difference over this many first tokens of each sequence. A convolution that ignores
+sequence boundaries changes only these tokens."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
 """Largest accepted relative difference of hidden states between kernels, by the dtype of the run."""
@@ -72,8 +73,8 @@ class SelfTestResult:
     Attributes:
         packs: Whether sequences may share a micro-batch.
         shares: Whether sequences of a micro-batch may share the tokens of their common prompt.
-        difference: Relative difference of hidden states from Hugging Face's forward.
-        seconds: Wall time.
+        difference: Mean relative difference of the last hidden states from Hugging Face's forward.
+        seconds: Wall time of the test.
     """
 
     packs: bool
@@ -83,10 +84,10 @@ class SelfTestResult:
 
 
 class SelfTest:
-    """Compares the packed forward of a sharded model with Hugging Face's forward.
+    """Compares the forward pass of a sharded model on packed sequences with Hugging Face's forward.
 
-    ``sharding`` splits sequences over the sp ranks. ``dtype`` is the dtype of the computation. ``name`` is the model's
-    path.
+    ``sharding`` splits sequences over the sequence-parallel ranks. ``dtype`` is the dtype of the computation. ``name``
+    is the model's path.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class SelfTest:
         embeddings = cast("nn.Embedding", head.pretrained.get_input_embeddings())
         rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
         self._logit_difference = 0.0
-        # Low ids are often special, such as padding, which some models treat differently.
+        # Draw token ids from the upper half: low ids are often special tokens, which some models treat differently.
         limit = rope_limit(head.pretrained.config.get_text_config().to_dict()) or max(LENGTHS)
         self._lengths = tuple(min(length, limit) for length in LENGTHS)
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in self._lengths]
@@ -157,7 +158,7 @@ class SelfTest:
             self._head.train(training)
             for unit in self._head.modules():
                 if isinstance(unit, FSDPModule):
-                    unit.reshard()  # a forward pass leaves the root unsharded, but the optimizer needs shards
+                    unit.reshard()  # a forward pass leaves the root module unsharded, but the optimizer needs shards
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
@@ -243,7 +244,7 @@ class SelfTest:
 
         return run
 
-    # Each method below runs the model in another way. It returns hidden states [N, h] float32, sequence by sequence.
+    # Each method below runs the model in another way. The result is hidden states [N, h] float32, sequence by sequence.
 
     def _plain(self) -> Tensor:
         return torch.cat(
@@ -489,7 +490,7 @@ def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def _eager(pretrained: PreTrainedModel) -> Iterator[None]:
-    # set_attn_implementation does not change models with attention outside the registry.
+    # transformers' `set_attn_implementation` does not change models whose attention is not in the registry.
     configs = {
         id(module.config): module.config for module in pretrained.modules() if isinstance(module, PreTrainedModel)
     }

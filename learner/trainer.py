@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # takes a second; without this line, the first optimizer step would import it
+import torch._dynamo  # this import takes a second; without it here, the first optimizer step would do it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -54,7 +54,7 @@ def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> f
 class ModelOptimizer:
     """AdamW on the parameters of a plain or sharded model that require a gradient. Weight decay is on matrices only.
 
-    ``total_updates`` is the number of optimizer updates of the run, for the schedule.
+    ``total_updates`` is the number of optimizer updates of the run, for the learning rate's schedule.
     """
 
     def __init__(self, model: nn.Module, config: OptimizerConfig, *, total_updates: int) -> None:
@@ -143,10 +143,10 @@ class Trainer(PackedModel):
     """A `PackedModel` with an optimizer.
 
     Args:
-        config, model_path, temperature, setup: As for `PackedModel`.
-        role: The role to train.
-        total_updates: Optimizer updates of the run, for the schedule.
-        seed: Seeds the adapters and their dropout.
+        config, model_path, temperature, setup: The arguments of `PackedModel` with these names.
+        role: The role to train, such as actor or critic.
+        total_updates: Number of optimizer updates of the run, for the learning rate's schedule.
+        seed: Seed for the adapters' first values and their dropout.
 
     Raises:
         ValueError: the role is frozen.
@@ -222,7 +222,7 @@ class Trainer(PackedModel):
                         (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:
-            drop_gradients(self.head)  # a partial gradient must not reach the next update
+            drop_gradients(self.head)  # the next update must not use the gradient of a part of this batch
             raise
         return rows
 
@@ -260,11 +260,12 @@ class Trainer(PackedModel):
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStep:
-    """The micro-batches of a learner step, without columns.
+    """The micro-batches of a learner step, without columns such as advantages.
 
     Attributes:
-        scored: The sequences that need a separate forward pass for their proximal log-probs, or None.
-        updates: The sequences of each mini-batch. A step that is only measured has one entry with all sequences.
+        scored: The packed sequences that need a forward pass for their proximal log-probs (under the policy before the
+            step); None if no sequences need it.
+        updates: The packed sequences of each mini-batch. A step that is only measured has one entry with all sequences.
     """
 
     scored: PackedBatch | None
@@ -279,15 +280,16 @@ class PackedStep:
 class LearnerStep:
     """One learner step: one optimizer update per mini-batch.
 
-    If the objective needs proximal log-probs, a forward pass before the first update computes them. If the trainer
-    `trains_as_it_scores`, this pass omits the first mini-batch. The first update then uses its own log-probs.
+    If the objective needs proximal log-probs (under the policy before the step), a forward pass before the first update
+    computes them. If ``Trainer.trains_as_it_scores`` is True, this pass omits the first mini-batch, because the first
+    update computes the same log-probs.
     """
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
         self._trainer = trainer
         self._objective = objective
         self._num_mini_batches = num_mini_batches
-        num_own = int(trainer.trains_as_it_scores)  # 1 if the first mini-batch uses its own log-probs
+        num_own = int(trainer.trains_as_it_scores)  # 1 if the first update uses the log-probs that it computes itself
         self._first_scored = num_own if objective.needs_proximal else num_mini_batches
 
     def pack(

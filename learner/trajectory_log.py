@@ -1,7 +1,8 @@
-"""A log of the consumed trajectories: one parquet file per learner step and rank, one row per branch.
+"""A log of the trajectories that learner steps train on: one parquet file per step and data-parallel rank.
 
-With ``record_trajectories``, a run logs all trajectories that it trains on. With `TokenLogOptions`, the run also logs a
-few sequences with the learner's log-probs next to the engine's.
+A file has one row per branch (path through the turns of a trajectory). With ``record_trajectories``, a run logs all
+trajectories that it trains on. With `TokenLogOptions`, the run also logs a few sequences with the learner's log-probs
+next to the engine's.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ class TokenLogOptions:
 
     Attributes:
         directory: Folder of the files.
-        every_steps: Learner steps between two files.
-        num_sequences: Sequences per file. Each sequence costs a forward pass.
+        every_steps: Number of learner steps from one file to the next.
+        num_sequences: Largest number of sequences per file. Each sequence costs a forward pass.
     """
 
     directory: str
@@ -57,7 +58,7 @@ class TokenLogOptions:
 
 
 class TrajectoryLog:
-    """Writes consumed trajectories. Example of a file: ``step_00000012_rank0.parquet`` for version 12 and rank 0."""
+    """Writes the trajectories that a step trains on. Example of a file name: ``step_00000012_rank0.parquet``."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)

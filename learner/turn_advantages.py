@@ -1,12 +1,12 @@
 """Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
 
 A turn may have several next turns if the history was branched. The estimators then average over the next turns, because
-each is a sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path. Turns
-of a prompt, a tool or an environment do not have an advantage.
+each is a sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path from
+the prompt. Turns of a prompt, a tool or an environment were not sampled, and do not have an advantage.
 
 The reward of a sampled turn includes the rewards of the unsampled turns up to the next sampled turn. The KL penalty of
-the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome. In shapes, K is the
-number of turns of the whole batch.
+the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome, which is its reward
+minus the rewards of its turns. In shapes, K is the number of sampled turns of the whole batch.
 """
 
 from __future__ import annotations
@@ -24,22 +24,25 @@ from .group_statistics import centered, group_deviations, group_sums, members
 from .types import SampleKey, TokenSequence
 
 TurnRows = tuple[Tensor, Tensor]
-"""Turns as rows of two tensors. [K, 4] int64: group id, index of the trajectory in the group, turn, previous turn.
-[K, 3] float64: reward, critic's value, number of tokens in the loss."""
+"""Sampled turns as rows of two tensors. Columns of [K, 4] int64: group id, index of the trajectory in the group, index
+of the turn in the group, index of the previous turn (-1 for the first). Columns of [K, 3] float64: reward, critic's
+value, number of tokens in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TurnRewards:
-    """The turns of a whole batch, the input of a turn estimator. The turns of a trajectory are adjacent and in order.
+    """The sampled turns of a whole batch, the input of a turn estimator.
+
+    The turns of a trajectory are adjacent and in order.
 
     Attributes:
-        rewards: [K] float64, reward of each turn; the outcome is in the last turn of each path.
+        rewards: [K] float64, reward of each turn. The last turn of each path includes the trajectory's outcome.
         values: [K] float64, the critic's value before the turn's first token; zeros without a critic, NaN for a turn
             without a token in the loss.
-        num_tokens: [K] int64, tokens in the loss. Turns with 0 still count in the baselines of other turns.
-        previous: [K] int64, position of the previous turn on the path; -1 for the first.
-        trajectories: [K] int64, the trajectory of each turn.
-        group_ids: [K] int64, prompt group of each turn.
+        num_tokens: [K] int64, number of tokens in the loss. Turns with 0 still count in the baselines of other turns.
+        previous: [K] int64, position in these arrays of the previous turn on the path; -1 for a first turn.
+        trajectories: [K] int64, a number that identifies the trajectory of each turn.
+        group_ids: [K] int64, id of each turn's prompt group.
     """
 
     rewards: Tensor
@@ -69,8 +72,8 @@ class TurnAdvantages:
     """The result of a turn estimator.
 
     Attributes:
-        advantages: [K] float64, for each token of the turn.
-        returns: [K] float64, the critic's targets.
+        advantages: [K] float64. All tokens of a turn get the turn's advantage.
+        returns: [K] float64, the critic's training target for the tokens of each turn.
     """
 
     advantages: Tensor
@@ -199,7 +202,7 @@ def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
     """
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # independent of the division into ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the same for any division among ranks
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]

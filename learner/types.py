@@ -21,14 +21,14 @@ _num_images = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShare:
-    """The trajectories of one prompt group that one rank trains on in one optimizer update.
+    """The S trajectories of one prompt group that one rank trains on in one optimizer update.
 
     Attributes:
-        group_id: The group to fetch from the buffer.
+        group_id: Id of the group, to fetch it from the replay buffer.
         samples: [S] indices of the trajectories in the group, ascending.
-        rewards: [S] float32, including DAPO's length penalty if enabled.
+        rewards: [S] float32, the trajectories' rewards, including DAPO's length penalty if it is enabled.
         mini_batch: Index of the optimizer update that trains on these trajectories, from 0.
-        data_source: Data source of the group's prompt.
+        data_source: Name of the data source of the group's prompt.
     """
 
     group_id: int
@@ -45,7 +45,7 @@ class RankBatch:
     Attributes:
         version: Policy version before the step. The version after the step is ``version + 1``.
         shares: The rank's shares of prompt groups; may be empty. A group can have one share per mini-batch.
-        max_lag: Staleness bound in learner steps. The rank refuses a batch that exceeds it.
+        max_lag: Staleness bound in learner steps. The rank refuses a batch with a staler group.
     """
 
     version: int
@@ -75,12 +75,13 @@ class RankBatch:
 
 
 class TurnSpan(NamedTuple):
-    """A sampled turn, with its position in the sequence that trains it.
+    """A sampled turn, with its position in the sequence that trains on it.
 
     Attributes:
         turn: Index of the turn in its prompt group.
-        previous: Index of the previous sampled turn on the path; -1 for the first.
-        start: Position of the turn's first token in the sequence. ``stop`` is the position after its last token.
+        previous: Index in the prompt group of the previous sampled turn on the path; -1 for a first turn.
+        start: Position of the turn's first token in the sequence.
+        stop: Position after the turn's last token in the sequence.
         reward: Reward of the turn, plus the rewards of the unsampled turns up to the next sampled turn.
     """
 
@@ -96,10 +97,10 @@ class SequenceImages:
     """The images in a sequence of T tokens.
 
     Attributes:
-        group: The images of the sequence's prompt group.
-        indices: [T] int64, the index of each token's image in the group; -1 for text.
-        rows: [T] int32, the row of each token's merged feature in the group; -1 for text.
-        positions: [T, 3] int32, positions in time, height and width.
+        group: All images of the sequence's prompt group.
+        indices: [T] int64, the index of each token's image in ``group``; -1 for text.
+        rows: [T] int32, the row of each token's merged feature among those of all images in ``group``; -1 for text.
+        positions: [T, 3] int32, each token's position in time, height and width, for rotary embeddings.
         compared: [T] int32, the id of each text token, and a negative number for each token of an image. Equal entries
             of two sequences mean equal tokens or equal images.
     """
@@ -134,7 +135,7 @@ class SequenceImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSequence:
-    """One unpadded sequence to train on.
+    """One unpadded sequence of T tokens to train on.
 
     Attributes:
         input_ids: [T] int32 token ids, T >= 1.
@@ -142,11 +143,12 @@ class TokenSequence:
         columns: [T] float32 arrays by name, such as ``advantages``. The loss reads them where ``loss_mask`` is True.
             Token columns of a group may be [T, …] of any numeric dtype.
         mini_batch: Index of the optimizer update that trains on this sequence, from 0.
-        trajectory: The trajectory that this sequence is a branch of; by default a new trajectory.
-        token_rewards: [T] float32, rewards of turns at their last tokens; None without such rewards. The trajectory's
-            reward includes them.
-        turns: The sampled turns that this sequence trains, in order, including turns that ``mask_truncated`` leaves out
-            of the loss. Empty outside RL.
+        trajectory: Key of the trajectory that this sequence is a branch of (a path through the turns); by default a new
+            trajectory.
+        token_rewards: [T] float32, the reward of each turn in ``turns`` at the turn's last token, 0 elsewhere; None
+            without such rewards. The trajectory's reward includes them.
+        turns: The sampled turns that this sequence trains on, in order, including turns that ``mask_truncated`` leaves
+            out of the loss. Empty outside RL.
         images: The images in the sequence; None for text.
     """
 

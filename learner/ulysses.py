@@ -1,9 +1,9 @@
 """Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
 
 sp is the number of ranks that share sequences. Outside attention, each rank holds N/sp of the packed tokens and all
-heads. Inside attention, each rank holds all N tokens and H/sp heads. By default, functions use the group of the
-innermost `UlyssesShardingManager`. Without a group, or with one rank, functions that exchange
-tokens return their input.
+heads. Inside attention, each rank holds all N tokens and H/sp heads. By default, functions use the process group of the
+innermost `UlyssesShardingManager` context. Without a group, or with one rank, functions that exchange tokens return
+their input.
 """
 
 from __future__ import annotations
@@ -194,9 +194,9 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
 
 
 class UlyssesShardingManager:
-    """Context that runs a model over its sp ranks.
+    """A context in which a model runs over its sp ranks.
 
-    It sets the default group of this module and restores the previous group on exit. Contexts can be nested.
+    The context sets the default group of this module, and restores the previous group on exit. Contexts can be nested.
     `preprocess_data` and `postprocess_data` are for computations that do not split sequences themselves.
 
     Args:

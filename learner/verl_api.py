@@ -1,4 +1,4 @@
-"""verl's worker methods on top of the learner's trainer. They take and return a `DataProto`, and the caller waits.
+"""verl's worker methods on top of the learner's trainer. A call takes a `DataProto`, and waits for the returned one.
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
@@ -33,7 +33,7 @@ _VERL_METRICS = {"value_loss": "vf_loss", "value_clip_fraction": "vf_clipfrac", 
 
 
 class ActorWorker(ModelWorker):
-    """One rank of the actor. With LoRA, it is also the reference, with its adapters off."""
+    """One rank of the actor. With LoRA, the actor with its adapters off is also the reference."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(ACTOR, config, algorithm, **options)
@@ -248,7 +248,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
         in_prompt, in_response = int(keep[:num_prompt].sum()), keep[num_prompt:]
         loss_mask = np.concatenate([np.zeros(in_prompt, dtype=bool), mask[row, in_response]])
         if len(loss_mask):
-            loss_mask[0] = False  # no token predicts the first one
+            loss_mask[0] = False  # the model cannot predict the first token
         columns = {
             name: np.concatenate([np.zeros(in_prompt, dtype=np.float32), values[row, in_response]])
             for name, values in tensors.items()

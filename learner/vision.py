@@ -1,4 +1,4 @@
-"""Images in the packed forward: runs the vision tower of Qwen3-VL, and puts its features at the image placeholders.
+"""Images in packed sequences: runs the vision tower of Qwen3-VL, and puts its features at the image placeholders.
 
 Each image of a micro-batch goes through the tower once, for all sequences that contain it. Under sequence parallelism,
 each rank runs the tower on all images and uses the features of its own tokens.
@@ -25,7 +25,7 @@ class VisionTower:
 
     Args:
         model: Qwen3-VL without its output layer.
-        pixel_format: Converts pixels to the tower's input.
+        pixel_format: The format of pixels, which can be converted to the tower's input.
     """
 
     def __init__(self, model: nn.Module, pixel_format: PixelFormat) -> None:

@@ -1,6 +1,8 @@
-"""Reads a model's weights from its files into a sharded model. Each rank reads only its own rows, in blocks.
+"""Reads a model's weights from its files into a sharded model.
 
-transformers' conversions map stored tensors to parameters. If a conversion changes the leading dimension, each rank
+Each rank reads only its own rows of a parameter, in blocks.
+
+transformers' conversions map stored tensors to parameters. If a conversion mixes the rows of a parameter, each rank
 reads the whole parameter.
 """
 
@@ -42,7 +44,7 @@ BLOCK_BYTES = 32 << 20
 """Bytes of a parameter to read at a time."""
 
 _OLD_NAMES = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Buffers of older checkpoints. Current models compute them."""
+"""Name patterns of buffers in older checkpoints. No warning if they are unused: current models compute the buffers."""
 
 
 class StoredWeight(Protocol):
@@ -60,7 +62,7 @@ class StoredWeight(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class _InSafetensors:
-    """Reads a tensor without mapping its file, because mapped pages count as memory of the process."""
+    """A tensor in a safetensors file. The file is not memory-mapped, because mapped pages count as process memory."""
 
     path: Path
     dtype: torch.dtype
@@ -132,8 +134,8 @@ class _Source:
     """The stored tensors of one parameter, or of several parameters that are stored as one tensor.
 
     Attributes:
-        conversion: transformers' conversion; None if the parameter is stored unchanged.
-        weights: The stored tensors by the conversion's name pattern, or by name without a conversion.
+        conversion: transformers' conversion of the tensors to parameters; None if the parameter is stored unchanged.
+        weights: The stored tensors by the conversion's name pattern; by the tensor's name if there is no conversion.
     """
 
     conversion: WeightConverter | None = None

@@ -1,13 +1,13 @@
-"""One rank of a learner role: scores its samples, trains on them, publishes and saves weights.
+"""One rank of a learner role (such as actor or critic): scores samples, trains, publishes and saves weights.
 
 A run calls the methods with a list of `RankBatch`, one per data-parallel rank, and does not wait for the results. A
-worker sends its scores directly to the workers of other roles, or keeps them in the process if the roles share the
+worker sends its scores directly to the workers of other roles. If the roles share a process, the scores stay in the
 process.
 
-The controller imports this module for the method names only, so functions import torch themselves.
+The controller imports this module only for the names of the methods, so torch is imported inside the functions.
 
-A worker waits for the controller's next call. In a step, it also waits for the thread that prepares the batch. In a
-collective, it waits for the other ranks until the deadline of the process group.
+A worker waits for the controller's next call. In a step, the worker also waits for the thread that prepares the batch.
+In a collective, it waits for the other ranks until the deadline of the process group.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ logger = logging.getLogger(__name__)
 
 _MESH = "dp"
 BY_ROWS = make_nd_compute_dataproto_dispatch_fn(_MESH)
-"""Dispatch for verl's methods: rows are divided among data-parallel ranks. The sp ranks of a group get equal rows."""
+"""How verl's methods are called on the ranks: a `DataProto`'s rows are divided among the data-parallel ranks. The ranks
+of a sequence-parallel (sp) group get the same rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -72,8 +73,8 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
-"""Dispatch for the methods that a run calls: a list has one entry per data-parallel rank. All ranks get the same
-keyword arguments."""
+"""How the methods that a run calls are called on the ranks: each positional argument is a list with one entry per
+data-parallel rank. All ranks get the same keyword arguments."""
 
 
 def _recorded(method: Callable[..., T]) -> Callable[..., T]:
@@ -92,11 +93,11 @@ class BatchCache:
     """Data that the roles of one process share within a learner step: the prepared batches and each role's scores.
 
     Attributes:
-        open_roles: Roles that have not stopped. The last role to stop destroys the process group.
+        open_roles: Names of the roles that have not stopped. The last role to stop destroys the process group.
         preparer: Prepares the batches of all roles.
-        lost: Ids of the groups that this process did not find in the buffer.
-        most_lost: The largest number of lost groups on one rank. If it is not 0, all roles of the process skip their
-            calls until `clear`.
+        lost: Ids of the prompt groups that this process did not find in the replay buffer.
+        most_lost: The largest number of lost groups on one rank. If it is not 0, calls that need a batch raise
+            `BatchLost` until `clear` is called.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class BatchCache:
 
 
 class ModelWorker(Worker):
-    """One rank of a role. Every method is called on all ranks.
+    """One rank of a role, such as actor or critic. Every method is called on all ranks of the role.
 
     Args:
         role: The role to run.
@@ -134,20 +135,20 @@ class ModelWorker(Worker):
             options override them (`LearnerConfig.of_role`).
         algorithm: Options of the algorithm.
         model_path: Directory in Hugging Face layout.
-        total_steps: Learner steps of the run, for the schedule.
+        total_steps: Number of learner steps of the run, for the learning rate's schedule.
         temperature: Softmax temperature at sampling, also used for the worker's log-probs.
         connect_buffer: Connects this rank to the replay buffer; None if only verl's methods are called.
-        seed: Seeds the adapters and their dropout.
+        seed: Seed for the adapters' first values and their dropout.
         snapshot_dir: Folder for published weights, readable by the engines of this host. None means that the worker
             does not publish weights.
         publish: Options for publishing weights.
-        trajectory_dir: Folder for a log of the consumed samples. None means no log.
-        token_log: Options for the log of a few samples. None means no log.
+        trajectory_dir: Folder for a log of all samples that steps train on. None means no such log.
+        token_log: Options for the log of a few samples. None means no such log.
         profile: Options for the profile of this process.
-        pool: Name of the pool that runs the role.
+        pool: Name of the pool (group of processes) that runs the role.
 
     Attributes:
-        own_cache: The cache of this worker. All roles of a process use the cache of the first role.
+        own_cache: The cache of this worker. If several roles share a process, all use the cache of the first role.
     """
 
     def __init__(
@@ -209,7 +210,7 @@ class ModelWorker(Worker):
         if isinstance(self._model, Trainer):
             optimizer = self._model.optimizer
             self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
-        # The first rank of each sp group fetches the groups and sends them to the group's other ranks.
+        # The first rank of each sp group fetches the prompt groups, and sends them to the other ranks of the sp group.
         if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
         self._host_mesh = self._model.mesh.on_host() if self._connect_buffer is not None else self._model.mesh
@@ -402,7 +403,7 @@ class ModelWorker(Worker):
         """Write model and tokenizer to ``directory`` in Hugging Face layout, with merged adapters."""
         from .model_folder import save_policy
 
-        # load the model first: it may be on the host, because engines use the same device
+        # `persisting` loads the model to the device: it may be on the host while engines use the device
         with self._offload.persisting(optimizer=False):
             save_policy(self._model, directory)
 
@@ -485,7 +486,7 @@ class ModelWorker(Worker):
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
         own = self._taken(batch)
-        # With adapters, the actor scores with the initial weights.
+        # The actor scores as the reference policy, without its adapters.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
         with self._offload.reading(), weights:
             values = self._model.scores(own.sequences, own.scored)
@@ -581,7 +582,7 @@ class ModelWorker(Worker):
         if self.role.objective is not None:
             step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
         if self._model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self._model.mesh.device)  # page-locked memory belongs to this thread's current GPU
+            torch.cuda.set_device(self._model.mesh.device)  # torch locks memory for the thread's current GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 
