@@ -130,8 +130,8 @@ class TrainingResult:
         policy_version: Version of the trained policy: its number of learner steps.
         train_wall_s: Seconds from the start of training to the last update.
         tokens: Numbers of generated, trained and dropped tokens after the fleet has stopped.
-        max_lag_realised: Largest lag of a trained group, in learner steps.
-        max_lag_before: Largest lag before the checkpoint that the run continued from; 0 for a new run.
+        max_lag_realised: Largest lag of a group that this process trained on, in learner steps.
+        max_lag_before: Largest lag before the checkpoint that this process continued from; 0 for a new run.
         lag_histogram: Number of trained groups by lag in learner steps.
         tokens_dropped: Number of dropped tokens by reason.
         groups_failed: Number of failed attempts to generate a group, by reason.
