@@ -220,6 +220,7 @@ class PixelFormat:
     Attributes:
         patch_size: Height and width of a patch, in pixels.
         temporal_patch_size: Number of video frames per patch. A still image is repeated for each frame.
+        merge_size: Number of patches per token, in height and in width.
         mean: Value per color channel that is subtracted from the rescaled pixels.
         std: Value per color channel by which the difference is divided.
         rescale: Factor by which the 8-bit pixels are multiplied first. Example: 1/255.

@@ -1,6 +1,6 @@
 """The interfaces between the buffer, the rollout fleet, the learner and the controller, as typing protocols.
 
-The packages of these components do not import each other.
+With these protocols, the packages of the components need not import each other.
 """
 
 from __future__ import annotations
@@ -406,7 +406,7 @@ class ColocatedFleetPort(FleetPort, Protocol):
 
 
 class PromptSource(Protocol):
-    """The source of the run's prompts, in an endless order."""
+    """The endless sequence of the run's prompts."""
 
     @property
     def wants_outcomes(self) -> bool:

@@ -85,7 +85,7 @@ class SpanKind(StrEnum):
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
     step = "step"  # from the end of the previous step, or the start of training, until the controller commits the step
     plan_wait = "plan_wait"  # the controller waits until the buffer has enough groups for a batch
-    dispatched = "dispatched"  # from the dispatch of a planned step to the ranks until its update has ended
+    dispatched = "dispatched"  # from sending a batch to the learner's ranks until they have finished the step
     evaluation = "evaluation"  # a held-out evaluation; also on the lanes of the engines that answer its prompts
     checkpoint = "checkpoint"  # a checkpoint is saved; also on the lanes of ranks that are blocked by it
     # Engines: lane ``engine-0``
@@ -96,8 +96,8 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the GPU that it shares with the engine
-    # Members of the fleet: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
-    member = "member"  # the member is in the `MemberState` that ``cause`` names
+    # Fleet members: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
+    member = "member"  # the worker or engine is in the `MemberState` that ``cause`` names
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
     # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` for its publisher thread

@@ -577,7 +577,7 @@ _TRUNCATED = FINISH_REASONS.index(FinishReason.length)
 _TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}
 _TRAJECTORY_COLUMNS = {"rewards": np.dtype("<f4")}
 _MADE = {*_TOKEN_COLUMNS, IMAGE_ROWS, POSITIONS}
-"""Token columns that are not in `Turn.columns`."""
+"""Names of the token columns whose values do not come from `Turn.columns`."""
 
 
 def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, int, int, int]:

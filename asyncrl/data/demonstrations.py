@@ -80,7 +80,7 @@ _Stretch = tuple[Sequence[int], bool]
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
     learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
-    learned[:1] = False  # the model predicts each token from earlier ones, so not the first
+    learned[:1] = False  # no token precedes the first one, so the model cannot predict it
     if not learned.any():
         raise ValueError(
             f"{where}: must have a prompt and a response of at least one token, got nothing to learn; remove the row"

@@ -37,7 +37,7 @@ SLOW_ENGINE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """The options that the alarms need.
+    """Options of a run with which `Alarms` compares the run's metrics.
 
     Attributes:
         total_steps: Configured number of learner steps.
