@@ -1,4 +1,4 @@
-"""``python -m asyncrl COMMAND``: the same as ``asyncrl COMMAND``."""
+"""Runs ``python -m asyncrl COMMAND``, which does the same as the program ``asyncrl COMMAND``."""
 
 from asyncrl.cli import command_line
 

@@ -1,6 +1,6 @@
-"""Checks options and files that concern several packages, and resolves the device ``auto``.
+"""Checks that options of several packages fit together, and that files exist. Resolves the device ``auto``.
 
-A failed check raises `ValueError` before any process starts.
+The checks run before any process starts. A failed check raises `ValueError`.
 """
 
 from __future__ import annotations

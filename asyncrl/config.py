@@ -1,6 +1,6 @@
-"""The configuration of a run: a tree of dataclasses with the options of all packages, and values derived from them.
+"""The configuration of a run: a tree of dataclasses with the options of all packages, and functions that derive values.
 
-The dataclasses hold the defaults. Importing this module does not load torch, Ray or SGLang.
+The dataclasses hold the defaults of the options. Importing this module does not load torch, Ray or SGLang.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
 LEARNER_POOL = "learner"
-"""The pool of the actor, and of every role that names no other pool."""
+"""The pool (set of processes) of the trained policy, and of every model for which the options name no other pool."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""These settings make Ray show each process only its own GPUs. They override the user's environment."""
+"""Environment variables that make Ray show each process only its own GPUs, whatever the user's environment says."""
 
-# One thread per process: more threads than cores slow every process down. Ray must not kill a worker's child
-# processes, because they clean up and exit by themselves.
+# A worker uses one thread, because more threads than cores slow every process down. Ray must not kill the child
+# processes of a worker, because they clean up and exit by themselves.
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -39,17 +39,17 @@ WORKER_ENV = {
     "RAY_kill_child_processes_on_worker_exit": "0",
     **RAY_SETS_DEVICES,
 }
-"""Environment of the workers of every run."""
+"""Environment variables of all workers (Ray processes) of a run."""
 _OWN_CLIENTS = 4
-"""Clients of the buffer besides the rollout workers and learner ranks, such as the controller."""
+"""Number of processes that use the buffer besides rollout workers and learner ranks. One is the controller."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy that a run starts from.
+    """The model that a run trains.
 
     Attributes:
-        path: Directory in Hugging Face layout: ``config.json``, weights, tokenizer.
+        path: Folder of the initial policy in Hugging Face layout: ``config.json``, weights, tokenizer.
     """
 
     path: str = ""
@@ -57,15 +57,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationConfig:
-    """Held-out evaluation on the fleet, before, during and after training.
+    """Evaluation on held-out prompts by the run's engines, before, during and after training.
 
     Attributes:
-        enabled: Evaluate; needs ``data.eval_files``.
-        every_steps: Learner steps between evaluations during training; 0: none. An evaluation is skipped while the
-            previous one is running.
+        enabled: Whether to evaluate. Needs ``data.eval_files``.
+        every_steps: Learner steps between evaluations during training; 0 evaluates only before and after. An
+            evaluation is skipped while the previous one is running.
         share: Largest share of the engines, and of the samples in progress, that an evaluation uses during training.
-            An evaluation uses at least one engine. Its engines load no newer version until it ends.
-        num_samples: Samples per prompt at the training temperature, besides the greedy answer.
+            An evaluation uses at least one engine. These engines load no newer version until the evaluation ends.
+        num_samples: Number of samples per prompt at the training temperature, besides the greedy answer.
         pass_reward: Smallest reward that counts as a pass in ``pass@k``.
     """
 
@@ -84,7 +84,7 @@ class EvaluationConfig:
 
 
 class StopMetric(StrEnum):
-    """The metric of early stopping: accuracy on ``data.eval_files``, or validation loss."""
+    """Metric that decides when fine-tuning stops early: greedy accuracy on ``data.eval_files``, or validation loss."""
 
     accuracy = "accuracy"
     val_loss = "val_loss"
@@ -92,7 +92,7 @@ class StopMetric(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Supervised fine-tuning: ``asyncrl sft``, and the warm start of a run.
+    """Options of supervised fine-tuning, by ``asyncrl sft`` or before the training of a run (warm start).
 
     Attributes:
         enabled: Fine-tune ``model.path`` before training, and train the result.
@@ -106,22 +106,22 @@ class WarmStartConfig:
             end-of-sequence token follows it.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row; empty if there is none.
-        tools_key: Column of the tools that the template renders, as ``data.tools_key``; empty if there is none.
+        tools_key: Column of the tools that the template renders, like ``data.tools_key``; empty if there is none.
         output_path: Directory of the fine-tuned policy: new, empty, or written earlier with the same settings. Default:
             ``<output_dir>/<experiment>/sft/<digest of the settings>``.
         batch_size: Sequences per optimizer update.
         lr: Peak learning rate, with linear decay to zero over ``max_steps``.
-        weight_decay: Decoupled weight decay, on matrices only.
-        warmup_steps: Updates of linear warm-up.
+        weight_decay: Decoupled weight decay (as in AdamW), on matrices only.
+        warmup_steps: Number of updates over which the learning rate rises linearly to ``lr``.
         max_steps: Maximum number of updates.
-        eval_every: Updates between evaluations.
-        eval_prompts: Held-out prompts per evaluation, answered greedily; 0 measures no accuracy.
-        stop_metric: Metric for ``patience``.
-        target_accuracy: Stop at this greedy accuracy on ``data.eval_files``. A value above 1 switches this off.
-        target_val_loss: Stop at this validation loss, in nats per token. 0 switches this off.
+        eval_every: Number of updates between evaluations.
+        eval_prompts: Number of held-out prompts that each evaluation answers greedily; 0 measures no accuracy.
+        stop_metric: The metric that ``patience`` watches.
+        target_accuracy: Stop when greedy accuracy on ``data.eval_files`` reaches this value. Above 1: no such stop.
+        target_val_loss: Stop when the validation loss falls to this value, in nats per token. 0: no such stop.
         patience: Stop after this many evaluations without a better ``stop_metric``, and keep the best policy. 0
             switches this off, and keeps the last policy.
-        progress_timeout_s: Longest time between two lines of a warm start's log. Each evaluation writes a line.
+        progress_timeout_s: Longest time in seconds between two lines of a warm start's log; each evaluation writes one.
     """
 
     enabled: bool = False
@@ -182,13 +182,13 @@ class WarmStartConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig:
-    """Checkpoints of a run.
+    """Options of the checkpoints: when a run saves them, where, and which one it continues.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints. The run also saves the last step. 0 saves no checkpoints.
+        every_steps: Learner steps between two checkpoints. The run also saves the last step. 0: no such checkpoints.
         at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. On several nodes, this
             needs ``every_steps`` or ``directory``.
-        keep: Number of newest checkpoints to keep; -1 keeps all.
+        keep: Number of checkpoints to keep, the newest ones; -1 keeps all.
         directory: Folder for checkpoints, on a file system that all learner ranks share. Empty: ``checkpoints/`` in
             the run's folder.
         resume: ``never`` starts from the beginning. ``auto`` continues from the experiment's newest checkpoint, if it
@@ -210,7 +210,7 @@ class CheckpointConfig:
 
 
 class Strategy(StrEnum):
-    """How workers are distributed over nodes: ``pack`` uses few nodes, ``spread`` uses many."""
+    """How learner ranks and engines are distributed over nodes: ``pack`` on few nodes, ``spread`` on many."""
 
     pack = "pack"
     spread = "spread"
@@ -218,12 +218,12 @@ class Strategy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class PlacementConfig:
-    """CPUs, nodes and pools of the workers. Each learner rank uses one GPU, each engine ``tp_size`` GPUs.
+    """Where learner ranks and engines run. A learner rank uses one GPU, an engine uses ``tp_size`` GPUs.
 
     Attributes:
-        num_nodes: Nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. With 1, the run
-            uses only the node of the command. With more, it uses all nodes; see ``docs/several_hosts.md``.
-        ranks_per_node: Learner ranks of a pool per node. 0: all ranks of a pool on one node.
+        num_nodes: Number of nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. With 1,
+            the run uses only the node of the command. With more, it uses all nodes; see ``docs/several_hosts.md``.
+        ranks_per_node: Number of learner ranks per node, in each pool. 0: all ranks of a pool on one node.
         engines_per_node: Largest number of engines per node; 0: no limit.
         strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. With ``spread``, a node
             has at most ``ranks_per_node`` ranks of each pool, and at most ``engines_per_node`` engines.
@@ -232,17 +232,17 @@ class PlacementConfig:
         interface: Network interface of the learner ranks on every node. Empty: gloo and NCCL choose.
         pools: Further pools of the learner: the number of processes by name. Each process has one device. The pool
             ``learner`` always has ``learner.num_ranks`` processes. Example: ``{critic: 2}``.
-        critic: Pool of the critic. Roles of one pool share its processes. Roles of different pools run in parallel.
-        reference: Pool of the reference policy. No effect with LoRA, because the actor without adapters is the
+        critic: Pool of the critic. Models in one pool share its processes. Models in different pools run in parallel.
+        reference: Pool of the reference policy. No effect with LoRA, because the policy without its adapters is the
             reference.
         reward_model: Pool of the reward model.
         cpus_per_learner_rank: Logical CPUs per process of a learner pool.
-        cpus_per_engine: Logical CPUs per rollout worker, including its engine.
+        cpus_per_engine: Logical CPUs per rollout worker together with its engine.
         oversubscribe: Allow more logical CPUs than the machine has cores, if the run starts the Ray cluster. If false,
             a run that needs more does not start.
         autoscale: For an elastic fleet (``rollout_fleet.num_engines={min, max}``): request the resources of ``max``
-            engines, so that Ray's autoscaler starts nodes. Engines also use nodes that the user adds. If false, the
-            fleet begins with the free resources, and grows only by ``asyncrl join``.
+            engines, so that Ray's autoscaler starts nodes. Engines also start on nodes that the user adds. If false,
+            the fleet begins with the free resources, and grows only by ``asyncrl join``.
         colocated: Place a learner rank and an engine on each device. An engine with ``tp_size`` N is on the devices of
             N ranks. Engines and learner take turns. The engines fill a batch and release the devices. Then the learner
             updates, publishes and offloads.
@@ -302,18 +302,18 @@ REMOVED_OPTIONS = {
     "ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out",
     "learner.keep_checkpoints": "its name is checkpoint.keep now",
 }
-"""Removed options, and what to do instead. In the configuration of an old run, they are ignored."""
+"""Removed options, with a text on what to do instead. They are ignored in the configuration of an old run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RayConfig:
-    """The Ray cluster.
+    """Options of the Ray cluster that the run starts or joins.
 
     Attributes:
         address: Empty starts a cluster on this machine; ``auto`` or ``host:port`` joins a running cluster.
         node_address: This machine's ``--node-ip-address`` in a cluster that the run joins. Empty: Ray detects it.
-        object_store_bytes: Shared memory of a cluster that the run starts; weights and batches do not use it.
-        start_timeout_s: Deadline to start the cluster. Also the deadline to reserve the run's CPUs and GPUs.
+        object_store_bytes: Size of Ray's object store if the run starts the cluster. Weights and batches do not use it.
+        start_timeout_s: Seconds to start the cluster, and then again to reserve the run's CPUs and GPUs.
         python: Command that runs Python in learner ranks and in-process engines. Empty: the Python of this process.
             Example: ``nsys profile python``.
     """
@@ -342,7 +342,7 @@ class Transport(StrEnum):
 
 
 class CollectiveInto(StrEnum):
-    """What receives the learner ranks' broadcast."""
+    """Who receives the weights that the learner broadcasts: the engines' hosts, or the engines themselves."""
 
     host = "host"
     engine = "engine"
@@ -350,14 +350,14 @@ class CollectiveInto(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
-    """How the learner's weights are published.
+    """Options of publishing: how new weights of the learner reach the engines.
 
     Attributes:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: the ranks write into a
-            folder. ``auto``: ``shared_memory`` if there is room for the kept versions, else ``file``. A run that keeps
-            all versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
-        directory: Folder for the transport ``file``, on a file system that ranks and engines share. Empty: in the run's
-            folder.
+            folder. ``auto``: ``shared_memory`` if the versions to keep fit, else ``file``. A run that keeps all
+            versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
+        directory: Folder for the transport ``file``, on a file system that ranks and engines share. Empty: a folder in
+            the run's folder.
         publish_every: Learner steps between two published versions. The last version is always published.
         collective_into: The receivers of ``collective``. ``host``: the engines' hosts receive into memory while the
             engines generate (gloo). ``engine``: the engines pause and receive tensor by tensor, and no host holds a
@@ -416,7 +416,7 @@ class WeightsConfig:
 
 
 class QuickstartTask(StrEnum):
-    """Tasks of the quickstarts: ``reverse`` reverses digits, ``tools`` adds numbers with a calculator."""
+    """The task of a quickstart: ``reverse`` is to reverse digits, ``tools`` to add numbers with a calculator."""
 
     reverse = "reverse"
     tools = "tools"
@@ -424,26 +424,26 @@ class QuickstartTask(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """One training run.
+    """All options of a training run.
 
     Attributes:
         experiment: Name of the run, and of its folder under ``output_dir``.
-        seed: Seeds prompts, sampling and initialisation.
+        seed: Seed of the prompt order, of sampling, and of initial weights.
         output_dir: Results go to ``<output_dir>/<experiment>/<time>/``.
         run_dir: Folder of this run, new or empty. Empty string: a folder named after the time, under ``output_dir``.
-        total_steps: Learner steps of the run.
-        quickstart: Make the quickstart's model, tokenizer and data first, under ``<output_dir>/<experiment>/assets``.
-        quickstart_task: The task in the quickstart's data.
+        total_steps: Number of learner steps of the run.
+        quickstart: First make the quickstart's model, tokenizer and data, under ``<output_dir>/<experiment>/assets``.
+        quickstart_task: The task that the quickstart's data teach.
         dry_run: Check the run and show the resources and deadlines that it needs, without starting it.
-        record_trajectories: Write every consumed trajectory to ``trajectories/``, for inspection.
-        save_timeout_s: Deadline after a signal that stops the training. By then, the run has finished the queued steps
-            and written checkpoint, policy and summary.
-        stop_timeout_s: Deadline to stop all processes. After it, the run kills them.
-        dashboard: Serve the report of the running training at ``dashboard_address``.
+        record_trajectories: Write every trajectory that the learner trains on to ``trajectories/``, for inspection.
+        save_timeout_s: After a signal that stops the training: seconds to finish the queued steps, and to write the
+            checkpoint, the policy and the summary.
+        stop_timeout_s: Seconds in which all processes must stop. Then the run kills them.
+        dashboard: During training, serve the run's report as a web page at ``dashboard_address``.
         dashboard_address: ``host:port``; port 0 is any free port. An address other than loopback needs a secret token
             in the environment variable ``ASYNCRL_DASHBOARD_TOKEN``. Visitors must enter this token.
         tracker: Trackers that receive the metrics besides the run's folder: ``wandb``, ``mlflow``, ``prometheus``.
-        prometheus_address: ``host:port`` of ``/metrics`` with ``tracker=[prometheus]``.
+        prometheus_address: With the tracker ``prometheus``: the ``host:port`` at which the run serves ``/metrics``.
     """
 
     experiment: str = "run"
@@ -500,7 +500,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """Deadlines to stop the fleet, then the learner ranks, then Ray and the buffer."""
+    """Seconds that a run has to stop: first the engines, then the learner ranks, then Ray and the buffer server."""
 
     fleet_s: float
     learner_s: float
@@ -543,7 +543,7 @@ def num_engine_hosts(config: RunConfig) -> int:
     fleet, placement = config.rollout_fleet, config.placement
     if placement.num_nodes == 1:
         return 1
-    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # without a limit, each may have its own host
+    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # no limit: each may have its own host
     return len(placement.on_nodes(fleet.most_engines, per_node))
 
 

@@ -1,6 +1,6 @@
-"""``asyncrl samples RUN``: show the decoded samples of a run.
+"""The command ``asyncrl samples RUN``, which shows prompts and responses of a run as text.
 
-The rollout workers write the samples as parquet files to the run's folder ``samples/`` (`rollout_fleet.sample_log`).
+The rollout workers write these samples to parquet files in the run's folder ``samples/`` (`rollout_fleet.sample_log`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from asyncrl.core.errors import with_exit_status
 
 Sample = dict[str, Any]
-"""A row: kind, version, group_id, prompt, response, ground_truth, reward, rewards, num_tokens, finish_reason, …"""
+"""A row of a parquet file by column: kind, version, group_id, prompt, response, ground_truth, reward, num_tokens, …"""
 
 _KINDS = ("train", "sampled", "greedy")
 _ORDERS = {
@@ -26,7 +26,7 @@ _ORDERS = {
 }
 _LINE_CHARACTERS = 70
 _BIDI = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
-"""Unicode classes of characters that reorder the surrounding text."""
+"""Unicode's bidirectional classes of control characters that change the order of the text around them."""
 
 
 def read_samples(files: Sequence[Path]) -> list[Sample]:

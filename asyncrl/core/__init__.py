@@ -1,1 +1,1 @@
-"""Types, errors, protocols and the recorder, which all packages share. Importing them does not load torch or ray."""
+"""Code that all packages share: types, errors, protocols, a profile. Importing it does not load torch or ray."""

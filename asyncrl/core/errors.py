@@ -1,4 +1,4 @@
-"""The exceptions of a run. Each exception has a single string as its argument, so that Ray can pickle it.
+"""The exceptions of asyncrl. Each exception has a single string as its argument, so that Ray can pickle it.
 
 A user's mistake (a wrong option, a missing file) raises ``ValueError`` instead.
 """
@@ -20,11 +20,11 @@ class WireError(AsyncRLError):
 
 
 class StalenessError(AsyncRLError):
-    """A batch would exceed ``buffer.max_lag``. The cause is a bug in the buffer's ledger."""
+    """A training batch would have older tokens than ``buffer.max_lag`` allows, because of a bug in the buffer."""
 
 
 class AccountError(AsyncRLError):
-    """The token account does not balance, a prompt group is missing, or a step did not train on the planned tokens."""
+    """The counts of tokens contradict each other, a prompt group is missing, or a step trained on unplanned tokens."""
 
 
 class DeadlineError(AsyncRLError):
@@ -36,7 +36,7 @@ class WorkerDiedError(AsyncRLError):
 
 
 class LearnerDiedError(WorkerDiedError):
-    """A learner rank died, hung, or lost its batch. The learner group can continue only from a checkpoint."""
+    """A training process died, hung, or lost its batch. Training can continue only from a checkpoint."""
 
 
 class BatchLost(AsyncRLError):
@@ -56,7 +56,7 @@ class EngineError(AsyncRLError):
 
 
 class EngineLost(EngineError):
-    """An engine has ended and will not restart."""
+    """An inference engine has ended and will not restart."""
 
 
 class MembershipRefused(AsyncRLError):
@@ -75,7 +75,7 @@ class EpisodeOverflow(AsyncRLError):
 
 
 class EpisodeEnded(AsyncRLError):
-    """An episode gets no more turns, because it has ended or its prompt group has left the rollout worker."""
+    """An episode gets no more turns: it has ended, or the rollout worker no longer generates its prompt group."""
 
 
 class WeightsError(AsyncRLError):
@@ -83,7 +83,7 @@ class WeightsError(AsyncRLError):
 
 
 class WeightsGone(WeightsError):
-    """An offered version was removed because newer versions exist. Request the newest version."""
+    """The requested version of the weights was deleted, because newer versions exist. Request the newest version."""
 
 
 class SamplerError(AsyncRLError):
@@ -114,15 +114,15 @@ class StoreLost(ReplayBufferError):
 
 
 class LeaseExpired(ReplayBufferError):
-    """A put or a saved prefix belongs to a lease that has ended."""
+    """A worker sent trajectories of a group, but its lease (the right to generate this group) has ended."""
 
 
 class UnknownGroup(ReplayBufferError):
-    """The group does not exist, or its state does not allow the request."""
+    """The prompt group does not exist, or its state does not allow the request."""
 
 
 class VersionTooOld(ReplayBufferError):
-    """A trajectory contains a token that is older than the policy version of its lease."""
+    """A trajectory has a token of an older policy version than the engine served at the start of the group."""
 
 
 class VersionTooNew(ReplayBufferError):
@@ -130,7 +130,7 @@ class VersionTooNew(ReplayBufferError):
 
 
 class NotLeaseOwner(ReplayBufferError):
-    """A client sent a put, renewal or release for a lease that another client holds."""
+    """A client stores, renews or gives up a prompt group that another client has the right to generate."""
 
 
 class DeclaredDead(ReplayBufferError):
@@ -138,7 +138,7 @@ class DeclaredDead(ReplayBufferError):
 
 
 class WrongEpoch(ReplayBufferError):
-    """The sender belongs to another run, or to a learner that was replaced. The sender must exit."""
+    """The sender of the request belongs to another run, or to a learner that was replaced. The sender must exit."""
 
 
 class NotAllowed(ReplayBufferError):
@@ -146,11 +146,11 @@ class NotAllowed(ReplayBufferError):
 
 
 class RateExceeded(ReplayBufferError):
-    """A client exceeded the server's limit of requests per second and client."""
+    """A client of the buffer server sent more requests per second than the server allows each client."""
 
 
 class UsageError(TypeError, ValueError, AssertionError):
-    """A call, a dispatch mode or a resource pool of the single controller does not support this use.
+    """A worker group, a dispatch mode or a resource pool was used in a way that it does not support.
 
     The class is also an AssertionError, because code written for verl may catch that.
     """
@@ -170,7 +170,7 @@ def root_cause(error: BaseException) -> BaseException:
     """
     if isinstance(error, BaseExceptionGroup):
         return min((root_cause(inner) for inner in error.exceptions), key=_rank)
-    inside = getattr(error, "cause", None)  # a RayTaskError has the worker's exception as its cause
+    inside = getattr(error, "cause", None)  # a RayTaskError holds the worker's exception in ``cause``
     return root_cause(inside) if isinstance(inside, BaseException) else error
 
 

@@ -1,7 +1,8 @@
 """Functions for private folders, memory, visible GPUs and stop signals. The module imports neither torch nor ray.
 
-Only the supervisor handles SIGINT and SIGTERM, because ``scancel`` or systemd sends SIGTERM to every process of a run
-at once. The controller blocks both signals. Its threads and child processes, including Ray's daemons, inherit the mask.
+When ``scancel`` or systemd stops a run, every process of the run gets SIGTERM at once. Only the supervisor (the parent
+of the run's main process) handles SIGINT and SIGTERM, to stop the run in order. The main process, the controller,
+blocks both signals, and so do its threads and child processes, including Ray's daemons.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ logger = logging.getLogger(__name__)
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 WORKER_BYTES = 256 << 20
-"""Argument of `keep_freed_memory` in processes that allocate large arrays or tensors."""
+"""Bytes of freed memory that processes with large arrays or tensors keep (argument of `keep_freed_memory`)."""
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 """Environment variables that hide all GPUs from a process."""
@@ -44,12 +45,12 @@ _DRIVER_TIMEOUT_S = 30.0
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
 
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # as in malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # values from glibc's malloc.h
 _PR_SET_PDEATHSIG = 1
 
 
 class NotPrivate(AsyncRLError):
-    """Another user could create files or links in this folder."""
+    """A folder is not private: another user could create files or links in it."""
 
 
 def make_private_folder(folder: Path) -> Path:
@@ -235,7 +236,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # no wait for its end: a process that hangs in the driver cannot be killed
+        process.kill()  # do not wait for the end: a process that hangs in the driver cannot be killed
         raise DeadlineError(
             f"{tool} {' '.join(arguments)} must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no "
             "answer: the NVIDIA driver hangs; reset the GPUs or restart the machine, or run on another machine"
@@ -287,7 +288,7 @@ def outlive_stop() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         let_through()
 
-    signal.signal(signal.SIGTERM, _ignore)  # a handler, because children would inherit SIG_IGN
+    signal.signal(signal.SIGTERM, _ignore)  # not SIG_IGN, because child processes would inherit it
     hold_back = partial(signal.pthread_sigmask, signal.SIG_BLOCK, term)
     os.register_at_fork(before=hold_back, after_in_child=obey, after_in_parent=let_through)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

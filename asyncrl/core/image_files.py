@@ -22,16 +22,16 @@ from .images import Image, PixelFormat, PlacedImage, digest_of_pixels
 from .types import Prompt
 
 IMAGE_PARTS = ("image", "image_url", "input_image")
-"""Types of message parts that hold an image, in the APIs of OpenAI, Anthropic and Hugging Face."""
+"""Values of ``type`` that mark an image in a chat message, in the APIs of OpenAI, Anthropic and Hugging Face."""
 
 VISION_FAMILIES = ("qwen3_vl", "qwen3_vl_moe")
-"""Model types with images that the learner can train on."""
+"""``model_type`` of the vision-language models that the learner can train."""
 
 MAX_SOURCE_PIXELS = 1 << 26
-"""Limit on the pixels of an image file, checked before decoding."""
+"""Largest number of pixels (height times width) of an image file, checked before the file is decoded."""
 
 MAX_ASPECT_RATIO = 200
-"""Largest ratio of the longer to the shorter side that the image processor accepts."""
+"""Largest ratio of an image's longer side to its shorter side that the model's image processor accepts."""
 
 
 def is_image(part: Any) -> bool:

@@ -1,7 +1,7 @@
 """Images of prompts and tool results. Each image is a grid of patches with 8-bit pixels.
 
-In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The language model
-replaces the embeddings of these tokens by the *merged features* of the image.
+In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The model's vision
+tower computes one vector per placeholder, a *merged feature*, which replaces the embedding of the placeholder.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 GRIDS, PIXELS = "grids", "pixels"
-"""Names of the image columns of a group.
+"""Names of the arrays that hold the I images of a prompt group.
 
 - ``grids`` [I, 4] int32: time, height and width in patches, and the merge size.
-- ``pixels`` [patches of all images, 3 · patch size²] uint8.
+- ``pixels`` [patches of all images, 3 · patch size²] uint8: the colors of each patch.
 """
 
 IMAGE_ROWS, POSITIONS = "image_rows", "positions"
-"""Names of the token columns of a group with images.
+"""Names of the additional arrays over the N tokens of a prompt group with images.
 
-- ``image_rows`` [N] int32: row of the token's merged feature in the group; -1 for text.
-- ``positions`` [N, 3] int32: positions in time, height and width.
+- ``image_rows`` [N] int32: index of the placeholder's feature among the features of all images; -1 for text.
+- ``positions`` [N, 3] int32: position ids in time, height and width.
 """
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Image:
-    """One resized image.
+    """One image, resized and cut into patches.
 
     Attributes:
         pixels: [P, 3 · patch size²] uint8: channels, rows and columns of each patch. P is the product of ``grid``. The
             patches of one token are adjacent.
-        grid: Patches in time, height and width. Example: ``(1, 16, 24)``.
-        merge_size: Patches per token in height and in width.
+        grid: Number of patches in time, height and width. Example: ``(1, 16, 24)``.
+        merge_size: Number of patches per token, in height and in width.
         digest: Hexadecimal digest of the image; equal for equal images.
     """
 
@@ -56,7 +56,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedImage:
-    """An image, and the index of its first placeholder in a sequence of tokens."""
+    """An image, and its place in a sequence: ``offset`` is the index of the image's first placeholder token."""
 
     image: Image
     offset: int
@@ -103,10 +103,11 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
 
 
 class GroupImages:
-    """The images of a prompt group, from its image columns.
+    """The I images of a prompt group.
 
     Attributes:
-        grids: [I, 4] int32, the column `GRIDS`; ``pixels``: the column `PIXELS`.
+        grids: [I, 4] int32: time, height and width in patches, and the merge size.
+        pixels: [patches of all images, 3 · patch size²] uint8.
         first_rows: [I + 1] int64: each image's first row in the group's merged features, then the number of rows.
     """
 
@@ -214,14 +215,15 @@ def digest_of_pixels(pixels: np.ndarray, grid: Iterable[int]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class PixelFormat:
-    """Conversion of a model's images to patches and features, read from the model's image processor.
+    """How a model's image processor cuts images into patches, and scales the 8-bit pixels to floats.
 
     Attributes:
         patch_size: Height and width of a patch, in pixels.
-        temporal_patch_size: Frames per patch. An image is repeated once per frame.
-        mean: Mean of each channel after rescaling; subtracted from the features.
-        std: Standard deviation of each channel; the features are divided by it.
-        rescale: Factor of the 8-bit pixels. Example: 1/255.
+        temporal_patch_size: Number of video frames per patch. A still image is repeated for each frame.
+        merge_size: Number of patches per token, in height and in width.
+        mean: Value per color channel that is subtracted from the rescaled pixels.
+        std: Value per color channel by which the difference is divided.
+        rescale: Factor by which the 8-bit pixels are multiplied first. Example: 1/255.
     """
 
     patch_size: int

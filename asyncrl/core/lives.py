@@ -1,4 +1,4 @@
-"""Restarts a component of a run whenever it fails. A *life* of the component is the time between two restarts.
+"""Restarts a component of a run whenever it fails. A *life* of the component lasts from a start to the next failure.
 
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲

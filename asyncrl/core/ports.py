@@ -1,6 +1,6 @@
 """The interfaces between the buffer, the rollout fleet, the learner and the controller, as typing protocols.
 
-The packages of these components do not import each other.
+With these protocols, the packages of the components need not import each other.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, W
 
 
 class RolloutBuffer(Protocol):
-    """The interface of a rollout worker to the replay buffer. Every call has the deadline of the buffer's client.
+    """What a rollout worker can ask the replay buffer. Every call has the deadline of the buffer's client.
 
     Attributes:
-        count_generated: A function that the worker sets. It returns the number of policy tokens that this worker has
-            generated so far, including running samples.
+        count_generated: A function that the worker sets. It returns how many policy tokens this worker has
+            generated so far, including tokens of unfinished samples.
     """
 
     count_generated: Callable[[], int]
@@ -132,7 +132,7 @@ class RolloutBuffer(Protocol):
 
 
 class WeightLog(Protocol):
-    """The interface of learner rank 0 to report published versions; thread-safe."""
+    """How learner rank 0 tells the replay buffer that it has published weights. All methods are thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
         """Tell the engines that a new policy version is ready, and where to load the version.
@@ -150,7 +150,7 @@ class WeightLog(Protocol):
 
 
 class LearnerBuffer(WeightLog, Protocol):
-    """The interface of a learner rank to the replay buffer."""
+    """What a learner rank can ask the replay buffer."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return prompt groups of a planned batch, in the order of ``group_ids``.
@@ -165,7 +165,7 @@ class LearnerBuffer(WeightLog, Protocol):
 
 
 class ControlBuffer(Protocol):
-    """The interface of the controller to the replay buffer."""
+    """What the controller (the run's main process) can ask the replay buffer."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts for the rollout workers. Wait while the queue is full. A group id is queued only once.
@@ -276,7 +276,10 @@ class ControlBuffer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """The interface of the controller to the learner group. The ranks execute calls in the order of the calls."""
+    """What the controller can ask the learner's ranks. The ranks execute calls in the order of the calls.
+
+    ``checkpoints`` is the folder of the checkpoints.
+    """
 
     checkpoints: Path
 
@@ -338,7 +341,7 @@ class LearnerPort(Protocol):
 
 
 class ColocatedLearnerPort(LearnerPort, Protocol):
-    """A learner group that can release its devices for the engines."""
+    """A learner that shares its GPUs with the engines, and can free the GPU memory for them."""
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
         """Publish the weights as policy version ``version`` and move the learner's tensors off the devices.
@@ -354,12 +357,12 @@ class ColocatedLearnerPort(LearnerPort, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class FleetCounts:
-    """The fleet's counters, summed over its engines.
+    """Counts since the start of the rollout fleet, summed over its engines.
 
     Attributes:
-        tokens_generated: Policy tokens that the engines produced for training, including aborted requests.
-        tokens_in_flight: Generated tokens of groups that are neither stored nor released.
-        groups_failed: Failed attempts by reason. Example: ``reward``.
+        tokens_generated: Tokens that the engines sampled for training, including the tokens of aborted requests.
+        tokens_in_flight: Sampled tokens of groups that workers have neither stored in the buffer nor given up.
+        groups_failed: How many attempts to generate a group failed, by reason. Example: ``reward``.
         tokens_by_engine: ``tokens_generated`` of each current engine, including tokens from before its restarts.
     """
 
@@ -371,7 +374,7 @@ class FleetCounts:
 
 
 class FleetPort(Protocol):
-    """The interface of the controller to the rollout fleet. The engines load offered weights without the controller."""
+    """What the controller can ask the rollout fleet. The engines load new weights without the controller."""
 
     def engines(self) -> Sequence[str]:
         """Return the names of the current engines. Example: ``"0"``."""
@@ -387,7 +390,7 @@ class FleetPort(Protocol):
 
 
 class ColocatedFleetPort(FleetPort, Protocol):
-    """A fleet that can release its devices."""
+    """A rollout fleet that shares its GPUs with the learner, and can free the GPU memory for it."""
 
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end. Then free the engines' GPU memory until new weights are offered.
@@ -403,7 +406,7 @@ class ColocatedFleetPort(FleetPort, Protocol):
 
 
 class PromptSource(Protocol):
-    """The source of the run's prompts, in an endless order."""
+    """The endless sequence of the run's prompts."""
 
     @property
     def wants_outcomes(self) -> bool:

@@ -1,6 +1,6 @@
-"""Writes receipts, one JSON line for each `Act` (such as the load of a version), to the run's folder ``receipts/``.
+"""Writes receipts to the run's folder ``receipts/``: one JSON line for each `Act`, such as the load of new weights.
 
-A process calls `start` once, and then `note`. ``asyncrl audit`` compares the lines of all processes.
+A process calls `start` once, and then `note` for each act. ``asyncrl audit`` compares the lines of all processes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "receipts"
 DIGEST_BITS = 62
-"""Number of bits of a digest. Sums of digests are taken modulo 2**`DIGEST_BITS`."""
+"""Number of bits of `token_digest`. Sums of digests are taken modulo 2**`DIGEST_BITS`."""
 
 
 class Act(StrEnum):
-    """The act that a line records.
+    """What a process of the run has done.
 
-    - ``published``: learner rank 0 offers a version. The line has the digest of the version's manifest.
-    - ``loaded``: an engine has loaded a version, and has compared every byte with the version's manifest.
-    - ``sampled``: an engine stores the tokens that it has sampled for a group.
-    - ``planned``: the controller gives a batch to the learner's ranks.
-    - ``trained``: a data-parallel rank has finished its share of a step.
-    - ``committed``: the controller counts a step as finished.
+    - ``published``: learner rank 0 offers a policy version to the engines. The line has the digest of its manifest.
+    - ``loaded``: an engine has loaded a version, and has checked its bytes against the digests in the manifest.
+    - ``sampled``: a rollout worker stores a prompt group with the tokens that its engine has sampled.
+    - ``planned``: the controller gives the batch of a learner step to the learner's ranks.
+    - ``trained``: a data-parallel rank has finished a learner step on its part of the batch.
+    - ``committed``: the controller counts a learner step as finished.
     """
 
     published = "published"

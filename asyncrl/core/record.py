@@ -1,7 +1,7 @@
-"""Writes the profile of a process: spans (intervals), levels (counts) and stamps (events of prompt groups).
+"""Records what a process does, for the profile of a run: spans (intervals), levels (counts), stamps (group events).
 
-Each record has a *lane*, the name of the process or of a part of the process. `span`, `level` and `stamp` are
-thread-safe. A separate thread writes the records every 50 ms.
+Each record has a *lane*: the name of the process, or of a part of it such as ``learner-0/publish``. `span`, `level` and
+`stamp` are thread-safe. A separate thread writes the records every 50 ms.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
 Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
@@ -31,7 +31,7 @@ from asyncrl.core import receipts, stacks
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""Value for a missing version, step or group."""
+"""Number in a record that has no policy version, learner step or prompt group."""
 SCHEMA = 1
 _WRITE_EVERY_S = 0.05
 _MAX_UNWRITTEN_BYTES = 8 << 20
@@ -40,14 +40,14 @@ _CLOSE_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileConfig:
-    """The profile of a run.
+    """Options of the profile, which shows what each process of a run does over time.
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
         advice: After the last step, simulate the run to find one option that would have made it faster.
         torch_steps: Learner steps with a torch.profiler trace per rank. Example: ``[10, 11]``.
-        max_file_bytes: Maximum size of a process's file. Later records are dropped and counted.
-        directory: Folder of the files; the run sets it to its ``profile/``. If it is empty, nothing is recorded.
+        max_file_bytes: Maximum size of the profile of one process. Further records are dropped and counted.
+        directory: Folder of the profile; the run sets this option to its ``profile/``. If empty, nothing is recorded.
     """
 
     enabled: bool = True
@@ -68,7 +68,7 @@ class ProfileConfig:
 
 
 class Pool(StrEnum):
-    """The components of a run."""
+    """The part of a run to which a process belongs."""
 
     controller = "controller"
     buffer = "buffer"
@@ -77,73 +77,74 @@ class Pool(StrEnum):
 
 
 class SpanKind(StrEnum):
-    """The activity of a lane during an interval.
+    """What the process (or the part of a process) that a lane stands for does during an interval.
 
     Spans of a lane may overlap. `asyncrl.profile.attribution` then chooses one of them for each point in time.
     """
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
-    step = "step"  # from the previous commit, or the start of training, to the step's commit
-    plan_wait = "plan_wait"  # the controller waits until the buffer has a batch
-    dispatched = "dispatched"  # from the dispatch of a planned step to the ranks until its update has ended
-    evaluation = "evaluation"  # an evaluation; also on the lanes of engines that answer held-out prompts
-    checkpoint = "checkpoint"  # a checkpoint is saved; also on the lane of a rank that it blocks
+    step = "step"  # from the end of the previous step, or the start of training, until the controller commits the step
+    plan_wait = "plan_wait"  # the controller waits until the buffer has enough groups for a batch
+    dispatched = "dispatched"  # from sending a batch to the learner's ranks until they have finished the step
+    evaluation = "evaluation"  # a held-out evaluation; also on the lanes of the engines that answer its prompts
+    checkpoint = "checkpoint"  # a checkpoint is saved; also on the lanes of ranks that are blocked by it
     # Engines: lane ``engine-0``
     start = "start"  # from the start of the engine until its first weights are verified
-    down = "down"  # the engine has failed, is restarting, or may not serve
-    stage = "stage"  # weights are copied to the host during generation
+    down = "down"  # the engine has failed, is restarting, or is not allowed to serve
+    stage = "stage"  # new weights are copied to the engine's host while the engine generates
     pause = "pause"  # generation is paused for new weights
     load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
-    released = "released"  # the learner uses the device (colocated)
-    # Members of the fleet: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
-    member = "member"  # the member is in the `MemberState` that ``cause`` names
+    released = "released"  # the learner uses the GPU that it shares with the engine
+    # Fleet members: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
+    member = "member"  # the worker or engine is in the `MemberState` that ``cause`` names
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
     # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` for its publisher thread
     update = "update"  # a rank's whole step
     score = "score"
-    fetch = "fetch"  # the rank waits for its batch; on lane ``learner-0/prepare``: the batch is fetched
-    prepare = "prepare"  # the next step's batch is fetched and packed, on lane ``learner-0/prepare``
+    fetch = "fetch"  # the rank waits for its batch; on ``learner-0/prepare``: the download of the batch
+    prepare = "prepare"  # on lane ``learner-0/prepare``: the batch of the next step is fetched and packed
     forward = "forward"
     backward = "backward"
     optimizer = "optimizer"
     offload = "offload"
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
     publish_copy = "publish_copy"  # the rank copies its weights and is blocked
-    publish = "publish"  # the publish in the background, from the copied weights until engines can load them
-    publish_stage = "publish_stage"  # a phase of `publish` or of its preparation; ``cause`` names the phase
+    publish = "publish"  # in the background: the copied weights are written or sent, until engines can load them
+    publish_stage = "publish_stage"  # a phase of `publish`, or of preparing it; ``cause`` names the phase
 
 
 class LevelName(StrEnum):
-    """The name of a count. A recorded value is valid until the next value."""
+    """The name of a count that changes over time. A recorded value is valid until the next value."""
 
-    # Per engine, in sample slots. The sum of the counts from ``running`` to ``parked`` is at most ``capacity``.
+    # Per engine, in samples. ``capacity`` is the largest number of samples that the engine handles at the same time;
+    # the sum of the counts from ``running`` to ``parked`` is not larger.
     capacity = "capacity"
-    running = "running"  # the engine has a request for the sample
-    tail = "tail"  # the sample is finished; other samples of its group run
-    settling = "settling"  # the slot is free; a finished group waits for its reward or for storage
-    tool = "tool"  # the slot is free; a running episode waits for a tool
-    environment = "environment"  # the slot is free; the environment of a running episode has not asked for a turn
-    parked = "parked"  # the sample is interrupted for new weights
-    asking = "asking"  # 1 while the worker waits for admission
-    version = "version"  # the engine's version; on the buffer's lane: the learner's committed version
+    running = "running"  # samples with a request in the engine
+    tail = "tail"  # finished samples of groups with unfinished samples
+    settling = "settling"  # unused capacity while finished groups wait for rewards or storage
+    tool = "tool"  # unused capacity while episodes wait for a tool
+    environment = "environment"  # unused capacity while environments of episodes have not asked for a turn
+    parked = "parked"  # samples that are interrupted while the engine loads new weights
+    asking = "asking"  # 1 while the worker waits for permission to generate further groups
+    version = "version"  # policy version of the engine; on the buffer's lane: of the learner
     # Buffer: lane ``buffer``, in groups unless another unit is given
     queued = "queued"
     leased = "leased"
     stored = "stored"
     planned = "planned"
     budget = "budget"  # number of groups that workers may start now
-    full = "full"  # 1 while the limit on bytes prevents admission
+    full = "full"  # 1 while workers may not start groups, because the buffer's limit on bytes is reached
     bytes = "bytes"  # bytes of stored trajectories and of saved unfinished groups
-    # Per member of the fleet, on the lanes of `SpanKind.member`
+    # Per rollout worker and per engine, on the lanes of `SpanKind.member`
     epoch = "epoch"  # number of faults so far
     # Per process, on its own lane, once per step
     cpu = "cpu"  # microseconds of processor time since the start
 
 
 class GroupEvent(StrEnum):
-    """An event of a prompt group. `Recorder.stamp` lists the details."""
+    """An event of a prompt group. `Recorder.stamp` lists the details of each event."""
 
     lease = "lease"
     first_token = "first_token"
@@ -157,7 +158,7 @@ class GroupEvent(StrEnum):
 
 
 class Tag(IntEnum):
-    """First item of a record; each comment lists the following items."""
+    """The type of a record: first item of its msgpack array. Each comment lists the items after the tag."""
 
     header = 0  # a map: schema, process, pool, host, pid, clock, started_ns, wall_ns
     open = 1  # id, lane, kind, start, version, step, group, cause
@@ -169,7 +170,7 @@ class Tag(IntEnum):
 
 
 class OpenSpan:
-    """A running span, ended by `close` or by the end of its ``with`` block. A second `close` has no effect."""
+    """An interval that has begun. `close`, or the end of its ``with`` block, ends it. Further calls have no effect."""
 
     __slots__ = ("_number", "_recorder")
 
@@ -191,21 +192,21 @@ class OpenSpan:
 
 
 NO_SPAN = OpenSpan(None, 0)
-"""A span that records nothing."""
+"""An `OpenSpan` that records nothing, for processes without a profile."""
 
 
 class Recorder:
     """Records the spans, levels and stamps of one process in its own file.
 
-    The queue holds at most 8 MiB, and the file at most ``max_file_bytes``. The recorder drops and counts records
-    above these limits. After a write error, the recorder logs one warning and stops.
+    The queue of unwritten records holds at most 8 MiB, and the file at most ``max_file_bytes``. The recorder drops and
+    counts records above these limits. After a write error, the recorder logs one warning and stops.
 
     Args:
         directory: Folder of the file; created if it is missing.
         process: Name of the process, and the default lane. Example: ``learner-0``.
-        pool: Component of the run.
-        max_file_bytes: As in `ProfileConfig`.
-        clock: Returns monotonic nanoseconds.
+        pool: The part of the run to which the process belongs.
+        max_file_bytes: Maximum size of the file, in bytes.
+        clock: A function that returns monotonic nanoseconds.
 
     Raises:
         OSError: the file cannot be created.
@@ -234,7 +235,7 @@ class Recorder:
         self._wakes, self._ends = threading.Event(), threading.Event()
         host = host or socket.gethostname()
         directory.mkdir(parents=True, exist_ok=True)
-        # A process that records again after `stop` writes a new file.
+        # Do not overwrite the file of an earlier recorder of this process.
         names = (f"{process}@{host}-{os.getpid()}{suffix}" for suffix in ("", *(f"-{n}" for n in range(2, 10_000))))
         self._path = next(path for name in names if not (path := directory / f"{name}.msgpack").exists())
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_EXCL, 0o644)

@@ -1,4 +1,4 @@
-"""Looks up functions by name: a registered name, or the user's ``file.py:function`` or ``module:function``."""
+"""Finds the function or class that an option names: a registered name, ``file.py:function`` or ``module:function``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ E = TypeVar("E")
 
 
 class Registry(Generic[T]):
-    """The named implementations for one option, such as ``algorithm.loss``."""
+    """The functions or classes that one option can name. Example: the losses for ``algorithm.loss``."""
 
     def __init__(self, option: str) -> None:
         self.option = option

@@ -1,6 +1,6 @@
-"""Wait for the results of Ray workers with a deadline, and for the end of processes on this machine.
+"""Waits for the results of Ray workers with a deadline, and for the end of processes on this machine.
 
-Importing this module does not import Ray. Calls of functions that need Ray import it.
+Importing this module does not import Ray. The functions that need Ray import it when they are called.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerIdentity:
-    """The identity of a worker for error messages.
+    """Describes a worker (a Ray actor) in error messages.
 
     Attributes:
+        group: Name of the worker group.
+        rank: Rank of the worker in its group.
         node: Address of the worker's node.
-        last_words: Returns the path and the end of the worker's log; None if there is no log.
+        last_words: Function that returns the path of the worker's log and its last lines; None if there is no log.
     """
 
     group: str
@@ -133,10 +135,10 @@ def death_among(refs: Sequence[Any], timeout_s: float) -> WorkerDiedError | None
 
 
 class StepDeadline:
-    """A deadline for repeated calls, separate for each kind of call.
+    """A deadline for repeated calls, such as learner steps. Each kind of call has its own deadline.
 
-    The first call of a kind has ``limit_s``. Later calls have ``factor`` times the longest call so far, at least
-    ``floor_s`` and at most ``limit_s``. This detects a hanging rank earlier.
+    The first call of a kind may take ``limit_s``. Later calls may take ``factor`` times the longest call so far, at
+    least ``floor_s`` and at most ``limit_s``. This detects a hanging rank earlier than a fixed deadline.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -185,7 +187,7 @@ def translated(error: Exception) -> Exception:
 
 def raised_in_worker(error: BaseException) -> BaseException:
     """Return the exception that a worker's method raised, without Ray's wrapper. Return other errors unchanged."""
-    while isinstance(inside := getattr(error, "cause", None), BaseException):  # a RayTaskError
+    while isinstance(inside := getattr(error, "cause", None), BaseException):  # Ray's wrapper, a RayTaskError
         error = inside
     return error
 
@@ -211,7 +213,7 @@ def late_workers(refs: Sequence[Any]) -> str:
 
 
 _TICK_S = 0.5
-"""`within` counts time in ticks of this many seconds, so that a stop of the process counts as at most one tick."""
+"""`within` counts time in ticks of this many seconds. If the process is suspended, the pause counts as one tick."""
 NUM_TAIL_LINES = 20
 _TAIL_BYTES = 16_384
 

@@ -1,6 +1,7 @@
-"""Writes the stacks of all threads of a run's processes to files after a missed deadline.
+"""After a missed deadline, makes the run's processes write the stacks of their threads to files.
 
-The handler of the signal SIGUSR2 is C code (`faulthandler`), so it also runs while a library holds the GIL.
+The signal SIGUSR2 starts the writing. Its handler is C code (`faulthandler`), so it also runs while a library holds
+the GIL.
 """
 
 from __future__ import annotations
@@ -20,13 +21,12 @@ from asyncrl.core.errors import DeadlineError
 logger = logging.getLogger(__name__)
 
 FOLDER = Path("logs", "stacks")
-"""Folder of the stack files, in the run's folder. Example: process 4711 writes ``logs/stacks/learner-0-4711.log``."""
+"""Folder of the stack files, relative to the run's folder. Example of a file for pid 4711: ``learner-0-4711.log``."""
 _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
 """Seconds that the processes have to write their stacks. After that, the caller may kill the processes."""
 _REST_S = 10.0
-"""Shortest time in seconds between two requests of a process for stacks, because many calls can miss deadlines at once.
-"""
+"""A process asks for stacks at most once per this many seconds, because many calls can miss deadlines at once."""
 
 _file: TextIO | None = None
 _asked_s = -_REST_S

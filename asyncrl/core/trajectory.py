@@ -1,7 +1,8 @@
 """Trajectories as trees of turns, and a prompt group of trajectories as columns.
 
 A *turn* is a sequence of tokens that the policy sampled, or that came from a prompt, a tool or an environment. Turns
-form a tree. A *branch* is the path from a root to a leaf. The smallest tree is a prompt and one sampled turn.
+form a tree: the parent of a turn is the turn before it. A *branch* is the path from a root to a leaf. The smallest tree
+is a prompt and one sampled turn.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ ROOT = -1  # parent index of a root turn
 UNVERSIONED = -1  # version of a token that the policy did not sample
 
 TURN_DTYPE = np.dtype([(name, "<i4") for name in ("trajectory", "parent", "num_tokens", "sampled", "finish_reason")])
-"""One row per turn.
+"""Structured dtype that describes one turn of a prompt group.
 
-- trajectory: index of the trajectory, or `SHARED`.
-- parent: index of the parent, or `ROOT`.
+- trajectory: index of the turn's trajectory, or `SHARED`.
+- parent: index of the previous turn, or `ROOT`.
 - num_tokens: length in tokens.
 - sampled: 1 if the policy sampled the turn.
-- finish_reason: index in `FinishReason`; -1 without a finish reason.
+- finish_reason: index in the members of `FinishReason`; -1 without a finish reason.
 """
 _TURN = struct.Struct("<5i")
 
@@ -39,15 +40,16 @@ FINISH_REASONS = tuple(FinishReason)
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """A node of a trajectory's tree.
+    """A sequence of tokens that the policy sampled, or that came from a prompt, a tool or an environment.
 
     Attributes:
         token_ids: [T] int32.
-        parent: Index of the previous turn in `Trajectory.turns`; -1 at a root.
+        parent: Index of the previous turn in `Trajectory.turns`; -1 if there is none.
+        sampled: Whether the policy sampled the tokens.
         logprobs: [T] float32, behavior log-probs at the sampling temperature; 0 at tokens that were not sampled.
         versions: [T] int32, policy version of each token as the engine reported it; -1 where not sampled.
         columns: Further [T, …] numeric arrays by name. Example: ``routed_experts`` [T, layers, top-k] int16.
-        images: The images in a turn that was not sampled, in order.
+        images: The images in the tokens, in order; only for turns that were not sampled.
     """
 
     token_ids: np.ndarray
@@ -91,10 +93,10 @@ class Trajectory:
     """One rollout of a prompt: a tree of turns, and its rewards.
 
     Attributes:
-        turns: Parents before children. The first turn is the prompt, which all trajectories of a group share.
-        reward: Reward of the outcome.
-        turn_rewards: Rewards of turns, in addition to ``reward``, by index in ``turns``.
-        metrics: Values to report, by name.
+        turns: The turns, each one after its parent. The first is the prompt, which all trajectories of a group share.
+        reward: Reward of the whole trajectory.
+        turn_rewards: Additional rewards of single turns, by index in ``turns``.
+        metrics: Numbers to report in the run's metrics, by name.
         baseline: True for a trajectory that is not trained on: the greedy answer of ReMax (arXiv 2310.10505).
     """
 
@@ -107,10 +109,11 @@ class Trajectory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Branch:
-    """A path from a root to a leaf; the input of one forward pass of the policy.
+    """A path from a root of a tree of turns to a leaf. Its tokens are one input sequence of the policy.
 
     Attributes:
-        turns: Indices of the turns, from the root to the leaf.
+        trajectory: Index of the trajectory in its group.
+        turns: Indices of the turns in the group, from the root to the leaf.
         trained: The sampled turns that are not in an earlier branch; none for a baseline. The loss mask includes only
             these turns.
     """
@@ -122,10 +125,11 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryGroup:
-    """G trajectories of one prompt as columns. The group has M turns, including the prompt, and N tokens in all turns.
+    """G trajectories of one prompt, as arrays over their M turns (with the prompt) and over the N tokens of all turns.
 
     Attributes:
-        group_id: As in `Prompt`; ``attempt``: as in `Lease`.
+        group_id: The prompt's index in the run's prompt order.
+        attempt: How many times workers had begun to generate the group before this attempt.
         turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, parents before children.
         token_columns: [N, …] arrays by name. Required: ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled)
             and ``versions`` int32 (-1 where not sampled).
@@ -192,7 +196,7 @@ class TrajectoryGroup:
             image_columns=image_columns,
         )
         group.check()
-        _ = group.summary  # `put` needs the summary; its computation is fast while the columns are in the CPU cache
+        _ = group.summary  # computed now, because sending the group needs it, and the arrays are still in the CPU cache
         return group
 
     def check(self) -> None:
@@ -573,7 +577,7 @@ _TRUNCATED = FINISH_REASONS.index(FinishReason.length)
 _TOKEN_COLUMNS = {"token_ids": np.dtype("<i4"), "logprobs": np.dtype("<f4"), "versions": np.dtype("<i4")}
 _TRAJECTORY_COLUMNS = {"rewards": np.dtype("<f4")}
 _MADE = {*_TOKEN_COLUMNS, IMAGE_ROWS, POSITIONS}
-"""Token columns that are not in `Turn.columns`."""
+"""Names of the token columns whose values do not come from `Turn.columns`."""
 
 
 def _skeleton_of(turn: Turn, trajectory: int, parent: int) -> tuple[int, int, int, int, int]:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why a sampled turn ended. ``unfinished`` occurs only in the saved prefix of a running group."""
+    """Why the generation of a turn ended. ``unfinished`` occurs only in saved parts of unfinished groups."""
 
     stop = "stop"
     length = "length"
@@ -26,18 +26,19 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """One row of the prompt stream.
+    """One prompt of the run: tokens for the policy, and data for the reward function and the environment.
 
     Attributes:
         group_id: Index in the run's seeded prompt order; unique in the run. Example: 4711.
         prompt_ids: [P] int32 token ids.
         ground_truth: Expected answer, for the reward function; any msgpack value. Example: ``"54321"``.
-        data_source: Name of the task, for the reward function. Example: ``"reverse"``.
+        data_source: Name of the task or data set. Example: ``"reverse"``.
+        extra: Further values for the reward function, by name.
         messages: The row's chat messages, in the form of OpenAI's API; empty for a row of plain text without an
             environment.
-        tools: JSON schemas of the tools that the model may call, in the same form.
+        tools: JSON schemas of the tools that the model may call, in the form of OpenAI's API.
         environment: Name of the row's own environment; empty for the environment of the run.
-        environment_options: Further options of the environment for this row.
+        environment_options: Options of the environment for this row, in addition to the options of the run.
     """
 
     group_id: int
@@ -57,8 +58,9 @@ class AnsweredPrompt:
 
     Attributes:
         sampled: Reward of each answer at the training temperature.
-        response_lengths: Tokens of each answer; the greedy answer is last.
-        num_truncated: Answers that reached the length limit.
+        greedy: Reward of the greedy answer; None if there is none.
+        response_lengths: Number of tokens of each answer; the greedy answer is last.
+        num_truncated: Number of answers that reached the length limit.
         reward_failure: Why the reward function failed; empty if it succeeded. A failure leaves no rewards.
     """
 
@@ -73,12 +75,12 @@ class AnsweredPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lease:
-    """The permission of one worker to roll out one prompt group.
+    """The permission of one rollout worker to generate the trajectories of one prompt.
 
     Attributes:
-        attempt: Number of the attempt, from 0. The buffer refuses a put of an older attempt.
-        engine_version: The policy version that the worker's engine served at admission.
-        deadline_version: ``engine_version`` + max_lag, the last learner version that may consume the group.
+        attempt: How many leases for the same prompt were given before. The buffer refuses results of older attempts.
+        engine_version: The policy version that the worker's engine served when the lease was given.
+        deadline_version: ``engine_version`` + ``buffer.max_lag``: the last learner version that may train on the group.
     """
 
     prompt: Prompt
@@ -89,21 +91,23 @@ class Lease:
 
 @dataclass(frozen=True, kw_only=True)
 class GroupSummary:
-    """Metadata of a stored group for the ledger and the controller, without the tokens.
+    """Describes a finished group (G trajectories of one prompt) without its tokens, for the buffer and the controller.
 
     Attributes:
-        group_id: As in `Prompt`; ``attempt``: as in `Lease`.
-        response_lengths: [G] ints, tokens after the prompt, of the policy and of the environment.
-        num_tokens: Tokens that the policy wrote in all trajectories; the unit of the token account.
-        oldest_version: Version of the group's oldest token; ``newest_version``: of its newest.
-        rewards: [G] floats: outcome plus rewards of turns, per trajectory.
-        branch_tokens: [G] ints, tokens of all branches of each trajectory, including the prompt of each branch. Empty
-            if every trajectory has a single branch.
+        group_id: The prompt's index in the run's prompt order.
+        attempt: How many leases for this prompt were given before the one that produced the group.
+        response_lengths: [G] ints, number of tokens after the prompt, from the policy and from the environment.
+        num_tokens: Number of tokens that the policy sampled in all trajectories.
+        oldest_version: Policy version of the group's oldest token.
+        newest_version: Policy version of the group's newest token.
+        rewards: [G] floats: per trajectory, the reward of the outcome plus the rewards of its turns.
+        branch_tokens: [G] ints, number of tokens in all branches (root-to-leaf paths of turns) of each trajectory,
+            with the prompt in each branch. Empty if every trajectory has a single branch.
         num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is empty.
-        num_truncated: Trajectories with a turn that reached the length limit, without baselines.
-        metrics: Name and mean of each metric of the trajectories, without baselines.
+        num_truncated: Number of trajectories with a turn that reached the length limit, without greedy baselines.
+        metrics: (name, mean over the trajectories without greedy baselines) of each reported number.
         has_unlike_turns: True if turns have rewards, and the trajectories differ in these rewards or have branches.
-        digest: `receipts.token_digest` of the tokens that the policy wrote, without baselines.
+        digest: `receipts.token_digest` of the tokens that the policy sampled, without greedy baselines.
         num_uses: Number of earlier learner steps that trained on the group.
     """
 
@@ -137,10 +141,11 @@ class GroupSummary:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """Metadata of the batch of one learner step.
+    """The batch of one learner step, without its tokens.
 
     Attributes:
-        version: Learner version that consumes the batch; ``version + 1`` after the step.
+        version: Number of learner steps before this one. The step turns version ``version`` into ``version + 1``.
+        groups: The prompt groups in the batch.
     """
 
     version: int
@@ -149,9 +154,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAccount:
-    """The token account: generated = trained + dropped + buffered + in_flight.
+    """Where the sampled tokens of a run are: generated = trained + dropped + buffered + in_flight.
 
-    At the first use of its group, a token counts as trained. Each further use counts in ``reused``, outside this sum.
+    A token is in flight until its worker stores or gives up its group. It counts as trained when the learner first
+    trains on its group. Further uses count in ``reused``, outside of this sum.
     """
 
     generated: int
@@ -169,26 +175,29 @@ class TokenAccount:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BufferStats:
-    """Counts of the ledger at one moment.
+    """Counts of the replay buffer at one moment. Policy tokens are tokens that the policy sampled.
 
     Attributes:
-        learner_version: Learner version that will consume the next batch.
-        groups: Groups by state: queued, leased, stored, planned, consumed, dropped. A consumed group that waits for a
-            further use also counts as stored or planned.
+        learner_version: Number of finished learner steps.
+        groups: Number of groups by state: queued (waits for a worker), leased (a worker generates it), stored,
+            planned (in a batch), consumed (trained on), dropped. A consumed group that waits for a further use also
+            counts as stored or planned.
         tokens_trained: Policy tokens of consumed groups, once per group.
-        tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused puts, by reason.
-        tokens_buffered: Policy tokens of stored and planned groups, and of saved prefixes.
-        lag_histogram: Number of uses of groups by their lag in learner steps.
-        puts_refused: Refused puts by reason (duplicate, expired, …).
-        leases_waiting: Workers that wait for admission.
+        tokens_dropped: Policy tokens of dropped groups, abandoned attempts and refused groups, by reason.
+        tokens_buffered: Policy tokens of stored and planned groups, and of saved unfinished groups.
+        lag_histogram: How many times a group was trained on, by the group's lag in learner steps.
+        puts_refused: Number of finished groups that the buffer refused, by reason (duplicate, expired, …).
+        stored_bytes: Bytes of stored trajectories.
+        leases_waiting: Number of workers that wait for permission to generate groups.
         mean_length_kept: Mean response length of consumed samples, in tokens.
         mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped.
         mean_length_dropped_by_reason: ``mean_length_dropped`` per reason for dropping whole groups.
-        groups_dropped: Dropped groups by reason: a filter's name, or ``stale``.
-        filtered_in_a_row: Finished groups that filters dropped since the last stored group.
-        held_bytes: All bytes of the buffer: payloads, saved prefixes and prompts.
-        disk_bytes: Bytes of payloads that are only on disk; 0 without ``buffer.max_memory_bytes``.
-        tokens_reused: Policy tokens of consumed groups, once per use after the first.
+        groups_dropped: Number of dropped groups by reason: a filter's name, or ``stale``.
+        filtered_in_a_row: Number of finished groups that filters dropped since the last stored group.
+        held_bytes: All bytes of the buffer: trajectories, saved unfinished groups and prompts.
+        disk_bytes: Bytes of trajectories that are only on disk; 0 without ``buffer.max_memory_bytes``.
+        tokens_reused: Policy tokens of consumed groups, once for each use after the first.
+        groups_reused: Number of uses of groups after their first use.
     """
 
     learner_version: int
@@ -217,11 +226,11 @@ class BufferStats:
 
 
 class Carrier(StrEnum):
-    """How the bytes of an offered version reach an engine.
+    """How the bytes of a published policy version reach an engine.
 
-    - ``folder``: the engine's host reads the files of the version.
-    - ``host_stream``: the engine's host receives the bytes first, and the engine loads them afterwards.
-    - ``engine_stream``: the engine receives the bytes while it loads them.
+    - ``folder``: the version is in files, which the engine's host reads.
+    - ``host_stream``: the learner sends the bytes to the engine's host. The engine loads them afterwards.
+    - ``engine_stream``: the learner sends the bytes to the engine, which loads them while they arrive.
     """
 
     folder = "folder"
@@ -230,28 +239,29 @@ class Carrier(StrEnum):
 
 
 OfferKind = Literal["full", "delta", "adapter"]
-"""Content of a version: all bytes, the changes since another version, or adapters for frozen weights."""
+"""What a published version holds: all weights, the changes since another version, or LoRA adapters."""
 
 
 FROZEN = -1
-"""Version number of the frozen weights that adapters are added to. The frozen weights are not a policy version."""
+"""Version number of the frozen weights that LoRA adapters are added to. These weights are not a policy version."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WeightOffer:
-    """A policy version that engines may load.
+    """Tells engines where to load a policy version.
 
     Attributes:
-        version: Policy version, the number of learner steps that produced the weights.
-        manifest: Path of the manifest, readable by the engine. For a streamed version: host and port of learner rank 0.
-            Example: ``"10.0.0.5:41234"``.
+        version: Policy version: the number of learner steps that produced the weights.
+        manifest: Path of the manifest (the file that lists the version's tensors), readable by the engine. For a
+            streamed version: host and port of learner rank 0. Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
-        num_bytes: Bytes of all tensors; for an adapter, including the frozen weights. Deadlines depend on this number.
-        kind: Content of the version. The engine's host converts a delta to a full version before loading.
-        base_version: The version that a delta changes; `FROZEN` for an adapter, None for a full version.
+        num_bytes: Bytes of all tensors; for adapters, with the frozen weights. Loading deadlines depend on this number.
+        carrier: How the bytes reach the engine.
+        kind: What the version holds. The engine's host turns a delta into a full version before loading.
+        base_version: The version that a delta changes; `FROZEN` for adapters, None for a full version.
         incarnation: Number of restarts of the learner from a checkpoint so far. The same version may have different
             weights in two incarnations.
-        access: Secret key for the connection to the sender; empty for a version in files. ``repr`` does not show it.
+        access: Secret key for the connection to learner rank 0; empty for a version in files. ``repr`` hides the key.
     """
 
     version: int

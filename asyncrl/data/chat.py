@@ -11,10 +11,10 @@ from .row_files import Rows
 from .tokenizer import Tokenizer
 
 IMAGE_MARK = "<image>"
-"""Position of an image in a text, if the images are in a separate column."""
+"""Text that marks the place of an image in a message, if the images are in a separate column."""
 
 Message = Mapping[str, Any]
-"""A message or a tool's schema in the format of OpenAI's API. msgpack can encode all values."""
+"""A chat message, or the schema of a tool, in the format of OpenAI's API. msgpack can encode all values in it."""
 
 
 def read_messages(

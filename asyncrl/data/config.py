@@ -11,7 +11,7 @@ from .samplers import UNIFORM
 
 
 class OverlongPrompts(StrEnum):
-    """Treatment of a prompt longer than ``max_prompt_tokens``: an error, or the run skips and counts it."""
+    """What the run does with a prompt longer than ``max_prompt_tokens``: it raises an error, or skips the prompt."""
 
     error = "error"
     filter = "filter"
@@ -28,7 +28,7 @@ class DataConfig:
             tool_calls, …}.
         ground_truth_key: Column of the expected answer for the reward function, or empty.
         data_source_key: Column of the task's name for the reward function, or empty.
-        extra_keys: Further columns for the reward function.
+        extra_keys: Names of further columns that the reward function gets.
         chat_template: Render the messages with the tokenizer's chat template and a generation prompt.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row, or empty.
@@ -43,13 +43,13 @@ class DataConfig:
             for none. Empty if there is no such column.
         environment_by_source: Environment by data source, for rows that name no environment. Example: ``{sums:
             calculator}``.
-        max_prompt_tokens: Longest prompt, in tokens.
-        overlong_prompts: What happens to a longer prompt.
+        max_prompt_tokens: Largest allowed length of a prompt, in tokens.
+        overlong_prompts: What the run does with a longer prompt.
         shuffle: Use a new seeded order in each epoch. If False, each epoch has the order of the files.
         eval_max_prompts: Number of held-out prompts from the beginning of the files; 0 uses all.
         sampler: How the prompts are chosen (docs/sources.md). ``uniform`` takes each row once per epoch. ``weighted``
-            takes sources by ``source_weights``. ``difficulty`` also prefers rows by their success rate. Your own class
-            is ``file.py:Class`` or ``module:Class``.
+            takes sources by ``source_weights``. ``difficulty`` also prefers rows whose success rate is near a
+            target. Your own class is ``file.py:Class`` or ``module:Class``.
         sampler_options: Further arguments of the sampler. Example: ``{target: 0.3}``.
         source_weights: Weight of each data source, by the names in ``data_source_key``; empty: equal weights. Example:
             ``{gsm8k: 3, apps: 1}``.

@@ -19,7 +19,8 @@ class Demonstration:
 
     Attributes:
         token_ids: [T] int32.
-        learned: [T] bool, True at tokens of the assistant, including the end token. The first token is always False.
+        learned: [T] bool, True at the tokens in the loss: the assistant's, with the end token. Never the first token.
+        where: Name of the example's row for error messages.
     """
 
     token_ids: np.ndarray
@@ -29,7 +30,7 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationFormat:
-    """Columns and format of the rows. `asyncrl.config.WarmStartConfig` describes the attributes."""
+    """How to read an example from a row. The attributes are those of `asyncrl.config.WarmStartConfig`."""
 
     prompt_key: str
     response_key: str
@@ -79,7 +80,7 @@ _Stretch = tuple[Sequence[int], bool]
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
     learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
-    learned[:1] = False  # the loss has no prediction for the first token
+    learned[:1] = False  # no token precedes the first one, so the model cannot predict it
     if not learned.any():
         raise ValueError(
             f"{where}: must have a prompt and a response of at least one token, got nothing to learn; remove the row"

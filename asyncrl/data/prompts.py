@@ -37,8 +37,9 @@ _OF_SAMPLER = {"sampler", "chosen", "sampler_state"}
 class PromptStream:
     """An endless stream of the training prompts, shuffled in each epoch, or chosen by ``data.sampler``.
 
-    The group id of a prompt is its position in the stream. The same seed, files and options give the same order on
-    every machine. The stream leaves out ``num_filtered`` prompts, which are longer than ``max_prompt_tokens``.
+    The group id of a prompt is the prompt's position in the stream. The same seed, files and options give the same
+    order on every machine. ``num_filtered`` is the number of prompts that the stream leaves out, because they are
+    longer than ``max_prompt_tokens``.
     """
 
     def __init__(
@@ -272,7 +273,7 @@ class _PromptReader:
         if config.tools_key:
             tools = read_tools(rows, config.tools_key)
         messages, texts = self._rendered(rows, tools) if config.chat_template else self._plain(rows, environments)
-        # A chat template writes the special tokens itself, so the tokenizer must not add them.
+        # The text from a chat template has special tokens already, so the tokenizer must not add them again.
         encoded = self._tokenizer(texts, add_special_tokens=not config.chat_template)["input_ids"]
         return [
             Prompt(

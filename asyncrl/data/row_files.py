@@ -1,4 +1,4 @@
-"""Rows of a parquet or jsonl file. Errors name the file, the row and the column."""
+"""Reads the rows of parquet and jsonl files. Errors name the file, the row and the column."""
 
 from __future__ import annotations
 
@@ -21,11 +21,13 @@ _PLAIN = "strings, numbers (64 bits), booleans, bytes, or lists and dicts of the
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rows:
-    """The rows of one file.
+    """The rows of one parquet or jsonl file.
 
     Attributes:
-        unit: ``row`` of a parquet file (from 0) or ``line`` of a jsonl file (from 1, as in editors).
-        numbers: Row or line number of each entry of ``values``.
+        path: Path of the file.
+        unit: What ``numbers`` count: each ``row`` of a parquet file (from 0), or ``line`` of a jsonl file (from 1).
+        numbers: Row or line number of each entry of ``values``, for error messages.
+        values: The rows, each as a dict by column.
         digest: Hexadecimal digest of the file's bytes.
     """
 
@@ -145,7 +147,7 @@ def _read_parquet(path: str, content: bytes, keys: Iterable[str], section: str) 
         if missing := [key for key, name in columns.items() if not name]:
             found = f"no column {missing[0]!r}, found {sorted(names)}"
             raise ValueError(f"{path}: {found}; set another column in {section}.*_key")
-        # Arrow's threads sometimes abort a process that exits soon after the read.
+        # Read without threads: Arrow's threads sometimes abort a process that exits soon after the read.
         values = file.read(columns=sorted(set(columns.values())), use_threads=False).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error

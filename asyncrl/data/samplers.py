@@ -1,7 +1,6 @@
-"""Samplers choose the row of the training files for each prompt group. ``data.sampler`` is a name in `SAMPLERS`.
+"""Samplers choose which row of the training files becomes the next prompt. ``data.sampler`` is a name in `SAMPLERS`.
 
-A sampler must not use a clock, or random numbers other than those from its seed. Each checkpoint has the sampler's
-state.
+A sampler must not use a clock, or random numbers other than those from its seed. Checkpoints hold the sampler's state.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from asyncrl.core.registry import Registry
 from asyncrl.core.types import GroupSummary
 
 UNIFORM = "uniform"
-"""The prompt stream takes each row once per epoch, without a sampler."""
+"""Value of ``data.sampler`` without a sampler: the prompt stream takes each row once per epoch."""
 
 
 class Sampler(Protocol):
-    """Chooses rows.
+    """Chooses the rows of the training files that become prompts.
 
     The prompt stream calls the class with ``sources``, [N] names of the rows' data sources, and these keywords:
 
@@ -54,7 +53,7 @@ class Sampler(Protocol):
 
 
 SAMPLERS: Registry[Any] = Registry("data.sampler")
-"""Sampler classes by name, without `UNIFORM`."""
+"""The sampler classes by name. `UNIFORM` is not among them, because it needs no class."""
 
 
 @SAMPLERS.register("weighted")
@@ -107,19 +106,19 @@ class WeightedSampler:
 
 @SAMPLERS.register("difficulty")
 class DifficultySampler(WeightedSampler):
-    """Prefers rows with a success rate near a target. Rates near 0.5 teach most. A lower target prefers harder rows.
+    """Prefers prompts that the policy solves at a rate near ``target``. A lower target prefers harder prompts.
 
-    Each source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
+    A data source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
     updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group
     is finished. A share ``explore`` of the prompts comes from all rows of the source in order. While the pool is empty,
     all prompts come from these rows.
 
     Args:
-        target: Success rate, in [0, 1].
+        target: Preferred success rate, in [0, 1]. Rows near 0.5 teach most.
         width: Largest difference between ``target`` and a success rate in the pool; > 0.
         explore: Share of the prompts that come from all rows in order, in (0, 1].
-        success: Smallest reward of a successful trajectory.
-        memory: Weight of the old estimate in an update, in [0, 1).
+        success: Smallest reward with which a trajectory counts as a success.
+        memory: Weight of the old estimate when a result updates the success rate of a row, in [0, 1).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of the prompts, if possible without transformers, because transformers imports torch."""
+"""Loads a model's tokenizer, if possible without the package transformers, which would import torch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
-    # Other tokenizer classes need transformers, because they may add special tokens that the file does not have.
+    # Other classes need transformers, because they may add special tokens that ``tokenizer.json`` does not have.
     if not chat_template and settings.get("tokenizer_class") == _FAST and file.is_file():
         return _FastTokenizer(file)
     from transformers import AutoTokenizer
@@ -46,7 +46,7 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
 
 
 class _FastTokenizer:
-    """A `Tokenizer` without transformers."""
+    """A `Tokenizer` that reads ``tokenizer.json`` without the package transformers."""
 
     chat_template = None
 

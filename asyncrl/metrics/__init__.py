@@ -1,4 +1,4 @@
-"""The metrics of a run: records, files, alarms, trackers, and the view on the terminal."""
+"""The metrics of a run: their records and files, alarms, trackers such as MLflow, and the view on the terminal."""
 
 from .alarms import Alarm, Alarms, RunLimits, read_alarms
 from .estimates import Estimate, Evaluation, evaluation_of

@@ -1,7 +1,7 @@
-"""Alarms: conditions that stop or bias learning, waste devices, or will end the run.
+"""Alarms report conditions of a run that stop or bias learning, waste devices, or will end the run.
 
-`Alarms` reads only the records of a run. An alarm on steps begins after `WINDOW` consecutive steps with the alarm's
-condition, because a single batch may meet the condition by chance.
+`Alarms` reads only the metrics of a run. An alarm on learner steps begins after `WINDOW` consecutive steps that meet
+its condition, because a single step may meet the condition by chance.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from .run_records import StepRecord
 WINDOW = 5
 """Number of consecutive steps that must meet a condition before an alarm begins."""
 COLLAPSED = 0.01
-"""Entropy below this share of its mean over the first steps counts as collapsed."""
+"""The policy's entropy has collapsed if it is below this share of its mean over the first `WINDOW` steps."""
 ALL_BUT_EQUAL = 0.9
-"""Smallest share of groups with equal rewards for an alarm of collapsed entropy."""
+"""Collapsed entropy is an alarm only if at least this share of the groups have equal rewards in the group."""
 MAX_ENGINE_GAP = 0.1
-"""Largest normal distance between the log-probs of engine and learner at lag 0, in nats per token."""
+"""Largest normal difference between log-probs of engine and learner with the same weights, in nats per token."""
 MAX_TRUNCATED = 0.2
 """Largest normal share of samples that reach the length limit."""
 MAX_LENGTH_BIAS = 0.25
-"""Largest normal difference of the mean length of dropped samples from that of trained samples, as a share."""
+"""Largest normal difference between the mean lengths of dropped and trained samples, as a share of the latter."""
 MIN_DROPPED_GROUPS = 20
-"""Smallest number of dropped groups for an alarm on the length of their samples."""
+"""The alarm on the length of dropped samples needs at least this number of dropped groups."""
 FULL = 0.95
 """The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5
-"""An engine is slow below this share of the median engine's tokens per second."""
+"""An engine is slow if it generates less than this share of the median engine's tokens per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """The options that the alarms need.
+    """Options of a run with which `Alarms` compares the run's metrics.
 
     Attributes:
         total_steps: Configured number of learner steps.
@@ -50,13 +50,13 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A condition of a run, with its first and last step.
+    """A problem of a run, with the first and the last step at which it was found.
 
     Attributes:
         name: Name of the alarm in the metrics. Example: ``equal_rewards``.
         first_step: First learner step, or first evaluated policy version.
-        message: The finding with its numbers, and a remedy.
-        last_step: Last step with the condition; None while the alarm lasts.
+        message: What was found, with numbers, and what to do.
+        last_step: Last learner step (or evaluated version) before the alarm ended; None while it lasts.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Alarm:
 
 
 class Alarms:
-    """Finds the alarms of one run.
+    """Finds the alarms of one run from its metrics.
 
     Attributes:
         history: All alarms in the order of their first steps.
@@ -157,7 +157,8 @@ class Alarms:
         )
 
 
-# Conditions over the records of the last `WINDOW` steps. Each function returns the alarm's message, or an empty text
+# The functions below check the records of the last `WINDOW` steps for one condition each. They return the alarm's
+# message, or an empty text if there is no alarm.
 
 
 def _equal_rewards(window: Sequence[StepRecord], _: RunLimits) -> str:
@@ -256,7 +257,7 @@ _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
 }
 
 
-# Alarms from the files of a run
+# The function below reads the files of a run.
 
 
 def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:

@@ -1,4 +1,4 @@
-"""Estimates of an evaluation: mean@k and pass@k with 95% intervals, over all prompts and per data source."""
+"""Computes the results of an evaluation: mean@k and pass@k with 95% intervals, for all prompts and per data source."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ class Evaluation:
         policy_version: Version that sampled all tokens.
         sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
-        num_failed: Number of prompts with a failed reward; the means exclude them.
-        num_missing: Number of prompts without an answer, because engines were lost; the means exclude them.
-        incomplete: Why prompts are missing, by engine.
-        estimates: Estimates by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
-        by_source: Estimates per ``data_source``, if there are several.
+        num_failed: Number of prompts for which the reward function failed. The means do not include these prompts.
+        num_missing: Number of prompts without an answer, because engines were lost. The means do not include them.
+        incomplete: Why answers are missing: for each lost engine, the reason as a text.
+        estimates: Results by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
+        by_source: The same results for each ``data_source``, if there are several.
         response_length: Mean length of an answer, in tokens.
         truncated: Share of the answers that reached the length limit.
         took_s: Seconds from the first prompt to the last answer.

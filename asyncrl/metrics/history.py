@@ -1,6 +1,6 @@
 """Reads the metrics that earlier ``asyncrl train`` processes of a run have written.
 
-A resumed run copies these metrics into its own folder.
+A run that continues from a checkpoint copies these metrics into its own folder.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .run_records import PREFIXES, StepRecord, json_object
 
 @dataclass(frozen=True, kw_only=True)
 class History:
-    """Steps and evaluations before a checkpoint, in order.
+    """The metrics of the learner steps and evaluations up to a checkpoint, in order.
 
     Attributes:
-        steps: Records of the steps before the checkpoint's version.
+        steps: Records of the learner steps that led to the checkpoint.
     """
 
     steps: Sequence[StepRecord] = ()

@@ -1,4 +1,4 @@
-"""The file ``life.json`` in a run folder, which describes one life of a run.
+"""Reads and writes ``life.json`` in a run folder, which says when one life of a run began and how it ended.
 
 A life is one ``asyncrl train`` process, with its own run folder.
 """
@@ -15,7 +15,7 @@ _RECORD = "life.json"
 
 
 class LifeState(StrEnum):
-    """The state of a life. ``killed`` means that the life's supervisor was killed, or that its host crashed."""
+    """State of an ``asyncrl train`` process (a life). ``killed``: its parent was killed, or its host crashed."""
 
     running = "running"
     finished = "finished"
@@ -26,20 +26,20 @@ class LifeState(StrEnum):
 
 
 _ENDS = {None: LifeState.killed, 0: LifeState.finished, 130: LifeState.stopped, 143: LifeState.stopped}
-"""States of ended lives, by exit status. Every other status is a failure."""
+"""The state that each exit status stands for; None is a missing status. Every other status is a failure."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LifeRecord:
-    """The record of a life.
+    """What ``life.json`` says about one ``asyncrl train`` process (a life of a run).
 
     Attributes:
         host: Name of the controller's host.
         began_s: Unix time of the start.
-        resumed: The checkpoint that the life continues; empty for a new run.
-        before: Folder of the life that saved this checkpoint.
-        ended_s: Unix time of the end; 0 while the life runs.
-        status: Exit status; None while the life runs, and after its supervisor was killed.
+        resumed: Path of the checkpoint from which the process continued; empty for a new run.
+        before: Run folder of the process that saved this checkpoint.
+        ended_s: Unix time of the end; 0 while the process runs.
+        status: Exit status; None while the process runs, and after its parent process was killed.
     """
 
     host: str

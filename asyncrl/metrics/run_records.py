@@ -1,4 +1,4 @@
-"""The metrics of a run as typed records, and their files: ``metrics.jsonl``, events, ``reward.png``."""
+"""The metrics of a run as dataclasses, and their files: ``metrics.jsonl``, TensorBoard events, ``reward.png``."""
 
 from __future__ import annotations
 
@@ -18,58 +18,60 @@ from asyncrl.core.types import TokenAccount
 from .estimates import Evaluation
 
 PREFIXES = {"episodes": "episode", "learner": "learner"}
-"""Fields of a record that are dicts, and the prefix of the dicts' entries in dotted names such as ``learner.loss``."""
+"""The dicts in `StepRecord` by field, with the first part of their entries' dotted names, such as ``learner.loss``."""
 FOR_TRACKERS = ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by_reason")
-"""Fields of a record that only trackers read. ``metrics.jsonl`` does not have them."""
+"""Fields of `StepRecord` that only trackers read. ``metrics.jsonl`` does not have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """One learner step, a line of ``metrics.jsonl``.
+    """The metrics of one learner step: a line of ``metrics.jsonl``. Policy tokens are tokens that the policy sampled.
 
     Attributes:
-        step: Learner version that consumed the batch.
+        step: Number of the learner step, from 0.
         time_s: Seconds from the start of training to the end of the update.
         reward: Mean reward over the batch's samples.
         reward_std: Standard deviation of the rewards over the batch's samples.
-        equal_reward_groups: Share of groups whose samples have equal rewards, and equal rewards of turns if turns have
-            rewards. The group-relative advantages of these groups are zero.
+        equal_reward_groups: Share of groups in which all samples have the same reward, and the same rewards of turns if
+            turns have rewards. The group-relative advantages of these groups are zero.
         truncated_samples: Share of samples that reached the length limit.
-        samples_per_group: Mean number of samples per group of the batch. It is below ``samples_per_prompt`` if rewards
-            failed.
+        samples_per_group: Mean number of samples per group of the batch. It is below ``samples_per_prompt`` if
+            samples are missing because their rewards failed.
         response_length: Mean response length, in tokens.
-        lag_mean: Mean lag of the batch's groups, in learner steps.
-        lag_max: Largest lag of the batch.
+        lag_mean: Mean lag of the batch's groups: learner steps between the sampling policy and the trained one.
+        lag_max: Largest lag of the batch's groups, in learner steps.
         generated_tokens: Policy tokens that the fleet has generated since the start of training.
         rollout_tokens_per_s: Policy tokens generated per second since the last record.
-        learner_tokens_per_s: Policy tokens trained per second of update.
-        buffer_groups: Stored groups that wait for a batch.
-        leased_groups: Groups that the fleet is generating.
-        dropped_groups: Groups dropped by ``buffer.filters`` or ``buffer.on_stale`` since the start of training.
-        failed_groups: Failed attempts since the start of training: the reward failed, or the engine aborted the group.
-        unscored_groups: Groups left out of the batch because a reward is not finite.
-        reused_groups: Groups of the batch that an earlier step also trained on (``buffer.max_uses``).
+        learner_tokens_per_s: Policy tokens of the batch per second of the update.
+        buffer_groups: Number of finished groups that wait for a batch.
+        leased_groups: Number of groups that the fleet is generating.
+        dropped_groups: Number of groups that ``buffer.filters`` or ``buffer.on_stale`` have dropped since the start of
+            training.
+        failed_groups: Number of failed attempts to generate a group since the start of training: the reward failed, or
+            the engine aborted the group.
+        unscored_groups: Number of groups left out of the batch because a reward is not finite.
+        reused_groups: Number of groups in the batch that an earlier step also trained on (``buffer.max_uses``).
         kept_length: Mean response length of all trained samples so far, in tokens.
         dropped_length: Mean response length of all dropped samples so far. The difference from ``kept_length`` is the
             length bias.
-        engine_version: Oldest policy version that an engine serves.
+        engine_version: Every engine serves this policy version or a newer one.
         plan_wait_s: Seconds that the controller waited for the batch.
         update_s: Seconds of the update on the slowest rank.
-        publish_s: Seconds of the last weight publish on the slowest engine.
+        publish_s: Seconds until the slowest engine had the last published weights.
         buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
-        buffer_on_disk: Share of these bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
-        slowest_engine: Recent policy tokens of the slowest engine, as a share of the median engine's; 1 with fewer than
-            two engines.
+        buffer_on_disk: Share of the stored groups' bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
+        slowest_engine: Policy tokens of the slowest engine in the last few steps, as a share of the median engine's; 1
+            with fewer than two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
         metrics: Metrics of the trajectories by name, as means over the batch's groups. Example: ``reward.NAME``.
         episodes: Counts of environments and their requests by name, summed over the engines since training began.
             Example: ``unknown_keys``. Empty without environments.
-        groups: Groups by state after the step's commit. This field and the next three are for trackers, not in
-            ``metrics.jsonl``.
+        groups: Number of groups by state after the step, such as ``stored``. This field and the next three are for
+            trackers, not in ``metrics.jsonl``.
         lags: Number of the batch's groups by lag.
-        tokens_dropped_by_reason: Dropped tokens over all lives of the run.
-        groups_dropped_by_reason: Dropped groups over all lives of the run.
+        tokens_dropped_by_reason: Number of dropped tokens, including earlier processes of a resumed run.
+        groups_dropped_by_reason: Number of dropped groups, including earlier processes of a resumed run.
     """
 
     step: int
@@ -122,16 +124,18 @@ class StepRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingResult:
-    """The result of training, before the final evaluation.
+    """The result of the learner steps of a run, before the final evaluation.
 
     Attributes:
-        policy_version: Learner version at the end.
+        policy_version: Version of the trained policy: its number of learner steps.
         train_wall_s: Seconds from the start of training to the last update.
         tokens: Numbers of generated, trained and dropped tokens after the fleet has stopped.
-        max_lag_before: Largest lag before the resumed checkpoint; 0 for a new run.
-        lag_histogram: Number of consumed groups by lag in learner steps.
-        groups_failed: Failed attempts of this run by reason.
-        samples_per_group: Mean over all steps of this run, as in `StepRecord`; 0 without steps.
+        max_lag_realised: Largest lag of a group that this process trained on, in learner steps.
+        max_lag_before: Largest lag before the checkpoint that this process continued from; 0 for a new run.
+        lag_histogram: Number of trained groups by lag in learner steps.
+        tokens_dropped: Number of dropped tokens by reason.
+        groups_failed: Number of failed attempts to generate a group, by reason.
+        samples_per_group: Mean number of samples per trained group, over all steps of this process; 0 without steps.
     """
 
     policy_version: int
@@ -147,14 +151,14 @@ class TrainingResult:
 
 @dataclass(frozen=True, kw_only=True)
 class PoolUse:
-    """Busy and idle time of a pool since the start of training.
+    """Busy and idle time of the learner's ranks, or of the fleet of engines, since the start of training.
 
     Attributes:
         name: ``learner`` or ``fleet``.
-        capacity: Ranks of the learner, or samples that the fleet can generate at a time.
-        busy_s: Busy time in seconds times capacity.
-        idle_s: Idle time by cause, in the same unit. ``busy_s`` plus all idle time is capacity × time.
-        recent: Shares of the last steps' time: busy time (key `BUSY`), and idle time by cause.
+        capacity: Number of learner ranks, or of samples that the fleet can generate at the same time.
+        busy_s: Busy seconds, summed over the ranks or samples in ``capacity``.
+        idle_s: Idle seconds by cause, summed like ``busy_s``. Together with ``busy_s``, this is capacity × time.
+        recent: Shares of the time of the last learner steps: busy time (key `BUSY`), and idle time by cause.
     """
 
     name: str
@@ -177,7 +181,7 @@ class PoolUse:
 
 
 BUSY = "busy"
-"""Key for busy time in `PoolUse.recent` and in `asyncrl.profile.attribution`."""
+"""Key of the busy time in `PoolUse.recent`, beside the causes of idle time."""
 
 
 def in_words(cause: str) -> str:
@@ -193,7 +197,7 @@ def counted(number: float, noun: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunUse:
-    """The use of the learner and of the fleet."""
+    """How busy the learner's ranks and the fleet of engines have been since the start of training."""
 
     learner: PoolUse
     fleet: PoolUse
@@ -249,17 +253,18 @@ def summary_document(
 
 
 class DiskError(AsyncRLError):
-    """A file of the run cannot be written."""
+    """A file of the run cannot be written, for example because the disk is full."""
 
 
 class MetricsWriter:
-    """Writes each record as a line of ``metrics.jsonl`` and as TensorBoard scalars.
+    """Writes the metrics of a run to ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard.
 
-    When the learner returns to a checkpoint, the records after this checkpoint are lost. Their lines move to
-    ``metrics.lost.jsonl`` and ``evaluations.lost.jsonl``.
+    If the learner returns to a checkpoint, it repeats the later steps. Then the lines of these steps move to
+    ``metrics.lost.jsonl``, and those of later evaluations to ``evaluations.lost.jsonl``.
 
     Attributes:
-        steps: The written records, without lost steps.
+        steps: The written records of learner steps, without lost steps.
+        evaluations: The written evaluations.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -322,7 +327,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Flush and close ``metrics.jsonl`` and the TensorBoard file."""
-        with suppress(OSError):  # `write` has already raised this error
+        with suppress(OSError):  # an earlier `write` has raised this error already
             self._file.close()
         self._events.close()
 
@@ -335,7 +340,7 @@ class ScalarEvents:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._open = partial(EventFileWriter, str(folder), flush_secs=10)
-        events: Any = event_pb2  # the module creates its classes at import, so type checkers do not see them
+        events: Any = event_pb2  # type checkers do not see the module's classes, which it creates at import
         summaries: Any = summary_pb2
         self._event, self._summary, self._log = events.Event, summaries.Summary, events.SessionLog
         self._file = self._open()

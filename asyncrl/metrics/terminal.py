@@ -1,6 +1,6 @@
 """Shows the progress of a run: a live view on a terminal, otherwise one line of metrics every few seconds.
 
-In both cases, a line is printed as soon as a component is ready.
+Both also print a line when a part of the run, such as the learner, is ready.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .run_records import BUSY, PoolUse, RunUse, StepRecord, in_words
 
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
-"""Number of steps for the mean of a rate on the terminal."""
+"""Rates on the terminal, such as tokens per second, are means over this number of learner steps."""
 SPARK_STEPS = 60
-"""Number of steps in a sparkline."""
+"""Number of learner steps in a sparkline (a small plot of one line of text)."""
 _SPARKS = "▁▂▃▄▅▆▇█"
 _BAR_WIDTH = 30
 _OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "grad_norm"))
 
 
 class TerminalView:
-    """Shows the run on the terminal."""
+    """Shows the progress, metrics and alarms of a run on the terminal."""
 
     def __init__(self, *, title: str, total_steps: int, console: Console | None = None) -> None:
         self._console = console or Console(stderr=False, highlight=False, soft_wrap=True)

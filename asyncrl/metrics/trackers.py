@@ -1,4 +1,4 @@
-"""Trackers of a run's metrics: Weights & Biases, MLflow and Prometheus.
+"""Sends the metrics of a run to trackers: Weights & Biases, MLflow and Prometheus.
 
 If a tracker fails, the failure is logged and counted, and training continues. A tracker's package is imported when the
 tracker is opened. ``configs/grafana.json`` is a dashboard for the metrics that Prometheus reads.
@@ -28,15 +28,15 @@ _LAGS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64)
 _PUBLISH_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
 
 Event = StepRecord | Evaluation | RunUse
-"""A finished learner step, a held-out evaluation, or the use of the pools so far."""
+"""What trackers record: the metrics of a learner step, an evaluation, or how busy learner and fleet have been."""
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run. No call waits for a network.
+    """Receives the metrics of a run. No method waits for a network.
 
     Attributes:
-        place: Address of the run in the tracker.
-        keeps_history: Whether a resumed run also sends the events of its earlier lives to this tracker.
+        place: Where the user finds the run's metrics, as a text. Example: a URL.
+        keeps_history: Whether a run that continues from a checkpoint also sends the earlier metrics to this tracker.
     """
 
     place: str
@@ -53,12 +53,13 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """The description of a run for its trackers.
+    """What a tracker gets to know about a run when it is opened.
 
     Attributes:
         experiment: Name of the experiment or project in the tracker.
         folder: Folder of the run; its name is the run's name in the tracker.
-        options: The resolved configuration, nested.
+        options: The run's configuration, as nested dicts.
+        prometheus_address: ``host:port`` at which Prometheus reads the metrics.
     """
 
     experiment: str
@@ -84,10 +85,10 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    """All trackers of a run.
+    """All trackers of a run. A failed call is logged and counted.
 
     Attributes:
-        num_failed: Number of failed calls by tracker.
+        num_failed: Number of failed calls of each tracker, by its name.
     """
 
     def __init__(self, trackers: Mapping[str, Tracker]) -> None:
@@ -160,9 +161,10 @@ def numbers_of(event: Event) -> dict[str, float]:
 
 
 class WandbTracker:
-    """Weights & Biases, configured by its environment variables; ``WANDB_MODE=offline`` writes into the run's folder.
+    """Sends metrics to Weights & Biases, configured by its environment variables.
 
-    The x axis is ``step`` for steps, and ``policy_version`` for evaluations.
+    With ``WANDB_MODE=offline``, it writes into the run's folder. The x axis of plots is ``step`` for learner steps, and
+    ``policy_version`` for evaluations.
     """
 
     keeps_history = True
@@ -192,7 +194,7 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """MLflow at ``MLFLOW_TRACKING_URI``; without that variable, a database in the run's folder.
+    """Sends metrics to MLflow at ``MLFLOW_TRACKING_URI``; without this variable, to a database in the run's folder.
 
     The tracker omits values that are not finite, because some stores of MLflow refuse them.
     """
@@ -236,9 +238,9 @@ class MlflowTracker:
 
 
 class PrometheusTracker:
-    """Serves ``http://ADDRESS/metrics`` without a password. With port 0 the system chooses ``port``.
+    """Serves the metrics at ``http://ADDRESS/metrics`` without a password. With port 0, the system chooses a port.
 
-    Counters begin at 0 in each process of the run, as Prometheus expects.
+    Counters begin at 0 in each ``asyncrl train`` process, as Prometheus expects after a restart.
 
     Raises:
         ValueError: the address is invalid or not available.

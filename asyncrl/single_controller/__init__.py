@@ -1,4 +1,4 @@
-"""A controller that calls groups of Ray workers, and the batches that they exchange.
+"""Lets one process (the controller) call methods of groups of Ray workers, and exchange batches with them.
 
 Names are imported at their first use, so importing this package does not load torch or ray.
 """

@@ -1,7 +1,8 @@
-"""How a worker group calls a method of its workers: deadline, route to each worker, futures and results.
+"""Calls methods of the workers of a group, and waits for the results with a deadline.
 
-If an argument is a future, the group sends the future's Ray references. Ray starts the call as soon as the referenced
-results exist, so that the worker does not block before. If a result could not be computed, the call raises the error.
+An argument may be a future: the result of another call, which may not exist yet. The group then sends the future's Ray
+references. Ray starts the call when the result exists, so the worker does not block before. If the other call failed,
+this call raises its error.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from .dispatch import (
 )
 
 deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=None)
-"""Deadline of a blocking call in seconds; None uses the group's ``timeout_s``."""
+"""Seconds that a blocking call in this context may take; None means the ``timeout_s`` of the worker group."""
 
 
 @contextmanager
@@ -52,7 +53,7 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 
 
 class PendingResults(list[Any]):
-    """References to the results of all ranks. The object is a list for ``ray.get``, and can be awaited."""
+    """A list of Ray references to the results of a call, one per rank. Await it, or call `get`, for the results."""
 
     def __init__(self, refs: Iterable[Any] = ()) -> None:
         super().__init__(refs)
@@ -70,7 +71,7 @@ class PendingResults(list[Any]):
 
 
 class PendingResult(ray.ObjectRef):
-    """A reference to the result of one rank. Unlike Ray's own errors, its errors name the worker."""
+    """A Ray reference to the result of a call on one rank. Unlike Ray's own errors, its errors name the worker."""
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
@@ -131,15 +132,15 @@ FUSED_METHOD_SEPARATOR = "_fwmn_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """How a call reaches a worker: directly, or through the fused worker of a shared process.
+    """How to call a method of a worker: directly, or through a fused worker (several workers in one process).
 
     Attributes:
-        remote_name: Name of the actor's method that is called.
-        role_method: Role and method in a fused worker; None if the worker is called directly.
-        is_worker: Whether the actor's class is a `Worker`, which can take references and make calls without a result.
-        is_coroutine: Whether the actor's method is async. An async method awaits its futures itself.
+        remote_name: Name of the actor's method to call.
+        role_method: Role and method name that a fused worker gets; None if the worker is called directly.
+        is_worker: Whether the actor's class is a `Worker`, which has helper methods for references and silent calls.
+        is_coroutine: Whether the called method is async. An async method awaits the futures in its arguments itself.
         takes_results: Whether the method receives the results of futures instead of the futures.
-        is_beside: Whether the method has the decorator `beside`, so that it runs in a second thread.
+        is_beside: Whether the method has the decorator `beside`, so that it runs in a second thread of the worker.
     """
 
     remote_name: str
@@ -188,7 +189,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# Collect functions that return one entry per rank. Padded rows cannot be removed from their results.
+# These functions return a list with one result per rank, from which rows of padding cannot be removed.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 

@@ -1,4 +1,6 @@
-"""A codec for Ray, ZMQ and disk. A message is a versioned msgpack header, then the raw buffers of the arrays.
+"""Encodes Python values and arrays as bytes, for Ray, ZMQ and disk, and decodes them.
+
+A message is a header (a version number and msgpack bytes), followed by the memory of each array.
 
 For any input bytes, `decode` either raises `WireError` or returns plain values. `decode` runs no code from the message,
 and the memory that it allocates is proportional to the size of the message.
@@ -36,14 +38,14 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's limit
-# Largest ratio of a structured dtype's size to the sum of its fields' sizes. Alignment causes smaller ratios.
+# A structured dtype may be at most this many times as large as its fields together. Alignment needs less.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
 
 
 class Unsupported(Exception):
-    """An error: the codec does not support ``value``."""
+    """The codec cannot encode ``value``, because it does not support the type."""
 
     def __init__(self, value: Any, reason: str) -> None:
         super().__init__(reason)
@@ -52,7 +54,10 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Tensors by name. `decode` returns views of the received frames, so copy a tensor before you write to it."""
+    """A dict of tensors by name, for `encode`.
+
+    `decode` returns a dict whose tensors are views of the received bytes. Copy a tensor before you write to it.
+    """
 
     tensors: dict[str, Any]
 
@@ -83,7 +88,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
         return [_PREFIX + encoder.pack(value), *encoder.buffers]
     except Unsupported as error:
         raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
-    except (ValueError, OverflowError) as error:  # msgpack raises them for too many nested levels
+    except (ValueError, OverflowError) as error:  # msgpack raises these errors for too many nested levels
         raise WireError(f"the value cannot be encoded; it may nest too deep, or contain itself: {error}") from error
 
 
@@ -129,14 +134,17 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """The first item of a list that encodes another type. ``build`` makes the value from the other items."""
+    """Marks a list in the header that encodes a value of another type, such as a tuple.
+
+    ``sent`` is the list's first item. ``build`` makes the value from the other items.
+    """
 
     sent: msgpack.ExtType
     build: Callable[[Any, list[Any]], Any]
 
 
 class Encoder:
-    """An encoder of one message."""
+    """Encodes one message."""
 
     def __init__(self, foreign: list[Any] | None) -> None:
         self.buffers: list[Frame] = []
@@ -204,7 +212,7 @@ class Encoder:
         try:
             described = [describe(tensor) for tensor in tensors.values()]
         except Unsupported:
-            return tensors  # msgpack then passes each tensor to `hook`, which handles unsupported tensors
+            return tensors  # msgpack then passes each tensor to the method `hook`, which handles unsupported tensors
         for _, buffers in described:
             self.buffers.extend(buffers)
         names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)
@@ -229,7 +237,7 @@ class Encoder:
 
 
 class Decoder:
-    """A decoder of one message. It uses the buffers in the order of the header."""
+    """Decodes one message. The header refers to the buffers in their order, so each buffer is used once."""
 
     def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], *, writable: bool) -> None:
         self.buffers = buffers
@@ -241,7 +249,7 @@ class Decoder:
 
     def unpack(self, data: Any) -> Any:
         """Decode the msgpack bytes of the header, and return the message's value."""
-        # Check that the whole header exists before values are built, so that a false length cannot allocate memory.
+        # First skip over the whole header: this finds false lengths before values are built and memory is allocated.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
         walker.feed(data)
         try:
@@ -306,7 +314,7 @@ class Decoder:
         if _ATOMS.issuperset(map(type, items)):
             array[:] = items
         else:
-            # ``array[:] = items`` would turn sequences among the items into dimensions.
+            # Assign item by item, because ``array[:] = items`` would turn sequences among the items into dimensions.
             for index, item in enumerate(items):
                 array[index] = item
         return array.reshape(shape)
@@ -346,7 +354,7 @@ def _torch_side() -> Any:
     """Return the module that encodes and decodes tensors. Raises `WireError` if torch is not loaded."""
     if "torch" not in sys.modules:
         raise WireError("the message contains torch tensors, but this process has not imported torch; import it first")
-    # Imported by name, so that no import statement makes this module depend on torch.
+    # Not an import statement, because this module must not depend on torch.
     return import_module("asyncrl.single_controller.columns")
 
 

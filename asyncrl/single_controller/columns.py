@@ -1,4 +1,4 @@
-"""Operations on the columns of a batch, and the conversion of tensors to bytes for the codec."""
+"""Functions on the columns (named tensors and arrays) of a batch, and the conversion of tensors to bytes."""
 
 from __future__ import annotations
 
@@ -129,15 +129,15 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 
 @dataclass(slots=True)
 class UnbuiltBatch:
-    """The tensors of a `DataProto` before their TensorDict is built.
+    """The tensors of a `DataProto` before a TensorDict is built from them.
 
-    Building takes longer than cutting tensors, so a batch builds its TensorDict only when it is read. Do not change an
-    object of this class. The class is not frozen, because a frozen class takes twice the time to construct.
+    Building a TensorDict takes longer than cutting the tensors, so a batch builds it only when it is read. Do not
+    change an object of this class. The dataclass is not frozen, because a frozen one takes twice the time to construct.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
         device: Device of the TensorDict; None if it has none.
-        is_borrowed: Whether other processes may read the memory too. If so, the TensorDict gets copies.
+        is_borrowed: Whether other processes may read the tensors' memory. If so, the TensorDict gets copies.
     """
 
     tensors: dict[str, Any]
@@ -380,7 +380,7 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-# Not sent, because torch cannot copy them: quantized and opaque dtypes, and dtypes smaller than one byte.
+# Dtypes that the codec does not support, because torch cannot copy them: quantized, opaque, or smaller than one byte.
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
 _DTYPES = {
     str(dtype).removeprefix("torch.").encode(): dtype
@@ -394,7 +394,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory only once: here, not in `tensor_of`
+with warnings.catch_warnings():  # torch warns about read-only memory once per process: here, without effect
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
@@ -416,7 +416,7 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         raise Unsupported(tensor, f"the codec does not support {kind}; make it a dense tensor")
     try:
         return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
-    except (RuntimeError, TypeError):  # tensor with a gradient, on a GPU, lazily conjugated, or without a numpy dtype
+    except (RuntimeError, TypeError):  # the tensor needs a gradient, is on a GPU, or has no numpy dtype
         pass
     try:
         return _descriptor(name, tensor.shape), [memory_of(tensor).data]

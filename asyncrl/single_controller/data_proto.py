@@ -1,4 +1,4 @@
-"""`DataProto`, the batch that a controller and its workers exchange."""
+"""The class `DataProto`: a batch of rows, which a controller and its workers exchange."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class _CheckedSwitches(type):
 
 
 class DataProtoConfig(metaclass=_CheckedSwitches):
-    """Options of all batches of this process.
+    """Settings for all `DataProto` batches in this process.
 
     Attributes:
-        auto_padding: Whether dispatch pads any batch that cannot be split evenly.
-        auto_padding_key: Entry of ``meta_info`` that enables padding for one batch. The name is verl's.
+        auto_padding: Whether to pad each batch whose rows cannot be divided evenly over the ranks of a call.
+        auto_padding_key: Key in ``meta_info`` that enables padding for one batch. The name is verl's.
     """
 
     auto_padding: bool = False
@@ -45,7 +45,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
 
 class _BuiltWhenRead:
-    """Descriptor of the field ``batch``. The first read builds the TensorDict."""
+    """Descriptor for the field ``batch`` of `DataProto`. The first read of the field builds the TensorDict."""
 
     def __get__(self, data: Any, kind: Any = None) -> Any:
         if data is not None and isinstance(data._batch, UnbuiltBatch):
@@ -70,7 +70,7 @@ class DataProtoItem:
 
 @dataclass(eq=False, repr=False)
 class DataProto:
-    """A batch of B rows in named columns, with meta information.
+    """A batch of B rows: tensors and numpy arrays by name, and values for the whole batch.
 
     Other processes may read the memory of a received batch. Therefore the first read of ``batch`` copies the tensors,
     and the caller may write to the copies. A batch that arrived through Ray is decoded when an attribute is first read.
@@ -97,13 +97,13 @@ class DataProto:
 
     if TYPE_CHECKING:
         _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # the received message, until it is decoded
+        _arrived: ClassVar[serialization.Message]  # the message from Ray, until it is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
             """Decode a received batch when its first attribute is read."""
             message = vars(self).get("_arrived")
-            if message is not None:  # another thread may have decoded it
+            if message is not None:  # None if another thread has decoded the message
                 header, buffers, foreign = message
                 parts = decode([header, *buffers], foreign=foreign, writable=True)
                 for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
@@ -320,7 +320,7 @@ class DataProto:
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
             raise ValueError(f"rename needs as many new names as old names, each once, got {old} and {new}")
-        # Remove all entries first, because two tensors may exchange their names.
+        # Remove all tensors first, because a new name of one may be the old name of another.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
             self.batch.set(key, tensor)

@@ -1,6 +1,7 @@
-"""The decorator `register`, and the dispatch modes, which split a call's arguments over ranks and join the results.
+"""The decorator `register` for methods that a worker group can call, and the dispatch modes.
 
-This module does not load torch or ray.
+A dispatch mode divides the arguments of a call over the ranks, and joins their results. This module does not load torch
+or ray.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# A dispatch function adds this keyword argument: how many rows it has appended as padding to each batch. The call later
-# removes as many rows from the result.
+# The keyword argument in which a dispatch function reports how many rows of padding it has appended to each batch.
+# The call later removes as many rows from the result.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -34,15 +35,15 @@ def merge(parts: Sequence[Any]) -> Any:
 
 @dataclass
 class DataProtoFuture:
-    """References to the results of a call.
+    """The result of a call that may still be running.
 
-    Await the future or call `get` for the results. Or pass the future to a call of another group: the workers of that
-    group then fetch the results.
+    Await the future or call `get` for the result. Or pass the future to a call of another group: the workers of that
+    group then fetch the result.
 
     Attributes:
-        collect_fn: Joins the list of fetched results into one.
-        futures: References to the results, one per collecting rank.
-        dispatch_fn: Selects a part of the joined result; None selects the whole result.
+        collect_fn: Function that joins the list of the ranks' results into one result.
+        futures: Ray references to the results, one for each rank that returns a result.
+        dispatch_fn: Function that selects a part of the joined result; None selects the whole result.
     """
 
     collect_fn: Callable[[list[Any]], Any]
@@ -94,7 +95,7 @@ def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) 
 
 
 class BatchData:
-    """A batch or a list of batches.
+    """Wraps a batch to cut it into parts, or a list of batches to concatenate them.
 
     A batch is a `DataProto`, a `DataProtoFuture`, a TensorDict, or a Ray reference to one of them.
 
@@ -120,7 +121,7 @@ class BatchData:
         `DataProto` with padding enabled may be cut unevenly.
         """
         if _is_tensordict(self._data):
-            from asyncrl.single_controller import columns  # not at the top, because it loads torch
+            from asyncrl.single_controller import columns  # imported here, because it loads torch
 
             return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
@@ -163,7 +164,7 @@ def _is_reference(data: Any) -> bool:
 
 
 class _Members(type):
-    """Metaclass of enumerations. It adds iteration, ``in``, ``len`` and lookup by name."""
+    """Metaclass of `DynamicEnum`. Its classes support iteration, ``in``, ``len``, and lookup by name in brackets."""
 
     _registry: dict[str, Any]
 
@@ -190,12 +191,12 @@ class _Members(type):
 
 
 class DynamicEnum(metaclass=_Members):
-    """Base class of enumerations that can get more members.
+    """Base class of enumerations to which members can be added at run time.
 
     Names are unique regardless of case. Members are compared by identity.
     """
 
-    keeps_case: ClassVar[bool] = False  # if False, names become upper case
+    keeps_case: ClassVar[bool] = False  # if False, member names become upper case
     _registry: ClassVar[dict[str, Any]] = {}
     _next_value: ClassVar[int] = 0
 
@@ -253,7 +254,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(DynamicEnum):
-    """How a call distributes its arguments to the workers and collects their results."""
+    """How a call of a worker group divides its arguments over the workers, and what it makes of their results."""
 
     RANK_ZERO: Dispatch
     ONE_TO_ALL: Dispatch
@@ -266,7 +267,7 @@ class Dispatch(DynamicEnum):
 
 
 class Execute(DynamicEnum):
-    """The workers that run a call."""
+    """Which workers of a group run a call: all, or only rank 0."""
 
     ALL: Execute
     RANK_ZERO: Execute
@@ -326,7 +327,7 @@ def register(
 
 
 BESIDE = "beside"
-"""Ray's concurrency group for methods with the decorator `beside`. The group has one thread."""
+"""Name of the Ray concurrency group (here a single thread) that runs methods with the decorator `beside`."""
 
 
 def beside(method: Method) -> Method:

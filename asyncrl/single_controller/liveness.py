@@ -1,6 +1,6 @@
-"""Detection of a worker's death, and the last output of a dead worker.
+"""Detects the death of a worker, and reads the last lines that a dead worker printed.
 
-`first_death` calls no method of a worker, because a worker may be busy with a long method.
+`first_death` calls no method of a worker, because a living worker may be busy with a long method.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ async def ray_death() -> NoReturn:
         for process in processes
         if marks.get(process.info["name"], "\0") in (process.info["cmdline"] or [])
     }
-    never = asyncio.get_running_loop().create_future()  # `asyncio.wait` needs one even if there are no daemons
+    never = asyncio.get_running_loop().create_future()  # `asyncio.wait` needs at least one future, even without daemons
     waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
     try:
         ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)
@@ -100,7 +100,7 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
     try:
         while True:
             ended, _ = await asyncio.wait({*waiting, *afar}, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
-            if cluster != current_cluster():  # Ray's shutdown ended the workers
+            if cluster != current_cluster():  # Ray was shut down, which ended the workers
                 return None
             found = [waiting[one] if one in waiting else afar[one].get(one.result() or 0) for one in ended]
             states = await asyncio.to_thread(lambda: list(map(is_alive, workers)))
@@ -136,7 +136,7 @@ _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
 _REMOTE_READ_TIMEOUT_S = 10.0
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray's lines that name the job and the actor
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # beginnings of lines that Ray adds to logs
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:

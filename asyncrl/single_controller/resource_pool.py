@@ -1,6 +1,6 @@
-"""Resource pools, which reserve resources for processes in Ray placement groups.
+"""Resource pools: sets of processes for which Ray reserves CPUs and GPUs, in placement groups.
 
-The processes of a pool become the ranks of a worker group.
+A worker group starts its workers in a pool: one rank in each process.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from .dispatch import BESIDE, DynamicEnum, runs_beside
 
 
 class ResourcePool:
-    """The number of processes on each node. Example: ``[8, 8]`` for two nodes of eight processes.
+    """A set of processes, given by their number on each node. Example: ``[8, 8]`` for two nodes of eight processes.
 
-    At most ``max_colocate_count`` groups may share the pool at the same time.
+    At most ``max_colocate_count`` worker groups may share the pool at the same time.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class ResourcePool:
 
 
 class ClassWithInitArgs:
-    """A class and the arguments of its constructor."""
+    """A class and the arguments of its constructor, to make an instance later."""
 
     def __init__(self, cls: Any, *args: Any, **kwargs: Any) -> None:
         self.cls = cls
@@ -92,19 +92,19 @@ def get_random_string(length: int) -> str:
 
 DEVICE_RESOURCES = {"cuda": "GPU", "npu": "NPU"}
 NODE_ID_LABEL = "ray.io/node-id"
-"""The label that Ray gives every node."""
+"""Name of the label with a node's id, which Ray gives every node."""
 
 
 class RayResourcePool(ResourcePool):
-    """Processes on nodes of a Ray cluster. Each node has one placement group, with one bundle per process.
+    """A pool of processes in a Ray cluster. It has a placement group for each node, with one bundle per process.
 
     Args:
         process_on_nodes: Number of processes on each node.
-        use_gpu: Whether every process has a device.
+        use_gpu: Whether every process has a device (a GPU or NPU).
         name_prefix: First part of the placement groups' names; random by default.
-        max_colocate_count: Number n of groups that may share the pool. Each group gets 1/n of a device and one CPU per
-            process.
-        detached: Whether the reservation stays after the end of the driver.
+        max_colocate_count: Number n of worker groups that may share the pool. In each process, a group gets 1/n of the
+            devices and one CPU.
+        detached: Whether the reservation stays after the end of the process that made the pool.
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
         num_cpus_per_process: CPUs of each process; ``max_colocate_count`` by default.
         num_devices_per_process: Devices of each process, if ``use_gpu`` is set.
@@ -145,7 +145,7 @@ class RayResourcePool(ResourcePool):
         self.apart = apart
         self.labels = dict(labels or {})
         self.timeout_s = timeout_s
-        self._num_users = 0  # number of worker groups in this pool or in a part of this pool
+        self._num_users = 0  # number of worker groups that use this pool or a part of it
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
@@ -299,7 +299,7 @@ class RayResourcePool(ResourcePool):
 def current_cluster() -> Any:
     """Return a pair of the ids of this process's Ray cluster and job; None if the process is not connected to Ray."""
     worker = ray_worker.global_worker
-    node = worker.node  # Ray's shutdown removes the node before Ray reports the disconnection
+    node = worker.node  # at shutdown, Ray removes the node before it reports the disconnection
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
 
 
@@ -338,10 +338,10 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 
 
 class SubRayResourcePool(RayResourcePool):
-    """A part of a pool: ``subgroup_world_size`` processes from ``start_bundle_index`` on.
+    """A part of a pool: ``subgroup_world_size`` adjacent processes, from the process ``start_bundle_index`` on.
 
-    The index counts the processes of the whole pool, in the order of the node addresses. The whole pool owns and
-    releases the placement groups.
+    The index counts the processes of the whole pool, in the order of the node addresses. The placement groups belong to
+    the whole pool, which also releases them.
     """
 
     def __init__(
@@ -359,7 +359,7 @@ class SubRayResourcePool(RayResourcePool):
 
 
 class JoinedResourcePool(RayResourcePool):
-    """A second set of processes in a whole pool. Each uses the devices of ``size`` adjacent processes of the pool.
+    """A second set of processes on the devices of a pool. Each uses the devices of ``size`` adjacent pool processes.
 
     Example: inference engines with ``size`` tensor-parallel ranks, on the devices of ``size`` learner ranks. Both sets
     share the devices, so ``max_colocate_count`` must be at least 2.
@@ -462,7 +462,7 @@ _TEXTS = {
 
 
 class WorkerRole(DynamicEnum):
-    """The role of a worker group. ``Role.register("MyRole")`` adds a role."""
+    """The role of a worker group in training, such as the critic. ``Role.register("MyRole")`` adds a role."""
 
     keeps_case = True
 
@@ -481,24 +481,24 @@ class WorkerRole(DynamicEnum):
         raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
-Role = WorkerRole  # verl's name
+Role = WorkerRole  # verl's name for this class
 for _name in _TEXTS:
     Role.register(_name)
 
 
 @dataclass
 class ResourcePoolManager:
-    """The pools of a job, by name, and the pool of each role.
+    """The resource pools of a job, by name, and which role uses which pool.
 
-    Attributes that are not listed here apply to all pools. `RayResourcePool` describes them.
+    Attributes that are not listed here are options of all pools. `RayResourcePool` describes them.
 
     Attributes:
-        resource_pool_spec: Number of processes on each node, by pool. Example: ``{"actor": [8, 8]}``.
-        mapping: Pool of each role.
+        resource_pool_spec: Number of processes on each node, by pool name. Example: ``{"actor": [8, 8]}``.
+        mapping: Name of the pool of each role.
         resource_pool_dict: The pools, after `create_resource_pool` has made them.
-        max_colocate_count: Number of groups that may share a pool; 1 if all roles of a pool run in the same processes.
+        max_colocate_count: Worker groups that may share a pool; 1 if all roles of a pool run in the same processes.
         device_name: ``cuda`` or ``npu``.
-        own_options: Options of `RayResourcePool` by pool. They replace the options of this object.
+        own_options: By pool name, options of `RayResourcePool` that replace the options of this object.
     """
 
     resource_pool_spec: dict[str, list[int]]
@@ -702,10 +702,12 @@ class RayClassWithInitArgs(ClassWithInitArgs):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slot:
-    """The bundle of one rank in a placement group.
+    """The reserved resources (a bundle of a placement group) in which one rank runs.
 
-    Local ranks count the processes of one placement group. ``node_index`` is the position of the placement group in the
-    pool.
+    Attributes:
+        local_rank: Index of the rank among the ranks of its placement group.
+        local_world_size: Number of ranks in the placement group.
+        node_index: Index of the placement group in the pool.
     """
 
     rank: int
@@ -789,7 +791,7 @@ _free_port_there: Any = ray.remote(num_cpus=0)(free_port)
 
 
 def _visible_devices() -> str:
-    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # in the notation of CUDA_VISIBLE_DEVICES
+    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # the form of CUDA_VISIBLE_DEVICES
 
 
 _devices_there: Any = ray.remote(num_cpus=0)(_visible_devices)

@@ -1,4 +1,4 @@
-"""Serialization of a `DataProto` for Ray, for disk and for collectives, and of a TensorDict to plain tuples."""
+"""Converts a `DataProto` to bytes for Ray, disk and collectives, a TensorDict to plain tuples, and both back."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from asyncrl.single_controller.columns import UnbuiltBatch, is_nested, memory_of
 
 T = TypeVar("T")
 Message = tuple[Frame, Sequence[Any], Sequence[Any]]
-"""An encoded batch: header, buffers of the arrays, and values that the codec does not support."""
+"""An encoded batch: the header, the memory of its arrays, and values that the codec cannot encode."""
 
 
 def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:

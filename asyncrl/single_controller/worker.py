@@ -1,4 +1,4 @@
-"""The base class of workers, and classes that run several workers in one process."""
+"""The base class of workers (Ray actors), and functions that make a class with several workers in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .resource_pool import RayClassWithInitArgs, free_port, remote_class, unwrap
 
 
 class WorkerHelper:
-    """A base class that finds the address and free ports of this node."""
+    """Methods of `Worker` that find the address of its node, and free ports there."""
 
     @staticmethod
     def _get_node_ip() -> str:
@@ -32,11 +32,11 @@ class WorkerHelper:
 
 
 ALL_DEVICES = "not set"
-"""The value that a process reports as its visible devices if they are not restricted."""
+"""What a process reports as its visible devices if no environment variable restricts them."""
 
 
 class Worker(WorkerHelper):
-    """One process of a worker group.
+    """Base class of the workers of a group. A worker is a Ray actor: one process with one rank.
 
     The group sets these environment variables, which ``torch.distributed`` reads: RANK, WORLD_SIZE, LOCAL_RANK,
     LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. A subclass must call ``super().__init__()`` first.
@@ -321,7 +321,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         Worker.__init__(self, *args, **kwargs)
-        # Subclasses read these three attributes, which have verl's names.
+        # Subclasses read the next three attributes, whose names are verl's.
         self.cls_names = list(members)
         self.init_args_dict = {role: init_args for role, (_, init_args, _) in members.items()}
         self.init_kwargs_dict = {role: init_kwargs for role, (_, _, init_kwargs) in members.items()}

@@ -1,4 +1,4 @@
-"""Worker groups: they start workers, call registered methods, and detect the death of a worker."""
+"""Worker groups, which start workers in Ray, call methods of all workers, and detect the death of a worker."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _START_TIMEOUT_S = 300.0
 
 
 class WorkerGroup:
-    """Base class of groups. A subclass starts the workers and calls them."""
+    """Base class of worker groups. A subclass starts the workers and sends calls to them."""
 
     def __init__(self, resource_pool: ResourcePool | None) -> None:
         self._is_init_with_detached_workers = resource_pool is None
@@ -103,7 +103,7 @@ class WorkerGroup:
         """End the thread of `start_worker_aliveness_check`, if it runs."""
         if self._watch is not None:
             loop, task = self._watch
-            with suppress(RuntimeError):  # the watch has ended
+            with suppress(RuntimeError):  # the event loop of the watch has ended already
                 loop.call_soon_threadsafe(task.cancel)
         if self._checker_thread not in (None, threading.current_thread()):
             self._checker_thread.join()
@@ -132,7 +132,7 @@ class WorkerGroup:
             if mode is Dispatch.RANK_ZERO:
                 execute_mode = Execute.RANK_ZERO
             elif mode is Dispatch.ONE_TO_ALL and execute_mode is Execute.RANK_ZERO:
-                mode = Dispatch.RANK_ZERO  # no list of arguments per rank, because only rank 0 is called
+                mode = Dispatch.RANK_ZERO  # do not make a list of arguments per rank, because only rank 0 is called
             functions = get_predefined_dispatch_fn(mode) if isinstance(mode, Dispatch) else mode
             method = func_generator(
                 self,
@@ -156,29 +156,30 @@ def _abort(error: WorkerDiedError) -> None:
 
 
 class RayWorkerGroup(WorkerGroup):
-    """The workers of one class on one pool.
+    """Starts one worker of a class in each process of a resource pool, and calls methods of all workers.
 
     Args:
         resource_pool: Pool in which the workers start; None attaches to running workers.
-        ray_cls_with_init: Class of the workers with its arguments.
+        ray_cls_with_init: Class of the workers, with the arguments of its constructor.
         bin_pack: If False, Ray may place the processes of one placement group on several nodes. The pool's strategy is
             then ignored.
         name_prefix: Name of the group and prefix of its workers' names; random by default.
-        detached: Whether the workers continue after the end of the driver. Their pool must be detached too.
+        detached: Whether the workers continue after the end of this process. Their pool must be detached too.
         worker_names: Names of running workers to attach to.
         worker_handles: Handles of running workers to attach to.
         ray_wait_register_center_timeout: Seconds to wait until the node of rank 0 names a free port.
         worker_env: Further environment variables of the workers.
         device_name: ``cuda`` or ``npu``.
         use_gpu: Whether each worker takes its share of a device; the pool's setting by default.
-        master_addr: Rendezvous address. Give ``master_port`` too. By default, the group chooses both.
-        master_port: Rendezvous port.
-        master_port_range: Half-open range of ports to choose from; None for any.
-        profile_steps: Steps to profile. With ``worker_nsight_options``, CUDA workers then run under Nsight Systems.
+        master_addr: MASTER_ADDR of the workers, for ``torch.distributed``. Give ``master_port`` too. By default, the
+            group chooses both.
+        master_port: MASTER_PORT of the workers.
+        master_port_range: Half-open range from which the group chooses the port; None allows any port.
+        profile_steps: Training steps to profile. With ``worker_nsight_options``, CUDA workers run under Nsight Systems.
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
         log_dir: Directory for the workers' output, one file per rank; None uses Ray's log files.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
-        first_rank: RANK of the first worker. Several groups can number their workers consecutively with it.
+        first_rank: RANK of the first worker. With it, several groups can number their workers consecutively.
         python: Shell command that runs Python in the workers; empty uses Ray's default.
 
     Raises:
@@ -299,7 +300,7 @@ class RayWorkerGroup(WorkerGroup):
                 self.master_address, self.master_port = master_address_port(slots[0], master_ports, port_timeout_s)
             num_devices = pool.num_devices_per_process / pool.max_colocate_count
             if self.use_gpu and isinstance(pool, JoinedResourcePool):
-                # Ray cannot give an actor fractions of several devices, so the group sets CUDA_VISIBLE_DEVICES.
+                # Ray cannot give an actor fractions of several devices, so the group itself sets CUDA_VISIBLE_DEVICES.
                 num_devices, self._devices = 0.0, pool.visible_devices(slots)
             for index in range(len(slots)):
                 start = partial(self._start_worker, index, len(slots), num_devices, detached)
@@ -377,7 +378,7 @@ class RayWorkerGroup(WorkerGroup):
             "WG_BACKEND": "ray",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "LOCAL_RANK": str(slot.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names of the two values above
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl reads the two local values by these names
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),
@@ -386,7 +387,7 @@ class RayWorkerGroup(WorkerGroup):
         if taken:
             raise UsageError(f"worker_env sets {taken}, but the group sets them; remove them from worker_env")
         env |= {} if log_file is None else {"WG_LOG_FILE": log_file}
-        # Ray 2.60 shows all devices to an actor without devices, so hide them.
+        # Ray 2.60 shows all GPUs to an actor that has reserved none, so hide them.
         hidden = {} if self.use_gpu else NO_GPUS
         return hidden | self.customized_worker_env | env
 
@@ -414,7 +415,7 @@ class RayWorkerGroup(WorkerGroup):
             group._bound = group._bind_worker_method(classes[role], func_generator)
         return groups
 
-    spawn_fused = spawn  # verl's name for the same method
+    spawn_fused = spawn  # verl's other name for this method
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Give this group one attribute per role, with the role's name: a group that calls this role (see `spawn`)."""
