@@ -256,7 +256,7 @@ def _batches(
 
 
 class GreedyAccuracy:
-    """Measures the accuracy of the current weights with greedy decoding, by an engine on rank 0. All ranks get the result."""
+    """Measures the accuracy of the current weights with greedy decoding, on rank 0. All ranks get the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
         device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share a device
