@@ -103,7 +103,7 @@ class _QueuedStep:
 
 
 class _Training(ABC, Generic[LearnerT, FleetT]):
-    """The base of both controllers. It feeds prompts to the buffer, runs the loops, and at the end counts all tokens."""
+    """Base of both controllers. It feeds prompts to the buffer, runs the loops, and counts all tokens at the end."""
 
     def __init__(
         self,
