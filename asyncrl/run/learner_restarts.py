@@ -82,7 +82,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                # If engines share devices with the learner, they have released them and cannot generate the batch again.
+                # Engines on the learner's devices have released them, so they cannot generate the batch again.
                 if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 

@@ -1,8 +1,8 @@
 """Manages the run's folder on other nodes of the cluster: sends models and keys, and collects logs and samples.
 
 The run's folder has the same path on every node. Nodes that see the controller's folder, through a shared file system,
-need no copies. On any other node, a Ray actor reads and writes the node's folder. Each call to an actor has the deadline
-``ray.start_timeout_s``.
+need no copies. On any other node, a Ray actor reads and writes the node's folder. Each call to an actor has the
+deadline ``ray.start_timeout_s``.
 """
 
 from __future__ import annotations

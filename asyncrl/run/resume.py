@@ -97,7 +97,7 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without the sizes of its device mesh
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without options of execution, such as sp_size
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
