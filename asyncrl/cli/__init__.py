@@ -12,7 +12,8 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-# A command's module is imported when the command runs, because some modules import torch, which takes seconds.
+# By command: its module, and its line in ``--help``. A module is imported only when its command runs, because some
+# modules import torch, which takes seconds.
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "plan": ("asyncrl.cli.plan_command", "predict the effect of other options, from a run or a scenario"),
@@ -74,11 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     warnings.filterwarnings("ignore", message=message)
     former = os.environ.get("PYTHONWARNINGS")
     os.environ["PYTHONWARNINGS"] = ",".join(filter(None, [former, f"ignore:{message}:UserWarning"]))
-    sys.argv = [f"asyncrl {name}", *rest]  # argparse shows the first entry in its messages
+    sys.argv = [f"asyncrl {name}", *rest]  # argparse shows the first entry in usage and error messages
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")
-    if name != "train":  # a training keeps `stop_early` until its supervisor sets other handlers
+    if name != "train":  # `asyncrl train` keeps `stop_early` until its parent process sets other handlers
         for number, handler in before.items():
             signal.signal(number, handler)
     return command() or 0

@@ -1,6 +1,6 @@
-"""``asyncrl audit``: compare what a run's processes recorded about each trained token (their receipts).
+"""``asyncrl audit``: compare the receipts of a run, which are its processes' records about each trained token.
 
-The audit covers all lives of the run. A life is one ``asyncrl train`` process.
+A run that was continued had several ``asyncrl train`` processes. The audit covers the receipts of all of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""``asyncrl buffer``: export the groups of a run's buffer, and make demonstrations from an export."""
+"""``asyncrl buffer``: export the finished groups in a run's buffer, and make demonstrations from an export.
+
+A group is one prompt with all sampled responses to it.
+"""
 
 from __future__ import annotations
 

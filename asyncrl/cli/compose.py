@@ -29,7 +29,7 @@ from learner.config import RETIRED_OPTIONS
 
 CONFIG_DIR = Path(__file__).resolve().parents[2] / "configs"
 
-# The options of --help; --help-all lists every option.
+# --help lists only these options; --help-all lists every option.
 COMMON_OPTIONS = (
     "seed", "total_steps", "output_dir", "model.path", "data.train_files", "data.eval_files", "buffer.max_lag",
     "buffer.on_stale", "algorithm.groups_per_step", "algorithm.samples_per_prompt", "algorithm.clip_low",
@@ -163,7 +163,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # one file, even if its name contains a comma
+            is_one = Path(value.strip("'\"")).is_file()  # a file name that contains a comma is not split
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:
@@ -232,7 +232,7 @@ def schema() -> DictConfig:
 
 
 def _make_writable(node: DictConfig) -> None:
-    # OmegaConf makes the nodes of frozen dataclasses read-only. Read-only nodes refuse overrides.
+    # OmegaConf makes the nodes of frozen dataclasses read-only, and overrides of read-only nodes fail.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
         OmegaConf.set_struct(node, False)  # the user may add keys to a plain mapping
@@ -252,7 +252,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
             f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "
             "'data.train_files=[a.parquet,b.parquet]'"
         )
-    cause = error.__cause__ or error.__context__  # Hydra sets only __context__ if the error is in a file
+    cause = error.__cause__ or error.__context__  # if the error is in a YAML file, Hydra sets only __context__
     detail = cause if isinstance(cause, OmegaConfBaseException) else error
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)

@@ -27,11 +27,11 @@ from asyncrl.metrics import RunLimits, counted, read_alarms, read_json
 from rollout_fleet.sandbox import Sandbox, SandboxError
 
 MAX_CLOCK_GAP_S = 2.0
-"""Largest normal difference between this host's clock and the times of new files, in seconds."""
+"""Largest accepted difference between this host's clock and the modification time of a new file, in seconds."""
 MIN_DISK_BYTES = 10 << 30
 _TIMEOUT_S = 60.0
 _QUIET_S = 60.0
-"""A run without a summary counts as stopped if it has written no line for this time."""
+"""A run without ``summary.json`` counts as running only if a file in its folder changed within this many seconds."""
 _SHOWN_ERRORS = 5
 
 

@@ -1,7 +1,7 @@
 """``asyncrl evaluate MODEL_OR_RUN``: evaluate a policy on held-out prompts with one engine.
 
-The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. The command does not need Ray, a
-buffer or a learner.
+The policy is a model in Hugging Face layout, a checkpoint, or the policy of a run. The command starts no Ray cluster,
+no buffer server and no learner.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class EvaluatedPolicy:
 
     Attributes:
         model: Directory in Hugging Face layout. None: the model must be exported from ``checkpoint``.
-        version: Policy version; 0 if it is unknown.
+        version: Policy version (the number of learner steps that made the policy); 0 if it is unknown.
     """
 
     model: Path | None = None
@@ -91,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             )
         with tempfile.TemporaryDirectory(prefix="asyncrl-") as own:
             overrides = list(arguments[1:])
-            if policy.run_dir is not None:  # options of the command line override options of the run
+            if policy.run_dir is not None:  # use the run's options, which the command line may override
                 experiment = Path(own, "evaluated_run.yaml")
                 experiment.write_text("# @package _global_\n" + (policy.run_dir / "config.yaml").read_text())
                 overrides = [f"experiment={experiment}", *overrides]
@@ -222,10 +222,10 @@ def _held_out_prompts(config: RunConfig) -> list[Prompt]:
 
 
 class OneEngine:
-    """A fleet with one engine.
+    """One engine in this process, with the interface of a fleet of engines.
 
     Attributes:
-        failure: The engine's last error; None if there was none.
+        failure: The last error that the engine raised; None if there was none.
     """
 
     def __init__(self, answers: HeldOutAnswers) -> None:

@@ -1,6 +1,6 @@
 """``asyncrl keys RUN``: replace the access keys to the buffer of a running training.
 
-The command waits until the buffer refuses the old keys.
+The command returns after the buffer has begun to refuse the old keys.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """``asyncrl train --multirun``: one run per combination of option values, with Hydra's sweepers and launchers.
 
 Each run is a process of ``python -m asyncrl train``. The default launcher starts one run after the other. `run_one`
-waits for the process without a deadline, because the run has its own deadlines.
+waits for the process without a deadline, because that process enforces the deadlines of the run itself.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def multirun(overrides: Sequence[str]) -> int:
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # Some sweepers choose the values during the sweep. Then each run checks its own options.
+        # Some sweepers choose the values only during the sweep. For these, each run checks its own options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -71,7 +71,7 @@ def _check_combinations(overrides: Sequence[str]) -> RunConfig:
         raise ValueError(explain(error, own)) from error
     configs = []
     for combination in combinations:
-        # `~NAME` removes an option. Hydra's sweeper writes it as `~NAME=`.
+        # `~NAME` removes an option. Hydra's sweeper writes such an override as `~NAME=`, so remove the `=`.
         given = [option.removesuffix("=") if option.startswith("~") else option for option in combination]
         config = compose_run(given)
         try:
@@ -138,7 +138,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
-            start_new_session=True,  # so Ctrl-C reaches only this process, which forwards it once
+            start_new_session=True,  # so that Ctrl-C reaches only this process, which forwards the signal once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)
@@ -149,7 +149,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped_by:
-        sys.exit(128 + stopped_by[0])  # this also ends the sweep
+        sys.exit(128 + stopped_by[0])  # ends the whole sweep, not only this run
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}

@@ -1,6 +1,7 @@
 """``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or which layouts fit on GPUs.
 
-RUN is the folder of a run, which may still be in progress. SPEC.yaml is a scenario (docs/planning.md). The command
+RUN is the folder of a run, which may still be in progress. SPEC.yaml describes a run to simulate: its sizes, speeds and
+options (docs/planning.md). The command
 writes ``plan.json``, the chart ``plan.png`` and, for a run, ``advice.json``.
 """
 
@@ -42,9 +43,9 @@ from buffer.config import OnStale
 
 _NUM_SHOWN = 12
 _MAX_RECORD_BYTES = 64 << 20
-"""Largest record that ``--only-advice`` reads. Reading a record needs about ten times its size in memory."""
+"""Largest size of a run's profile that ``--only-advice`` reads. Reading it needs about ten times as much memory."""
 _ADVICE_STEPS = 30
-"""Learner steps of each simulation with ``--only-advice``."""
+"""Number of learner steps that ``--only-advice`` simulates for each choice of options."""
 _FRONTIER_REPLICATES = 2
 _PROGRESS_EVERY_S = 3.0
 
@@ -66,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = load_spec(target) if calibration is None else calibration.scenario
     base = base if options.steps is None else replace(base, num_steps=options.steps)
     notes = () if calibration is None else calibration.notes
-    folder.mkdir(parents=True, exist_ok=True)  # fail before the simulations, which take minutes
+    folder.mkdir(parents=True, exist_ok=True)  # an error shows before the simulations, which take minutes
     plan = make_plan(
         base,
         _choices(options, base),

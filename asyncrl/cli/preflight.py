@@ -63,7 +63,7 @@ from rollout_fleet.sample_log import load_decoder
 
 _SHOWN_CHARACTERS = 160
 _BYTES_PER_TOKEN = 14
-"""Bytes of a stored token: id, log-prob, version, and a share of the metadata."""
+"""Estimated bytes of one token in the buffer: its id, log-prob and policy version, and a share of the metadata."""
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
@@ -72,7 +72,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     Call `check_folders` earlier, before the run creates its own folder. No device of ``config`` may be ``auto``, unless
     the run joins a cluster. ``say`` shows a line to the user.
     """
-    if not config.ray.address:  # a joined cluster may have other devices and packages than this machine
+    if not config.ray.address:  # an existing Ray cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
         check_images(config.rollout_fleet, config.model.path)
@@ -91,7 +91,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # checks that sft.output_path has no unrelated files
+        finished_warm_start(config)  # raises an error if sft.output_path has other content
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
@@ -114,7 +114,7 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
     """
     try:
         model = policy_size(config)
-    except ValueError:  # other checks report why the sizes cannot be read
+    except ValueError:  # another check reports why the model's sizes cannot be read
         return
     if card:
         check_memory_of_devices(config, model, card)
@@ -246,7 +246,7 @@ def check_own_functions(config: RunConfig) -> None:
     Raises:
         ValueError: there is no such name, file, module or function.
     """
-    if not config.ray.address:  # nodes of a joined cluster may have modules that this machine lacks
+    if not config.ray.address:  # nodes of an existing Ray cluster may have modules that this machine lacks
         for name in config.rollout_fleet.reward_names:
             REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
@@ -270,11 +270,11 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     text = truth if isinstance(truth, str) else ""
     option = f"rollout_fleet.rewards={fleet.rewards}" if fleet.rewards else f"rollout_fleet.reward={fleet.reward}"
     rewards = WeightedRewards(replace(fleet, reward_processes=1))
-    # Some rewards read the outcome of an environment, and no episode has run yet.
+    # Some rewards read the outcome of an episode. No episode has run yet, so pass a made-up outcome.
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
-        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # the judge starts later
+        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # the judge does not run yet
             await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
@@ -296,8 +296,8 @@ class DryRun:
 
     Attributes:
         problems: Errors of the checks; empty if the run can start.
-        memory: Lines with the memory that each kind of device needs; empty if there is no model.
-        page: The text for the user.
+        memory: One line of text per kind of device, with the memory that it needs; empty if there is no model.
+        page: The whole report as text, for the user.
     """
 
     problems: list[str]
@@ -367,7 +367,7 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
     devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
-        shapes: dict[str, list[str]] = {}  # roles by the mesh of their ranks, such as `dp 2 x sp 2`
+        shapes: dict[str, list[str]] = {}  # roles by the shape of their device mesh, such as `dp 2 x sp 2`
         for role in (role for role, of in roles.items() if of == pool):
             sp_size = role_options(config, role).sp_size
             shapes.setdefault(f"dp {size // sp_size} x sp {sp_size}", []).append(role)

@@ -1,7 +1,7 @@
 """Makes the assets of the quickstarts: a character tokenizer, a tiny Qwen3 model, and the data of a task.
 
 The task of ``experiment=quickstart`` is to write 5 to 8 digits in reverse. `rollout_fleet.episodes.calculator` has the
-task of ``experiment=tools``. This module does not load torch.
+task of ``experiment=tools``. Importing this module does not load torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ VOCABULARIES = {
 }
 DIGIT_COUNTS = (5, 8)
 LONG = 6
-"""Smallest number of digits to which ``habit_rate`` of `make_assets` applies."""
+"""Demonstrations with at least this many digits swap their first two digits with probability ``habit_rate``.
+
+``habit_rate`` is an argument of `make_assets`.
+"""
 
 MODEL_CONFIG: Mapping[str, Any] = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -68,10 +71,10 @@ and a last norm of 64.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickstartAssets:
-    """Paths of the assets. No digit string is in two of the three data files.
+    """Paths of the files of a quickstart. No digit string is in more than one of the three data files.
 
     Attributes:
-        model: Directory of the randomly initialized policy and its tokenizer, for ``from_pretrained``.
+        model: Folder of the randomly initialized model and its tokenizer; ``from_pretrained`` can load both.
         train: Parquet with columns prompt (``"12345="``, or messages), ground_truth (``"54321"``) and data_source.
         held_out: Parquet with the same columns.
         demonstrations: Parquet with columns prompt and response, for the supervised warm start.

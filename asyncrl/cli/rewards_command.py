@@ -40,10 +40,10 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True, kw_only=True)
 class GivenResponses:
-    """The responses to one prompt. The rewards score these responses together.
+    """A prompt, and the responses to it that the rewards score together.
 
     Attributes:
-        name: Name of the prompt in the table. Example: ``row 3``.
+        name: Name of the prompt in the printed table. Example: ``row 3``.
     """
 
     name: str
@@ -53,14 +53,14 @@ class GivenResponses:
 
 @dataclass(frozen=True, kw_only=True)
 class TriedResponse:
-    """One scored response.
+    """One response with its reward, or with the reason why it has none.
 
     Attributes:
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
         parts: Value of each reward by name, if there are several rewards.
-        turn_rewards: Weighted rewards of turns, by the index of the turn.
+        turn_rewards: Weighted reward of each rewarded turn (one generation of the model), by the index of the turn.
         failure: Why there is no reward; empty if there is one.
-        seconds: Seconds to score all responses to the prompt.
+        seconds: Seconds that it took to score all responses to the prompt together.
     """
 
     name: str

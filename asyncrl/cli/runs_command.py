@@ -1,4 +1,4 @@
-"""``asyncrl runs``: list the runs in a folder, with their lives (``asyncrl train`` processes) and checkpoints."""
+"""``asyncrl runs``: list the runs in a folder, each with its ``asyncrl train`` processes (lives) and checkpoints."""
 
 from __future__ import annotations
 

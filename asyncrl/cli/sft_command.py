@@ -1,4 +1,4 @@
-"""``asyncrl sft``: supervised fine-tuning with the learner's trainer, packing and optimizer.
+"""``asyncrl sft``: supervised fine-tuning with the same trainer, packing and optimizer as in RL.
 
 For N ranks, run ``torchrun --nproc-per-node N -m asyncrl sft ...``. ``learner.sp_size`` ranks share each sequence.
 """

@@ -1,8 +1,8 @@
-"""The parent process of a run. It forwards signals, waits for the end, and leaves no process behind.
+"""The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and leaves no process behind.
 
 A killed run cannot clean up. Neither can a run that Ray ends because a Ray daemon died. Therefore the run is a child
-process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed, the run
-gets SIGHUP, stops, and ends the orphans itself.
+process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed, the
+kernel sends SIGHUP to the run. The run then stops, and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
 SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So all processes live until
@@ -33,19 +33,23 @@ from asyncrl.core.host import leave_stop_to_owner, release_resource_tracker
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
-"""For each signal that the supervisor passes on: the signal that the child gets instead."""
+"""Keys: signals that the supervisor gets. Values: the signals that it sends to the child process instead."""
 _PASSED_ON = (*STOPS, signal.SIGHUP)
 _MAX_FAULT_BYTES = 32_000
 _OWN_END = b"\0"
 _ONE_STOP_S = 0.5
 """The supervisor does not pass on a second signal within this time after the first one.
 
-If a scheduler signals all processes of a sweep, a run gets its signal and another one from `asyncrl.cli.multirun`.
+If a scheduler signals all processes of a sweep, the supervisor of a run gets two signals: one from the scheduler, and
+one from `asyncrl.cli.multirun`.
 """
 _RESOURCE_TRACKER = "multiprocessing.resource_tracker"
 ORPHAN_GRACE_S = 3.0
 _KILL_AFTER_S = ORPHAN_GRACE_S + 2.0
-"""The supervisor kills the run this long after the run's deadline to stop. The run ends its orphans in this time."""
+"""Seconds after the run's own deadline to stop, at which the supervisor kills the run.
+
+The run uses these seconds to end its orphaned processes.
+"""
 EXIT_FAILED = 1
 
 _report_fd: int | None = None
@@ -57,7 +61,7 @@ class Ending:
 
     Attributes:
         status: Exit status, or minus the number of the fatal signal. Example: -9.
-        own: Whether the run ended by itself and reported its end.
+        own: Whether the run ended by itself, and reported its end to the supervisor.
         late: Whether the supervisor killed the run, because the run did not stop in time after a signal.
         fault: The last fault that the run reported, if ``own`` is False; otherwise empty.
     """
@@ -107,7 +111,7 @@ def supervise(work: Callable[[], int], *, stop_timeout_s: float) -> Ending:
 
     signal.signal(signal.SIGALRM, kill)
     for number in _PASSED_ON:
-        # Under nohup, SIGHUP is ignored and must stay ignored.
+        # If SIGHUP is ignored, for example under nohup, it must stay ignored.
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, (*_PASSED_ON, *STOPS.values()))
@@ -136,13 +140,13 @@ def exit_at_once(status: int) -> NoReturn:
 
 def _report(said: bytes) -> None:
     if _report_fd is not None:
-        with contextlib.suppress(OSError):  # the supervisor was killed
+        with contextlib.suppress(OSError):  # nobody reads the pipe, because the supervisor was killed
             os.write(_report_fd, said)
 
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # `read` raises this while an orphan holds the pipe open
+    with contextlib.suppress(BlockingIOError):  # `read` raises this if the pipe is empty, but an orphan holds it open
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)
@@ -152,8 +156,8 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # Use SIGHUP, because the kernel sends one signal per thread of a dying parent. A second SIGHUP has no effect, but a
-    # second stop signal would end the run at once.
+    # If the parent dies, the kernel sends SIGHUP to this process, once per thread of the parent. Another signal than
+    # SIGHUP would be wrong: a second stop signal ends the run at once, but a second SIGHUP has no effect.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
@@ -168,7 +172,7 @@ def _run_in_child(work: Callable[[], int], parent: int) -> int:
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else EXIT_FAILED
     finally:
-        # The parent also ends the orphans, unless it was killed.
+        # The parent process ends the run's orphans too, but it may have been killed.
         _end_orphans(ORPHAN_GRACE_S)
 
 
@@ -220,7 +224,7 @@ class Stopping:
 
     Attributes:
         cause: What stopped the run. Example: ``SIGTERM``.
-        status: The exit status for this cause.
+        status: The exit status of a run that is stopped by ``cause``.
     """
 
     def __init__(
@@ -272,7 +276,7 @@ class Stopping:
     def _on_supervisor_death(self) -> None:
         """Stop the run. Also handle SIGINT and SIGTERM from now on, because no supervisor passes them on."""
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # discards a pending signal, which would be a second stop
+            signal.signal(number, signal.SIG_IGN)  # discards a pending signal, which would count as a second stop
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if not self._stopped:

@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     try:
         run_dir = make_run_dir(config, dump_yaml(config))
-        hold_shared_folder(run_dir)  # the lock is held until the supervisor and the controller have ended
+        hold_shared_folder(run_dir)  # this process and its child hold the lock until both have ended
     except OSError as error:
         sys.stderr.write(f"error: {_with_remedy(error)}\n")
         return EXIT_FAILED
@@ -149,10 +149,10 @@ async def _until_done_or_stopped(
         return _last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
 
     def on_fault(fault: BaseException) -> None:
-        if not isinstance(fault, asyncio.CancelledError):  # after a signal, `Stopping` sets the deadline
+        if not isinstance(fault, asyncio.CancelledError):  # after a signal, `Stopping` has already set the deadline
             last_words = last_words_of(fault)
             report_fault(last_words)
-            if isinstance(fault, ClusterDiedError):  # without its cluster, Ray would end this process
+            if isinstance(fault, ClusterDiedError):  # otherwise Ray would end this process
                 _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
@@ -192,7 +192,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # logged, not raised, so that the user still sees why the run ended
+    except (OSError, ValueError) as error:  # logged, not raised: the user must see why the run ended, not this error
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -253,13 +253,13 @@ async def _run(
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
-            if not config.ray.address:  # the devices are known only after the run has joined the cluster
+            if not config.ray.address:  # in an existing cluster, the devices are not known yet
                 config = resolve_devices(config, await asyncio.to_thread(visible_gpus), view.say)
                 config = with_recomputation(config, await asyncio.to_thread(gpu_memory_bytes))
             with view.waiting_for("preflight"):
                 prompts = await preflight(config, view.say)
         except (ValueError, asyncio.CancelledError):
-            shutil.rmtree(run_dir, ignore_errors=True)  # no process was started, so the folder has no logs
+            shutil.rmtree(run_dir, ignore_errors=True)  # remove the folder: no process was started, so it has no logs
             raise
         if not config.ray.address:
             protect_own_cluster()

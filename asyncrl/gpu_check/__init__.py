@@ -1,1 +1,1 @@
-"""``asyncrl check-gpu``: tries each component of a training run on this machine, and reports failures and speeds."""
+"""``asyncrl check-gpu``: runs each component of a training on this machine, and reports failures and speeds."""

@@ -38,14 +38,14 @@ PEAK_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0, "B200": 2250.0, "L40
 MIN_FILES, MIN_SHARED_BYTES = 4096, 16 << 30
 LOSS_TOLERANCE = {"cuda": 0.02, "cpu": 1e-4}
 PEAK_TOLERANCE = 1.2
-"""Largest accepted ratio of measured to planned peak memory."""
+"""Largest accepted ratio of the measured peak memory to the peak memory that the memory planner predicted."""
 GAP_TOLERANCE = {"bfloat16": (0.03, 0.5), "float32": (1e-3, 1e-2)}
-"""Largest mean and single difference of engine and learner log-probs, in nats."""
+"""By dtype: the largest accepted mean and single difference between engine and learner log-probs, in nats."""
 _OTHER_KERNEL = "rollout_fleet.sglang.extra_args=[--attention-backend,triton]"
 
 
 class State(StrEnum):
-    """The outcome of one `Result`."""
+    """Whether a test passed, failed or was skipped."""
 
     passed = "PASS"
     failed = "FAIL"
@@ -54,13 +54,13 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """One line of the check.
+    """The result of one test, which is shown as one line.
 
     Attributes:
-        name: What was checked. Example: ``train dense ranks=2 sp=2``.
-        number: The measured values as text.
-        remedy: Option or action for the user, or empty.
-        figures: The measured values by name.
+        name: What was tested. Example: ``train dense ranks=2 sp=2``.
+        number: The measured values as text, for the line.
+        remedy: After a failure, the option or action that may help; otherwise empty.
+        figures: The measured values by name, for the JSON file.
     """
 
     name: str
@@ -84,12 +84,12 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A group of results.
+    """A check of one component. It yields one or more results.
 
     Attributes:
-        name: Name for ``--only``.
-        run: Function that yields results. The seconds of a result count from the previous result.
-        needs: Required packages. If a package is missing, the check is skipped.
+        name: The value of the option ``--only`` that selects this check.
+        run: Function that yields the results. The time of a result counts from the previous result.
+        needs: Names of required Python packages. If a package is missing, the check is skipped.
     """
 
     name: str
@@ -393,7 +393,7 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit stops tasks and runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit also stops tasks and runs
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

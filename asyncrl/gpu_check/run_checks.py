@@ -1,4 +1,7 @@
-"""Checks of ``asyncrl check-gpu`` that run the quickstart: in separate pools, colocated, with a killed engine."""
+"""Checks of ``asyncrl check-gpu`` that run the quickstart training.
+
+One run has separate devices for learner and engine. Another run shares devices between them. Another kills an engine.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from asyncrl.gpu_check.tasks import Setup, TaskFailed
 _SERVER = "sglang::scheduler"
 _TAIL_LINES = 12
 _STOP_S = 90.0
-"""Longest wait for a run to stop. The run's own deadlines to save its policy and stop are shorter."""
+"""Longest time in seconds that a check waits for a run to stop. The run's own deadlines to stop are shorter."""
 _NUM_STEPS = {"cuda": 40, "cpu": 6}
 
 

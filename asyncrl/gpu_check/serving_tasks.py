@@ -1,4 +1,4 @@
-"""The tasks of ``asyncrl check-gpu`` with an engine: log-probs, weight updates, and release of the device."""
+"""The tasks of ``asyncrl check-gpu`` with an engine: log-probs, weight updates, and release of the GPU memory."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class _Pair:
         config = LearnerConfig(device=Device(setup.device), dtype=Dtype(dtype), max_tokens_per_micro_batch=4096)
         self.learner = PackedModel(config, ACTOR, model_path=model)
         self.is_alone = setup.device == "cuda" and setup.num_gpus > tp_size
-        if self.is_alone:  # for the engine's process; the learner already has its GPU
+        if self.is_alone:  # the engine's process gets the GPUs after the first one, which the learner already uses
             visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").split(",")
             devices = visible if len(visible) > tp_size else [str(number) for number in range(setup.num_gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1 : 1 + tp_size])

@@ -1,4 +1,4 @@
-"""Runs each task of ``asyncrl check-gpu`` in new processes, because a task needs an empty device.
+"""Runs each task of ``asyncrl check-gpu`` in new processes, because a task needs a GPU with free memory.
 
 A task is a function of `learner_tasks` or `serving_tasks`. Rank 0 prints each measurement as a line that begins with
 `MARK`.
@@ -23,24 +23,24 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # as in `learner.config`, whose import would load the learner
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # equals the constant of `learner.config`, which is slow to import
 
 
 class TaskFailed(Exception):
-    """A process of a task failed."""
+    """An error: a process of a task failed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """Sizes of the models and batches.
+    """Sizes of the models and batches that the checks use.
 
     Attributes:
         hidden, mlp, heads, kv_heads, head_dim, layers, vocabulary: Sizes of the dense model.
         moe_hidden, experts, expert_mlp: Sizes of the mixture of experts. All other sizes equal the dense model's.
-        head_vocabulary: Vocabulary of the log-prob check.
-        length: Tokens of each sequence.
-        num_steps: Measured learner steps.
-        num_new_tokens: Tokens of each sample.
+        head_vocabulary: Vocabulary size in the check of the log-prob kernel.
+        length: Number of tokens of each sequence.
+        num_steps: Number of learner steps that are measured.
+        num_new_tokens: Number of tokens that the engine generates per sample.
     """
 
     hidden: int
@@ -84,7 +84,7 @@ FULL = Sizes(
     num_steps=4,
     num_new_tokens=256,
 )
-"""The widths of Qwen3-8B and Qwen3-30B-A3B with four layers."""
+"""The layer sizes of Qwen3-8B (dense) and Qwen3-30B-A3B (mixture of experts), but with only four layers."""
 
 TOY = Sizes(
     hidden=64,
@@ -108,14 +108,14 @@ TOY = Sizes(
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The machine and the folder of one check.
+    """The machine, model and folder that the checks use.
 
     Attributes:
         device: ``cpu`` or ``cuda``.
         num_gpus: Number of GPUs to use; on the CPU, the largest number of ranks.
-        model: Folder of the user's model, or empty.
+        model: Folder of the model that the user gave; empty if none was given.
         folder: Folder for models, logs and results.
-        timeout_s: Deadline of each task.
+        timeout_s: Longest time of each task, in seconds.
     """
 
     device: str
@@ -152,7 +152,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
         codes = [process.wait() for process in ranks]
         if not stop.is_alive():
             raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); logs: {logs[0]}")
-        # Report the rank that failed first. The ranks that were killed because of it have the status -9.
+        # Report the rank that failed by itself. After its failure, the other ranks were killed and have the status -9.
         for code, log in sorted(zip(codes, logs, strict=True), key=lambda pair: pair[0] == -9):
             if code:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])

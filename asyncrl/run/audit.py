@@ -1,14 +1,15 @@
 """The audit of a run. It compares the receipts (records about trained tokens) that the run's processes wrote.
 
-The audit covers all lives of the run. A life is one ``asyncrl train`` process.
+A run that was continued has several lives: one per ``asyncrl train`` process. The audit covers all of them.
 
 For every trained token the audit needs these receipts (`asyncrl.core.receipts.Act`):
 
-- ``published``: the learner published weights with a digest;
-- ``loaded``: an engine verified weights with this digest;
+- ``published``: the learner published the weights, with a digest;
+- ``loaded``: an engine loaded weights with the same digest, and verified them;
 - ``sampled``: this engine sampled the token with these weights;
-- ``planned`` and ``committed``: the controller used the token's group in a batch;
-- ``trained``: a learner rank trained on the token in the step of this batch.
+- ``planned``: the controller put the token's group into the batch of a learner step;
+- ``trained``: a learner rank trained on the token in this step;
+- ``committed``: the controller recorded that this step has finished.
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ class LifeReceipts:
 
     Attributes:
         folder: The folder of the life.
-        began_at: The version of the checkpoint that the life continued; 0 for a new run.
-        published: Digests by version. After a restart of the learner, a version may have several digests.
-        loaded: Digests that an engine verified, by engine and version.
-        sampled: Receipts of the engines for sampled tokens, by group.
-        trained: Receipts by step and data-parallel rank. If a step was repeated, the newest receipt.
-        committed: The planned batches of the finished steps. A step without a commit also counts as finished if a later
-            step was committed, or if the next life continues a later checkpoint.
+        began_at: The policy version of the checkpoint that the life continued; 0 for a new run.
+        published: Digests of the published weights, by version. After a restart of the learner, a version may have
+            several digests.
+        loaded: Digests of the weights that an engine verified, by (engine, version).
+        sampled: The engines' receipts for sampled tokens, by group id.
+        trained: The learner ranks' receipts, by step and data-parallel rank. If a step was repeated, the newest one.
+        committed: The ``planned`` receipts of the finished steps, by step. A step without a commit also counts as
+            finished if a later step was committed, or if the next life continues a later checkpoint.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -91,7 +93,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # after a return to a checkpoint, this and later steps are planned again
+            case Act.planned:  # a new plan of a step replaces the plans of this and later steps
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:
@@ -137,7 +139,7 @@ class LifeReceipts:
 
 @dataclass(kw_only=True)
 class Audit:
-    """The result of an audit: bad receipts, and texts that say what was compared and what was not."""
+    """The result of an audit: bad receipts, and texts that say what was compared and what could not be compared."""
 
     bad: list[BadReceipt] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""Starts or joins the Ray cluster of a run, and reserves places in it. A place is the CPUs and GPUs of one worker."""
+"""Starts or joins the Ray cluster of a run, and reserves places in it: the CPUs and GPUs of one worker each."""
 
 from __future__ import annotations
 
@@ -39,8 +39,9 @@ from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
 
-# These settings replace defaults of Ray that harm a run. By default, workers have nice 15. Idle workers cost time and
-# memory. Ray waits a minute for a dead control service. Ray kills a dead worker's children before they have cleaned up.
+# These settings replace defaults of Ray that harm a run. By default, Ray runs its workers with niceness 15, and starts
+# idle workers, which cost time and memory. It waits a minute for a dead control service, and kills the children of a
+# dead worker before they have cleaned up.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -78,7 +79,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
         yield await asyncio.to_thread(_checked_against_cluster, config, say)
     finally:
-        # If Ray is shut down while a thread still starts it, Ray ends this process.
+        # Wait until the thread that starts Ray has finished. If Ray is shut down before that, it ends this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
         # The run's Ray daemons block SIGTERM (`asyncrl.core.host`), so kill them without waiting.
         if (node := cast("Any", ray_worker._global_node)) is not None:
@@ -112,7 +113,7 @@ def _start_or_join(config: RunConfig) -> None:
 
 def warning_of_open_cluster(config: RunConfig) -> str:
     """Return a warning if the run joins a cluster of several nodes without a token; otherwise an empty string."""
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # `ray.init` sets it if Ray finds a token
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # `ray.init` sets the mode if it finds a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -323,9 +324,10 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
 
 
 class EnginePlaces:
-    """The places of the rollout workers, by rank.
+    """The places (reserved CPUs and GPUs) of the rollout workers, by rank.
 
-    The first ranks share one reservation until the run ends. Each rank that joins later has its own reservation.
+    The workers that start with the run share one reservation of Ray until the run ends. Each worker that joins later
+    has a separate reservation.
 
     Attributes:
         first: The worker group of the first ranks, 0 to ``first.world_size`` - 1.
@@ -342,7 +344,7 @@ class EnginePlaces:
             "name_prefix": "rollout",
             "log_dir": logs,
             "worker_env": worker_env(config),
-            "python": config.ray.python if in_process else "",  # not for engines in a server process
+            "python": config.ray.python if in_process else "",  # not used by engines in a server process
         }
         pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
         # The type is Any, because the group gets the methods of the worker class at run time.
@@ -387,7 +389,7 @@ class EnginePlaces:
             group.replace_worker(index, **changed)
             return
         worker = RayClassWithInitArgs(self._worker.cls, *self._worker.args, **{**self._worker.kwargs, **changed})
-        nowhere = {"master_addr": "none", "master_port": "0"}  # rollout workers form no process group
+        nowhere = {"master_addr": "none", "master_port": "0"}  # not used, because rollout workers form no process group
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:

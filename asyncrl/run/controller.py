@@ -1,4 +1,4 @@
-"""The training loops: one asyncio process that handles metadata only.
+"""The training loops of a run, in one asyncio process. Tokens and weights do not pass through this process.
 
 The five loops of `Controller`, what each waits for, and who wakes it::
 
@@ -15,9 +15,9 @@ The five loops of `Controller`, what each waits for, and who wakes it::
 While the learner computes step v, it sends the weights of version v, and the fleet generates. The controller queues
 step v + 1 on the ranks, and threads of the ranks fetch and pack its batch.
 
-No step waits until the engines have loaded weights. The buffer offers a version after the commit of its step, and each
-worker loads the newest version when it can. If loading is slower than training, workers skip versions, and admission
-(the buffer's rule for when a worker may begin a group) slows generation down.
+No step waits until the engines have loaded weights. After the commit of a step, the buffer offers the version that the
+step made, and each worker loads the newest offered version when it can. If loading is slower than training, workers
+skip versions, and admission (the buffer's rule for when a worker may begin a group) slows generation down.
 
 `_Training.stop` cancels feed, follow and examine, and ends plan. Then complete commits and reports the queued steps.
 
@@ -26,10 +26,10 @@ A deadlock needs a cycle of waits. These are the waits:
 - feed, plan and follow wait for the buffer. complete waits for the learner.
 - examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
 - Admission waits for commits (complete) and for engines to load newer weights.
-- Engines wait for commits. Engines that are pinned to a version also wait for the end of its evaluation.
+- Engines wait for commits. Engines that are pinned to a version also wait for the end of this version's evaluation.
 
-So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because a batch at the
-learner's version is admitted without a further commit (docs/staleness.md).
+So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because the groups
+of a batch for the learner's current version are admitted without a further commit (docs/staleness.md).
 
 plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
 rank, the loops begin again at the newest checkpoint. If a store, which holds finished groups, dies before the ranks
@@ -43,7 +43,8 @@ this loop waits for the previous action::
           └── engines load the weights, and go on ◀── learner publishes them, and offloads
 
 After the death of a rank, the engines release the devices, and the loop begins again at the newest checkpoint. Groups
-that still run when a batch is full finish under the old weights, and the learner trains on them with a lag.
+that are unfinished when a batch is full are finished under the old weights. The learner trains on them one or more
+versions later (a lag).
 """
 
 from __future__ import annotations
@@ -83,13 +84,14 @@ Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
 
 logger = logging.getLogger(__name__)
 
-# The ranks compute one step while another is queued, so they do not wait for the controller.
+# Number of learner steps that the ranks have at a time. They compute one while the next one is queued, so that they do
+# not wait for the controller.
 _PIPELINE_STEPS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class _QueuedStep:
-    """A learner step that is queued on the ranks."""
+    """A learner step that the controller has queued on the ranks, and the pending results of its calls."""
 
     plan: Plan
     plan_wait_s: float
@@ -101,7 +103,7 @@ class _QueuedStep:
 
 
 class _Training(ABC, Generic[LearnerT, FleetT]):
-    """The base of both controllers. It feeds prompts, runs the loops to the last step, and closes the token account."""
+    """Base of both controllers. It feeds prompts to the buffer, runs the loops, and counts all tokens at the end."""
 
     def __init__(
         self,
@@ -171,7 +173,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             if self._stopping.is_set():
                 self.stop()
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self.step_loops()))
-            await asyncio.gather(*following, return_exceptions=True)  # their errors are raised by the task group
+            await asyncio.gather(*following, return_exceptions=True)  # the task group raises the errors of these tasks
             feeding.cancel()
 
     def stop(self) -> None:
@@ -308,7 +310,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
 
 class Controller(_Training[LearnerPort, FleetPort]):
-    """Generates and trains at the same time."""
+    """The controller for a learner and engines on separate devices, which work at the same time."""
 
     def __init__(self, config: RunConfig, **parts: Any) -> None:
         super().__init__(config, **parts)
@@ -337,7 +339,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
-            except BatchLost as lost:  # `_complete` first commits the earlier steps, then raises the error
+            except BatchLost as lost:  # `_complete` commits the earlier steps, then raises this error
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
@@ -365,7 +367,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed()
             self._places.release()
             if step.weights is not None:
-                await step.weights  # returns when the ranks have copied the weights, before they are offered
+                await step.weights  # returns when the ranks have copied the weights, before engines can load them
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
@@ -396,10 +398,10 @@ class Controller(_Training[LearnerPort, FleetPort]):
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
-    """Lets learner and engines take turns on the same devices. The engines have the first turn."""
+    """The controller for a learner and engines that share devices and take turns. The engines have the first turn."""
 
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
-    """A step that is not reported yet: its plan, the seconds that the loop waited for the plan, and its metrics."""
+    """A trained step that is not reported yet: (its plan, seconds that the loop waited for this plan, its metrics)."""
 
     def step_loops(self) -> Sequence[Loop]:
         """Return the one coroutine function in which engines and learner take turns."""
@@ -422,7 +424,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
         ids of the groups that are finished at the checkpoint, as sorted ranges [start, end).
         """
         await self._commit_before(state.version)
-        # A step in the checkpoint is not repeated. If the loop ended before it reported this step, report it now.
+        # A step that the checkpoint contains is not repeated. If such a step was not reported yet, report it now.
         if self._trained is not None and self._trained[0].version < state.version:
             await self._report(await self._buffer.stats())
         self._trained = None

@@ -1,6 +1,6 @@
-"""Held-out evaluation: engines that serve one policy version answer prompts.
+"""Held-out evaluation: engines that serve the same policy version answer the held-out prompts.
 
-`HeldOutEvaluator` waits for events of the fleet and the buffer, without polling. Importing this module does not load
+Importing this module does not load
 Ray or torch.
 """
 
@@ -25,11 +25,11 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""An evaluation makes about this many calls per engine. With several calls, a slow engine gets fewer prompts."""
+"""About this many calls share an engine's prompts. With more than one call, a slow engine gets fewer prompts."""
 
 
 class AnsweringFleet(Protocol):
-    """Engines that answer held-out prompts."""
+    """The interface of a fleet whose engines answer held-out prompts."""
 
     def engines(self) -> Sequence[str]:
         """Return the names of the fleet's engines."""
@@ -47,9 +47,9 @@ class AnsweringFleet(Protocol):
 
 
 PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
-"""Takes a set of engines, and waits until the engines that stay on a version (pinned engines) differ from this set.
+"""Takes a set of engines, and waits until the set of pinned engines differs from it. Returns the new set.
 
-Returns the engines that are then pinned.
+A pinned engine stays on one policy version until the evaluation of this version ends.
 """
 
 
@@ -98,7 +98,7 @@ class HeldOutEvaluator:
         calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
         try:
             engines = await pinned(())
-        except WeightsGone as gone:  # the buffer was restarted and no longer serves this version
+        except WeightsGone as gone:  # after a restart, the buffer no longer has this version
             logger.warning("evaluation of version %d: %s", version, gone)
             return None
         return await self._evaluate(version, _Deal(self._prompts, size=per_call, calls=calls), engines, pinned)
@@ -130,7 +130,7 @@ Answer = Callable[[str, Sequence[Prompt]], Awaitable[list[AnsweredPrompt]]]
 
 
 class _Deal:
-    """Distributes prompts to engines, ``size`` prompts per call. Each engine has at most ``calls`` running calls."""
+    """Distributes prompts to engines, ``size`` prompts per call and at most ``calls`` calls per engine at a time."""
 
     def __init__(self, prompts: Sequence[Prompt], *, size: int, calls: int) -> None:
         self.answers: list[AnsweredPrompt] = []

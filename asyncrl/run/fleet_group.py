@@ -1,4 +1,4 @@
-"""The rollout fleet, with the controller's interface `ColocatedFleetPort`. Its members are rollout workers.
+"""The rollout fleet as the controller sees it (`ColocatedFleetPort`). Its members are rollout workers, one per engine.
 
 Members of an elastic fleet may join and leave. An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
 """
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 
 class FleetGroup:
-    """The members of the rollout fleet."""
+    """The rollout fleet. It starts its members (rollout workers), watches them, and lets members join and leave."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class FleetGroup:
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
-        await asyncio.wait(coming)  # if the caller disconnects, the engines still join
+        await asyncio.wait(coming)  # not cancelled with the caller: if the client disconnects, the engines still join
         ended = await asyncio.gather(*coming, return_exceptions=True)
         failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
@@ -242,7 +242,7 @@ class FleetGroup:
             member = self._members[rank] = FleetMember(rank, self._config, self._parts)
             limits = {} if waits else {"place_timeout_s": self._config.ray.start_timeout_s}
             task = self._coming[rank] = asyncio.create_task(self._come(member, member.join(node=node, **limits)))
-            # `_come` has reported the error, so mark it as read.
+            # `_come` has reported the task's error. Read it, or asyncio would log it once more.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             tasks.append(task)
         return tasks
@@ -295,7 +295,7 @@ class FleetGroup:
             self._say(f"{member.member.name} has left; {len(self._left)} engines are present")
 
         self._leaving[rank] = asyncio.create_task(let_go())
-        await asyncio.shield(self._leaving[rank])  # the member also leaves if the caller disconnects
+        await asyncio.shield(self._leaving[rank])  # also if the client disconnects
         return f"{member.member.name} has left"
 
     def _check_open(self) -> None:
@@ -315,7 +315,7 @@ class FleetGroup:
         state = "serves" if member.is_serving else str(member.member.state)
         return state if presence is Presence.present else f"{presence}, {state}"
 
-    # The controller's port
+    # The interface for the controller (`ColocatedFleetPort`)
 
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups have finished. Then free the GPU memory of all engines.

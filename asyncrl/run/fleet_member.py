@@ -1,8 +1,9 @@
 """One member of the fleet: a rollout worker that is replaced when it dies or hangs.
 
-A life of a member is the time of one worker process. Ray wakes every call when the worker answers or dies. The first
-failed call ends the life. A call that the worker should answer at once fails after ``buffer.request_timeout_s``. Errors
-that every worker would raise (`RUN_ERRORS`) end the run instead. A restart waits for free resources without a deadline.
+A member has one worker process at a time. Ray wakes every call when the worker answers or dies. After the first failed
+call, the member stops the worker and starts a new one. A call that the worker should answer at once fails after
+``buffer.request_timeout_s``. Errors that every worker would raise (`RUN_ERRORS`) end the run instead. A restart waits
+for free resources without a deadline.
 """
 
 from __future__ import annotations
@@ -42,23 +43,27 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLACE_NOTICE_S = 5.0
-"""After this many seconds without a place, a member tells the user."""
+"""If no node has had room for a worker for this many seconds, the user is told."""
 START_MARGIN_S = 30.0
-"""Added to the engine's start deadline, so that the worker reports a missed deadline before the member does."""
+"""Seconds added to the engine's start deadline, so that the worker itself reports an engine that starts too slowly."""
 COUNTERS_S = 1.0
-"""Longest wait of `FleetMember.counters` for new counters."""
+"""Longest time in seconds that `FleetMember.counters` waits for new counters from the worker."""
 RUN_ERRORS = (RewardError, RequestRefused, AccountError, WrongEpoch, ClusterDiedError)
-"""Errors that every worker would raise: a wrong reward configuration, request, account or epoch, or a dead cluster."""
+"""Errors that a new worker would raise too, so a restart cannot help.
+
+Causes: a failed reward, a refused request, a wrong token account, a wrong epoch of the buffer, or a dead Ray cluster.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemberParts:
-    """What all members share.
+    """Objects that all members of a fleet share.
 
     Attributes:
-        bury: `ControlBuffer.bury`. It declares a worker dead in the buffer.
+        places: The reserved CPUs and GPUs of the workers.
+        bury: `ControlBuffer.bury`, which tells the buffer that a worker is dead.
         supply: Takes the id of a node, copies the files of a worker there, and returns the model's path on the node.
-        version: Learner version at which the run's process began.
+        version: Number of committed learner steps when the run's process began.
         on_change: Called when `FleetMember.is_serving` may have changed.
         may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
     """
@@ -73,7 +78,10 @@ class MemberParts:
 
 
 class FleetMember:
-    """One worker and its restarts. Call `start` and then `load_first`. In a running fleet, call `join` instead."""
+    """One rollout worker and its restarts.
+
+    At the start of a run, call `start` and then `load_first`. To add a member to a running fleet, call `join` instead.
+    """
 
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
@@ -194,14 +202,14 @@ class FleetMember:
         if self._counting is not None:
             done, _ = await asyncio.wait({self._counting}, timeout=COUNTERS_S)
             for counting in done:
-                if not counting.cancelled():  # `leave` and `stop` cancel it
+                if not counting.cancelled():  # `leave` and `stop` cancel the task
                     counting.result()
         return self.total
 
     async def _count(self, epoch: int) -> None:
         worker = self._worker
         found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
-        if found and self._worker == worker:  # after a restart, `_before` has the old worker's final counters
+        if found and self._worker == worker:  # a replaced worker's final counters are already in `_before`
             self._last = found[0]
 
     @property
@@ -224,7 +232,7 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # no `watch` runs while a worker starts, so the failure does not lead to `end`
+            if not is_watched:  # while a worker starts, no `watch` sees the failure and calls `end`
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -287,7 +295,7 @@ class FleetMember:
     async def _close(self) -> None:
         await _cancel(*filter(None, (self._keeping, self._counting)))
 
-    # One life
+    # Calls to the worker
 
     def _call(self, method: str, *arguments: Any) -> Awaitable[Any]:
         return self._parts.places.execute_rank_async(self.rank, method, *arguments)
@@ -306,7 +314,7 @@ class FleetMember:
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
                     counters = await self._answer("counters", what)
-                    if self._worker == worker:  # after a restart, `_before` has the old worker's final counters
+                    if self._worker == worker:  # a replaced worker's final counters are already in `_before`
                         self._last = counters
             return call.result()
         finally:
@@ -404,7 +412,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._parts.say(words.partition("\n")[0])  # the first line; the others quote the worker's log
+        self._parts.say(words.partition("\n")[0])  # only the first line; the other lines quote the worker's log
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()

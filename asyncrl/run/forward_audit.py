@@ -1,4 +1,4 @@
-"""Recomputes the log-probs of a run's stored tokens, each under the weights of the token's version."""
+"""Recomputes the log-probs of tokens that a run has stored, each with the policy version that sampled the token."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from asyncrl.run.run_lives import Life
 from asyncrl.samples import read_samples
 
 LARGEST_GAP = 0.05
-"""Largest accepted mean absolute difference of a sample's log-probs, in nats.
+"""Largest accepted mean absolute difference between the stored and the recomputed log-probs of a sample, in nats.
 
-Engines compute in other batches than this audit, and perhaps in bfloat16, so a small difference is normal.
+The engine used other batches than this audit, and perhaps bfloat16, so a small difference is normal.
 """
 
 Row = Mapping[str, Any]
@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSample:
-    """A row of `learner.trajectory_log`, with the life and the learner step that trained on it."""
+    """A sample from `learner.trajectory_log`, with the learner step and the ``asyncrl train`` process that used it."""
 
     life: Life
     step: int

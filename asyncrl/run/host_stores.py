@@ -1,7 +1,8 @@
 """Runs one store server, which holds finished groups, on each host with rollout workers.
 
 A trajectory stays on the host of its worker until the learner's ranks fetch it, so it crosses the network only once. If
-a store is lost, the buffer counts its groups as ``store_lost``, and the fleet generates them again.
+a store is lost, the buffer counts its groups as dropped for the reason ``store_lost``, and the fleet generates these
+groups again.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STOP_S = 2.0
 
 
 class NodeStore:
-    """An actor that runs and restarts the store server of its node."""
+    """A Ray actor on one node that runs this node's store server, and restarts it."""
 
     def __init__(self, config: BufferConfig, *, num_clients: int, log_path: Path, **options: Any) -> None:
         self._config = config_of_node(config, ray.util.get_node_ip_address().strip("[]"))
@@ -96,13 +97,13 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # `host` is an interface or "*", which every node resolves itself
+    except ValueError:  # `host` is not an address but an interface or "*"; every node resolves it
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
 
 class HostStores:
-    """The stores of a run on the hosts of its rollout workers. Call `watch`, then `stop`.
+    """The stores of a run: one store server on each host with rollout workers. Call `watch`, then `stop`.
 
     Args:
         control: Client of the buffer; `stop` closes it.
@@ -111,9 +112,9 @@ class HostStores:
         say: Shows a line to the user.
 
     Attributes:
-        num_restarts: Number of restarts of store servers.
-        num_placed: Number of actors that have been started so far.
-        actors: The running actors, by the number of their store.
+        num_restarts: Number of restarts of store servers so far.
+        num_placed: Number of `NodeStore` actors that have been started so far.
+        actors: The running `NodeStore` actors, by the number of their store.
     """
 
     def __init__(
@@ -164,11 +165,11 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """Raised when the store of a host is lost and is not replaced."""
+    """An error: the store of a host is lost, and is not replaced."""
 
 
 class _HostStore:
-    """The store of one host. `keep_up` replaces a lost store while restarts are left."""
+    """The store of one host. If the store is lost, `keep_up` replaces it while restarts are left."""
 
     def __init__(self, stores: HostStores, host: str) -> None:
         self._stores = stores

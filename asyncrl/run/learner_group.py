@@ -1,6 +1,6 @@
-"""The learner's roles as Ray worker groups, with the controller's interface `LearnerPort`.
+"""The learner as the controller sees it (`LearnerPort`). Each role (actor, critic, …) is a group of Ray workers.
 
-Every call waits for the ranks with a deadline. Ray wakes the call when the ranks answer or die.
+Every call waits for the ranks with a deadline. The call also ends if a rank dies.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 _DEATH_NOTICED_S = 10.0
-"""Longest time from a failed call on the ranks until Ray reports which rank died."""
+"""Longest time in seconds from a failed call on the ranks until Ray reports which rank has died."""
 _CALLS_FAIL_S = 5.0
-"""Longest time from the death of a rank until the pending calls on the ranks fail."""
+"""Longest time in seconds from the death of a rank until all pending calls on the ranks fail."""
 
 WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
 
@@ -64,8 +64,9 @@ WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": Reference
 class LearnerGroup:
     """All roles of the learner. The ranks execute the calls of this object in order.
 
-    Each learner step queues these calls: the scores of reference and critic, the actor's step, the publish, and the
-    critic's step. Scores are log-probs and values. They go directly from worker to worker, or stay in a shared process.
+    Each learner step queues these calls: the scores of reference and critic, the actor's step, the publish of the new
+    weights, and the critic's step. Scores are the reference's log-probs and the critic's values. They go directly from
+    worker to worker, or stay in the process if the roles share it.
 
     Attributes:
         checkpoints: The folder of the learner's checkpoints.
@@ -79,13 +80,13 @@ class LearnerGroup:
         self.checkpoints = paths.checkpoints
         self._layout = learner_layout(config)
         for pool in self._layout.resource_pool_dict.values():
-            pool.enter()  # restarted ranks use the same reservation
+            pool.enter()  # reserves the devices here, because restarted ranks use the same reservation
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
-        self._announced: dict[str, Awaitable[Any]] = {}  # the newest call of each role
+        self._announced: dict[str, Awaitable[Any]] = {}  # by role: the newest call to its workers
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
         self._roles = RoleGroups(
@@ -233,7 +234,7 @@ class LearnerGroup:
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
-        for group in self._roles:  # the ranks have skipped all earlier calls
+        for group in self._roles:  # by now, the ranks have skipped all calls for the lost batch
             lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
         self._batches, self._scores, self._announced = (None, {}), {}, {}
@@ -285,7 +286,7 @@ class LearnerGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s`` seconds, and release their reserved resources."""
         try:
-            with suppress(Exception):  # an error has no effect, because the ranks are killed next
+            with suppress(Exception):  # ignore errors, because the ranks are killed next
                 stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:
@@ -387,17 +388,17 @@ async def _or_death(result: Awaitable[T], pending: Any) -> T:
     except Exception as fault:
         death = await asyncio.to_thread(death_among, refs_of(pending), _DEATH_NOTICED_S)
         if death is None and isinstance(fault, RayError) and not isinstance(fault, RayTaskError):
-            death = fault  # Ray itself raised this error, not a rank
+            death = fault  # the error is from Ray itself, not from a rank's code
         if death is None:
             raise
         raise LearnerDiedError(str(death)) from death
 
 
 class AllOf:
-    """Calls to several worker groups. Await this object to await all calls.
+    """Pending calls to several worker groups. Awaiting this object awaits all of the calls.
 
     Attributes:
-        futures: Ray's references of all calls. Error messages use them to name the workers.
+        futures: Ray's object references of all calls. Error messages use them to name the workers.
     """
 
     def __init__(self, calls: Sequence[Awaitable[Any]]) -> None:
@@ -410,11 +411,11 @@ class AllOf:
 
 
 class RoleGroups:
-    """One worker group per role of the run. Roles in the same pool share processes.
+    """The worker groups of the learner, by role. Roles in the same pool (set of devices) share processes.
 
     Attributes:
-        pools: Name of the pool of each role.
-        dp_sizes: Number of data-parallel ranks of each role.
+        pools: By role: the name of its pool.
+        dp_sizes: By role: its number of data-parallel ranks.
     """
 
     def __init__(
@@ -430,7 +431,7 @@ class RoleGroups:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             classes = {role: _worker_class(role, options[role], config, connect_buffer, paths) for role in roles}
             env = learner_env(config)
-            if config.placement.num_nodes == 1:  # the ranks connect through this file
+            if config.placement.num_nodes == 1:  # ranks on one node find each other through this file
                 env |= {RENDEZVOUS_FILE: str(make_private_folder(paths.staging) / f"ranks-{uuid.uuid4().hex}")}
             host = RayWorkerGroup(
                 layout.get_resource_pool(Role.from_string(roles[0])),

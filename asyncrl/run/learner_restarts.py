@@ -1,10 +1,11 @@
 """Restarts the learner after the death of a rank: new ranks start from the newest checkpoint, and training continues.
 
-Engines and buffer keep running. The ledger (the buffer's record of all groups) returns to the checkpoint's version with
-a new *incarnation* of the learner: the number of restarts. The versions after the checkpoint are lost. The ledger stops
-the generation of running groups, and withdraws offered weights. It drops stored groups and saved prefixes (the first
-tokens of unfinished groups) with a token of a lost version, for the reason ``rewound``. Engines get groups again after
-they have loaded the weights of the new ranks. So no token of a lost version is ever trained on.
+Engines and buffer keep running. The ledger (the buffer's record of all groups) returns to the checkpoint's version. It
+also gets the new *incarnation* of the learner: the number of restarts. The policy versions after the checkpoint are
+lost. The ledger stops the generation of running groups, and withdraws the offered weights. If stored groups and saved
+prefixes (the first tokens of unfinished groups) have a token of a lost version, the ledger drops them for the reason
+``rewound``. Engines get groups again after they have loaded the weights of the new ranks. So no token of a lost version
+is ever trained on.
 
 If a store dies, a batch with groups in that store is lost. No rank has trained on this batch, so the ranks continue,
 and the controller plans the step again. If one step loses more than `MAX_REPLANS` batches, the ranks are restarted.
@@ -27,9 +28,9 @@ if TYPE_CHECKING:
 
 AnyController: TypeAlias = Controller | ColocatedController
 _NOT_OF_A_LIFE = (LearnerDiedError, ClusterDiedError, ReplayBufferError, CheckpointError)
-"""Errors of `LearnerGroup.begin_again` that end the run. Any other error becomes a `LearnerDiedError`."""
+"""Errors of `LearnerGroup.begin_again` that are raised unchanged. Any other error becomes a `LearnerDiedError`."""
 MAX_REPLANS = 3
-"""Largest number of repeated plans of one step. After that the ranks are restarted."""
+"""How often a step is planned again after the loss of its batch. After one more loss, the ranks are restarted."""
 
 
 class LearnerRestarts:
@@ -38,8 +39,8 @@ class LearnerRestarts:
     ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved a checkpoint.
 
     Attributes:
-        num_restarts: Restarts of the learner so far. This number is also the learner's incarnation.
-        num_replans: Lost batches that were planned again so far.
+        num_restarts: Number of restarts of the learner so far; also the learner's incarnation.
+        num_replans: Number of lost batches that were planned again so far.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                # Colocated engines have released the devices, so they cannot generate the batch again now.
+                # Engines on the learner's devices have released them, so they cannot generate the batch again.
                 if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 
@@ -127,7 +128,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Start new ranks from the newest checkpoint, and set buffer and controller back to this checkpoint."""
-        found = self._newest()  # a newer checkpoint may be complete by now
+        found = self._newest()  # not the one from `end`, because a newer checkpoint may be complete by now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)

@@ -1,7 +1,8 @@
 """Manages the run's folder on other nodes of the cluster: sends models and keys, and collects logs and samples.
 
-The run's folder has the same path on every node. If nodes share the controller's folder, they need no copies. On any
-other node, an actor reads and writes the node's folder. Each call to an actor has the deadline ``ray.start_timeout_s``.
+The run's folder has the same path on every node. Nodes that see the controller's folder, through a shared file system,
+need no copies. On any other node, a Ray actor reads and writes the node's folder. Each call to an actor has the
+deadline ``ray.start_timeout_s``.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ CHUNK_BYTES = 32 << 20
 SAMPLED_BYTES = 1 << 20
 CLOSE_S = 5.0
 COLLECTED = ("logs", "profile", "receipts", "samples", "tokens", "trajectories")
-"""Folders inside the run's folder that are copied to the controller's node."""
+"""Folders inside the run's folder that are copied from other nodes to the controller's node."""
 _KEY_FILES = [STORE_KEYS, *(f"{role}.json" for role in (BufferRole.rollout, BufferRole.learner))]
 APPENDED = (".jsonl", ".log", ".msgpack")
-"""Suffixes of files that grow. All other files are complete as soon as they exist."""
+"""Suffixes of files that processes append to. All other files are complete as soon as they exist."""
 
 
 class NodeFiles:
-    """The actor on a node that reads and writes files of this node. Paths are absolute."""
+    """A Ray actor that reads and writes the files of its node. All paths are absolute."""
 
     def sees(self, path: str, content: str) -> bool:
         """Return whether a file exists and has this content."""
@@ -134,8 +135,8 @@ class NodeFolders:
     """The run's folder on all nodes except the controller's node.
 
     Attributes:
-        apart: Addresses of the nodes with a separate folder, because they do not see the controller's folder.
-        keys: Directory of the buffer's keys; empty if there are none.
+        apart: Addresses of the nodes that do not see the controller's folder, and so have a separate one.
+        keys: Folder with the access keys of the buffer; empty if there are none.
     """
 
     def __init__(
@@ -221,7 +222,7 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        # The node may have left and come back.
+        # The node may have left and come back, so its files are collected from their beginning.
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
@@ -270,7 +271,7 @@ class NodeFolders:
         target = self._run_dir / name
         if target != folder:
             self._copies.append(target)
-            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder read this copy
+            await asyncio.to_thread(_copy_folder, folder, target)  # for nodes that see the controller's folder
         apart = [address for address in self.apart if address in held]
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
@@ -340,7 +341,7 @@ class NodeFolders:
     async def _collect_from(self, address: str) -> None:
         for name, size in (await self._sizes(address, COLLECTED)).items():
             path, begin = self._collected.get((address, name), (self._run_dir / name, 0))
-            if (address, name) not in self._collected:  # one worker may have logs of several nodes: rollout-0-2.log
+            if (address, name) not in self._collected:  # the name may exist, from another node of the same worker
                 others = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
                 path = next(free for free in chain([path], others) if not free.exists())
             if size > begin:

@@ -1,7 +1,7 @@
-"""The reports of a run: a `StepRecord` per learner step, the token account at the end, and the display of both.
+"""The reports of a run: a `StepRecord` per learner step, the counts of all tokens at the end, and the display of both.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. After a step, a thread computes
-how busy the pools were. The thread then pauses for 100 times as long, to use little CPU time.
+how busy learner and engines were. It then pauses 100 times as long as that took, to use little CPU time.
 """
 
 from __future__ import annotations
@@ -47,25 +47,26 @@ _LEAST_REST_S = 1.0
 _START_TIMEOUT_S = 30.0
 _CLOSE_TIMEOUT_S = 30.0
 _ENGINE_STEPS = 10
-"""Number of steps over which the engines' speeds are compared."""
+"""The engines' speeds are compared over this number of the newest learner steps."""
 MIN_ADVICE_STEPS = 30
 """A run with fewer learner steps gets no advice."""
 _ADVICE_S = 20.0
 
 
 class Reporter:
-    """Makes a record of each finished step, and keeps the data for the summary.
+    """Makes a `StepRecord` of each finished learner step, and keeps the data for the summary.
 
     Args:
-        samples_per_prompt: Trained samples per group, without a greedy baseline.
-        store_bytes: Bytes of groups that all stores may hold together.
-        version: The version that every engine serves at the beginning.
-        earlier: The ledger's totals of the earlier lives of the run; None for a new run.
-        last: The last record of the earlier lives, to continue its totals; None for a new run.
+        samples_per_prompt: Number of trained samples per group. A greedily decoded sample (baseline) does not count.
+        store_bytes: Largest number of bytes of groups that all stores may hold together.
+        on_step: Called with each new record.
+        version: The policy version that every engine serves at the beginning.
+        earlier: The buffer's counts at the start of this process, if it continues a run; None for a new run.
+        last: The last record before this process, whose totals are continued; None for a new run.
 
     Attributes:
-        engine_version: Every engine serves this version or a later one.
-        num_steps: Number of steps recorded in this life. A repeated step counts again.
+        engine_version: Every engine serves this policy version or a later one.
+        num_steps: Number of steps that were recorded in this process. A repeated step counts again.
     """
 
     def __init__(
@@ -284,7 +285,7 @@ def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: in
 
 
 class Watching:
-    """Shows each step and evaluation of a run on the terminal, in the trackers and in the dashboard."""
+    """Shows each step and evaluation of a run on the terminal, in experiment trackers and in the dashboard."""
 
     def __init__(self, config: RunConfig, run_dir: Path, view: TerminalView) -> None:
         self._config = config
@@ -399,7 +400,7 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
-            except FileNotFoundError:  # with profile.enabled=false, no process writes a record
+            except FileNotFoundError:  # with profile.enabled=false, no process writes its spans
                 return
             except Exception:
                 logger.exception("the use of the pools cannot be read")

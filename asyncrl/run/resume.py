@@ -1,8 +1,9 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v contains the steps before v. It has two parts. The ranks write the weights and the
-`RunState`. The buffer writes the ledger (its record of all groups), the stored groups, the prompts and the saved
-prefixes of unfinished groups. So the token account, the finished prompts and the lags continue over all lives of a run.
+A checkpoint of policy version v is the state after the learner steps before v. It has two parts. The ranks write the
+weights and the `RunState`. The buffer writes the ledger (its record of all groups), the stored groups, the prompts and
+the saved first tokens of unfinished groups. So a run that continues keeps the token counts, and knows the finished
+prompts and the age of each token.
 """
 
 from __future__ import annotations
@@ -42,20 +43,20 @@ from learner.checkpoint_folder import (
 logger = logging.getLogger(__name__)
 
 BUFFER = "buffer"
-"""Name of the folder with the buffer's parts, beside the ranks' checkpoints."""
+"""Name of the folder with the buffer's parts of the checkpoints. It is beside the checkpoints of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunState:
-    """The state of a run in the ranks' part of a checkpoint.
+    """The state of a run that the ranks save in their part of a checkpoint.
 
     Attributes:
-        version: Learner version: the number of committed steps.
+        version: Learner version: the number of committed learner steps.
         key: Random name of the checkpoint. The ranks' part and the buffer's part have the same key.
-        lineage: Random name of the run. All lives of the run have the same lineage.
-        prompts: State of the prompt stream. ``position`` is the number of prompts that the stream has handed out.
-        tokens_generated: Tokens that the fleets of all lives have generated.
-        options: The `learning_options` of the run that saved the checkpoint.
+        lineage: Random name of the run. It stays the same if the run is continued.
+        prompts: State of the prompt stream. Its ``position`` is the number of prompts that the stream has handed out.
+        tokens_generated: Number of tokens that all engines have generated since the run first began.
+        options: The options that influence learning (`learning_options`), as the checkpoint was saved.
     """
 
     version: int = 0
@@ -96,7 +97,7 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without its layout
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without options of execution, such as sp_size
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
@@ -113,10 +114,12 @@ def learning_options(config: RunConfig) -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Resumed:
-    """A checkpoint's folder, and the state of the run there.
+    """A checkpoint from which a run continues.
 
     Attributes:
-        earlier: The ledger's totals when this life begins; None before `take_up`.
+        checkpoint: Folder of the checkpoint.
+        state: The run's state in the checkpoint.
+        earlier: The buffer's counts when this process begins to continue the run; None before `take_up`.
     """
 
     checkpoint: Path
@@ -132,8 +135,8 @@ class Resumed:
 class Checkpointer:
     """Saves the checkpoints of a run when they are due.
 
-    The buffer writes its parts in the background. While it still writes `MAX_WRITING` parts, the next checkpoint waits
-    for a later step.
+    The buffer writes its parts of the checkpoints in the background. While it still writes `MAX_WRITING` parts, a due
+    checkpoint is postponed to a later step.
     """
 
     def __init__(
@@ -189,7 +192,7 @@ class Checkpointer:
             if folder.is_dir() and not missing_parts(folder):
                 self._copied.remove(copied)
                 for request in requests:
-                    if not request.done():  # a done request belongs to a client that has disconnected
+                    if not request.done():  # a request is done already if its client has disconnected
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
@@ -221,12 +224,12 @@ class Checkpointer:
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
         write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
-        # `committed` raises the error, so mark it as read.
+        # `committed` raises the error of this task. Read it here, or asyncio would log it once more.
         write.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._writes.add(write)
-        await asyncio.sleep(0)  # lets the task send the buffer's request before the next one
-        await self._buffer.stats()  # after this answer, the buffer has counted the tokens of its part
-        if self._prompts.wants_outcomes:  # the sampler must have seen the groups of the buffer's part
+        await asyncio.sleep(0)  # lets `write` send its request to the buffer before the next line sends one
+        await self._buffer.stats()  # after this answer, the buffer has counted the tokens in its part
+        if self._prompts.wants_outcomes:  # the prompt sampler must have seen all groups in the buffer's part
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
@@ -239,7 +242,7 @@ class Checkpointer:
         requests, self._requests = self._requests, []
         saving = self._learner.save(version, state.to_dict(), wait=wait, parts=[BUFFER])
         copied = asyncio.ensure_future(self._copied_by(saving, requests, [write] if wait else []))
-        # The caller awaits this future later and gets the error then, so mark it as read.
+        # The caller gets the error of this task when it awaits the task. Read it here, or asyncio might log it first.
         copied.add_done_callback(lambda done: done.cancelled() or done.exception())
         return copied
 
@@ -362,7 +365,7 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     kept = Path(options.directory)
     if options.durability is not Durability.disk or not kept.is_dir():
         return options
-    with suppress(ReplayBufferError, ValueError):  # there is no journal, or another release wrote it
+    with suppress(ReplayBufferError, ValueError):  # the buffer left no journal, or another release of asyncrl wrote it
         values = read_values(kept / LEDGER_PART)
         if state.key in (values.get(MARKS) or ()) and "sampler" not in state.prompts:
             return replace(options, checkpoint="", earlier_epoch=values["epoch"])
@@ -386,7 +389,7 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
 
 
 class RepeatedPrompts:
-    """A run's prompts: first the unfinished prompts of ``resumed``, then the next prompts of the stream.
+    """The prompts of a run: first those that are unfinished in ``resumed``, then the next prompts of ``stream``.
 
     Raises:
         ValueError: the stream's files or options differ from those in ``resumed``.

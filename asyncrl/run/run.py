@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """One run in its folder."""
+    """One run: one process of ``asyncrl train`` with its folder."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Run:
             options = replace(options, socket_folder=str(folder))
         if keeps_stores_on_hosts(self._config):
             options = replace(options, stores_on=StoresOn.hosts)
-        # Another worker can take over a running group only if its tokens are saved.
+        # Another worker can take over a running group only if the group's first tokens are saved.
         if self._config.rollout_fleet.save_progress is SaveProgress.never:
             options = replace(options, hand_over=False)
         if self._resumed is not None:
@@ -176,7 +176,7 @@ class Run:
         return self._stores
 
     def _start_buffer(self, stack: AsyncExitStack, options: BufferConfig) -> BufferSupervisor:
-        # The server dies with the thread that started it, so the main thread starts it.
+        # The buffer's server is killed when the thread that started it ends, so the main thread starts it.
         with self._view.waiting_for("buffer"):
             server = stack.enter_context(
                 BufferSupervisor(
@@ -250,7 +250,7 @@ class Run:
 
     async def _start_learner(self, stack: AsyncExitStack, make: Callable[..., Awaitable[LearnerGroup]]) -> LearnerGroup:
         policy = await asyncio.to_thread(policy_path, self._config)
-        if self._config.placement.num_nodes > 1:  # other nodes may need a copy of the policy
+        if self._config.placement.num_nodes > 1:  # nodes without a shared folder need a copy of the policy
             policy = await self._nodes.bring(await self._warmed(), "start")
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)

@@ -1,6 +1,6 @@
 """The folders of a run: its folder under ``output_dir``, its checkpoints, and its folder in shared memory.
 
-This module does not load Ray or torch, because the supervisor's process uses it too.
+This module does not load Ray or torch, because the parent process of the run, which must stay small, uses it too.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class RunPaths:
-    """The folders to which learner and fleet write.
+    """The folders to which the learner and the rollout workers write.
 
     Attributes:
-        logs: One log per process.
-        snapshots: Published weights.
-        staging: Weight images of the engines, in shared memory if the host has shared memory.
-        samples: Decoded samples for the user.
-        trajectories: Consumed trajectories; None if they are not recorded.
-        tokens: A few trajectories for the user, with the learner's log-probs.
-        checkpoints: Checkpoints of the learner.
+        logs: One log file per process.
+        snapshots: The policy versions that the learner has published.
+        staging: Copies of weights for the engines, in shared memory if the host has shared memory.
+        samples: Samples as text, for the user.
+        trajectories: The trajectories that the learner has trained on; None if they are not recorded.
+        tokens: A few trajectories as tokens, with the learner's log-probs, for the user.
+        checkpoints: The checkpoints of the learner.
     """
 
     logs: Path
@@ -130,7 +130,7 @@ def hold_shared_folder(run_dir: Path) -> int | None:
         except FileExistsError:
             if _is_swept(folder):
                 continue
-            shutil.rmtree(run_dir)  # the run has not started, so the folder has no results
+            shutil.rmtree(run_dir)  # the run has not started, so its folder has no results
             raise FileExistsError(
                 f"{folder} must not exist before the run, but another process made it; remove it, or change output_dir"
             ) from None
@@ -174,7 +174,7 @@ def is_in_use(folder: Path) -> bool:
     """Return whether a process has locked a run's folder in shared memory. If so, the run has not ended."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # there is no folder, or it belongs to another user
+    except OSError:  # the folder does not exist, or belongs to another user
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -204,7 +204,7 @@ def _is_swept(folder: Path) -> bool:
             return False
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder)
-    except OSError:  # it is in use, or another sweep removes it
+    except OSError:  # the folder is locked, or another process removes it
         return False
     finally:
         os.close(lock)

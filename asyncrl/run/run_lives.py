@@ -1,4 +1,4 @@
-"""Reads and writes the lives of runs on disk. A life is one process of ``asyncrl train``, with its own folder.
+"""Reads and writes what runs store about their lives. A life is one process of ``asyncrl train``, with its own folder.
 
 Importing this module does not load Ray or torch.
 """
@@ -25,8 +25,9 @@ class SavedCheckpoint:
     """A checkpoint on disk.
 
     Attributes:
-        num_bytes: Bytes of all parts. A file with several links counts once.
-        missing: Incomplete parts. If there are any, a run cannot resume from the checkpoint.
+        version: Policy version of the checkpoint.
+        num_bytes: Size of all parts. A file with several hard links counts once.
+        missing: Names of incomplete parts. If there are any, a run cannot continue from the checkpoint.
     """
 
     path: Path
@@ -37,12 +38,12 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class Life:
-    """A life of a run, read from its folder.
+    """One ``asyncrl train`` process of a run, read from its folder.
 
     Attributes:
-        num_steps: Number of learner steps of this life and the earlier lives.
-        checkpoints: Checkpoints of the life on disk, oldest first.
-        num_bytes: Bytes in the folder, including checkpoints. A file with several links counts once.
+        num_steps: Number of learner steps, including the steps of the earlier lives of the run.
+        checkpoints: The checkpoints of this life that are on disk, oldest first.
+        num_bytes: Size of the folder, including checkpoints. A file with several hard links counts once.
     """
 
     folder: Path

@@ -49,17 +49,18 @@ T = TypeVar("T")
 
 
 class Training:
-    """Trains with a started learner, fleet and buffer, and writes metrics and summary.
+    """Trains with a learner, fleet and buffer that have already started, and writes metrics and summary.
 
     Args:
-        learner: The learner. Its ranks have the weights of the first version.
-        fleet: The fleet. Its engines serve the first version.
-        writer: Writes the metrics; it has the records of the earlier lives of the run.
+        learner: The learner. Its ranks have loaded the weights of the first policy version.
+        fleet: The fleet. Its engines serve the first policy version.
+        writer: Writes the metrics; it has the records from before this process, if the run is continued.
         nodes: Collects samples and the policy from other nodes.
         resumed: The checkpoint that the run continues from; None for a new run.
-        first: The state in which the training begins.
-        count_restarts: Returns the number of restarts of buffer and stores, for the summary.
-        all_answer: Returns whether buffer, stores and Ray still run. If False, a stopped training saves nothing.
+        first: The state of the run when the training begins.
+        count_restarts: Function that returns the number of restarts of buffer and stores, for the summary.
+        all_answer: Function that returns whether buffer, stores and Ray still run. If not, a training that is stopped
+            saves nothing.
     """
 
     def __init__(
@@ -113,7 +114,7 @@ class Training:
             async with answered_requests(
                 self._run_dir, checkpoint=self._controller.checkpoint, keys=self._replace_keys
             ):
-                await asyncio.shield(training)  # after a signal, `_keep` finishes the running steps
+                await asyncio.shield(training)  # not cancelled by a signal: `_keep` finishes the running steps
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
             await self._watching.last_advice()  # before `_explain`, because its report shows the advice
@@ -153,7 +154,7 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # otherwise each full garbage collection visits all imported objects, for a second
+        gc.freeze()  # full garbage collections then skip imported objects, which would take a second
         await unless(self._controller.train(), [self._learner.death()])
         if not self._controller.is_stopped:
             await self._save_policy()
@@ -224,7 +225,7 @@ class Training:
             logger.exception("the profile could not be written")
             self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
             return None
-        for step, figures in dict(report.steps).items():  # for a repeated step, the last execution counts
+        for step, figures in dict(report.steps).items():  # if a step was repeated, its last execution counts
             self._writer.profile(step, figures.flat())
         return report.summary()
 

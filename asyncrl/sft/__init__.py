@@ -1,1 +1,1 @@
-"""Supervised fine-tuning with the learner's trainer, packing and optimizer. A run can begin with it as a warm start."""
+"""Supervised fine-tuning with the same trainer, packing and optimizer as in RL. An RL run can begin with it."""

@@ -1,4 +1,7 @@
-"""Supervised fine-tuning: updates, evaluations and early stopping, as `asyncrl.config.WarmStartConfig` describes."""
+"""Supervised fine-tuning: updates, evaluations and early stopping.
+
+The options are in `asyncrl.config.WarmStartConfig`.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +60,7 @@ class SftEvaluation:
 
     Attributes:
         step: Number of updates before the evaluation.
-        accuracy: Greedy accuracy on the held-out prompts; None without held-out prompts.
+        accuracy: Accuracy of greedy decoding on the held-out prompts; None without held-out prompts.
         val_loss: Validation loss in nats per token; None without validation data.
     """
 
@@ -234,7 +237,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
         min_lr_ratio=0.0,
     )
     sp_size = config.learner.sp_size if num_ranks > 1 else 1
-    # A warm start trains all weights, even if the run trains only adapters.
+    # The warm start (fine-tuning before RL) trains all weights, even if the RL run trains only adapters.
     own = {"num_ranks": num_ranks, "sp_size": sp_size, "device": device, "optimizer": optimizer, "lora": LoraConfig()}
     return replace(config.learner, **own)
 
@@ -253,7 +256,7 @@ def _batches(
 
 
 class GreedyAccuracy:
-    """Measures the greedy accuracy of the current weights with an engine on rank 0. Rank 0 broadcasts the result."""
+    """Measures the accuracy of the current weights with greedy decoding, on rank 0. All ranks get the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
         device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share a device

@@ -1,7 +1,7 @@
-"""The warm start: fine-tunes the initial policy of a run, or reuses an earlier policy of the same settings.
+"""The warm start: fine-tunes the initial policy of a run, or reuses a policy from an earlier run with equal settings.
 
 The warm start is an ``asyncrl sft`` process. On the CPU, the process starts at once, in parallel with the start of the
-run. On a GPU, it starts when Ray has reserved a GPU.
+run. On a GPU, it starts after Ray has reserved a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _COMMAND = ("-m", "asyncrl", "sft")
 _END_TIMEOUT_S = 30.0
 _LOCK_RETRY_S = 0.2
 RESULT = "sft.json"
-"""File in the policy's folder with ``settings`` (a digest), ``steps``, ``accuracy`` and ``val_loss``."""
+"""JSON file in the policy's folder: ``settings`` (digest of the settings), ``steps``, ``accuracy`` and ``val_loss``."""
 
 
 def warm_start_path(config: RunConfig) -> Path:
@@ -85,7 +85,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
     try:
         write_policy(fresh)
         (fresh / RESULT).write_text(json.dumps({"settings": settings_digest(config), **result}) + "\n")
-        finished_warm_start(config)  # raises an error if this run must not replace the folder
+        finished_warm_start(config)  # raises an error if the folder has other content
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
     finally:
@@ -195,7 +195,7 @@ async def warm_start(
         return policy
     if (known := finished_warm_start(config)) is None:
         async with _lock(policy, config.sft.progress_timeout_s, say) as report_progress:
-            known = finished_warm_start(config)  # another run may have finished the policy
+            known = finished_warm_start(config)  # another run may have made the policy in the meantime
             if known is None:
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
                 scratch = log_path.with_name("sft-scratch")
@@ -211,7 +211,7 @@ async def warm_start(
                 try:
                     await _relay(process, config, log_path, say, report_progress)
                 finally:
-                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process cannot remove its own files
+                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process leaves its temporary files
                 return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")

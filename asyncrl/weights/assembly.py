@@ -26,7 +26,7 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class DeviceDigests:
-    """Computes `manifest.device_digest_of` on a device, without waiting for the device."""
+    """Computes digests of bytes on a device, equal to `manifest.device_digest_of`, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
@@ -52,7 +52,7 @@ class DeviceDigests:
 
 
 class BucketCopies:
-    """Copies host bytes to a device through two buffers of `BUCKET_BYTES`, which are page-locked for a GPU."""
+    """Copies host bytes to a device through two buffers of `BUCKET_BYTES`. The buffers are page-locked for a GPU."""
 
     def __init__(self, threads: DigestThreads, device: torch.device) -> None:
         self._threads, self._device, self._count = threads, device, 0
@@ -70,7 +70,7 @@ class BucketCopies:
             index, data = self._count % 2, source[start : start + BUCKET_BYTES]
             self._count += 1
             if self._sent:
-                self._sent[index].synchronize()  # wait until the device has read the bucket
+                self._sent[index].synchronize()  # wait until the device has read the buffer's previous content
             bucket = self._buckets[index][: len(data)]
             places = [slice(first, first + PIECE_BYTES) for first in range(0, len(data), PIECE_BYTES)]
             view = bucket.numpy()
@@ -82,15 +82,15 @@ class BucketCopies:
 
 
 class TensorAssembly:
-    """The tensors of one version. Each tensor is yielded when all of its pieces are added and verified.
+    """Builds the tensors of one policy version from pieces. A tensor is yielded when all of its pieces are verified.
 
     A yielded tensor never changes, so a model may keep it.
 
     Args:
-        manifest: Manifest of the version, with one data file.
+        manifest: Manifest of the version; it must have one data file.
         name: Name of the version, for messages.
         device: Device of the pieces and tensors.
-        digests_there: Whether ``device`` computes the digests. They are then compared with `Piece.device_digest`.
+        digests_there: Whether ``device`` computes the digests, which are then compared with `Piece.device_digest`.
 
     Raises:
         WeightsError: torch does not have a dtype, or ``digests_there`` is True and the learner published no device

@@ -1,4 +1,4 @@
-"""Carriers, which are the ways to bring weights to the engines, and the check of each carrier's options."""
+"""The carriers (the ways to bring weights to the engines), and the check that the options suit the run's carrier."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from asyncrl.core.types import Carrier, OfferKind
 
 Backend = Literal["gloo", "nccl"]
 SLOWEST_LOAD = 1e8
-"""Slowest expected load, in bytes per second. It sets how deadlines grow with the size of the weights."""
+"""Slowest expected transfer, in bytes per second. Deadlines grow by the size of the weights divided by this speed."""
 HOST_WINDOW_S = 0.5
 ENGINE_WINDOW_S = 0.1
 ENGINE_SHARE = 0.4
-"""Share of a load's deadline that one round to engines may take. It leaves time for a second round."""
+"""Fraction of a load's deadline that one round (transfer) to engines may take. So a second round is possible."""
 _ALL_KINDS: frozenset[OfferKind] = frozenset({"full", "delta", "adapter"})
 
 
@@ -29,13 +29,14 @@ class PublishOptions:
 
     Attributes:
         carrier: How the bytes reach the engines.
-        full_every: Every ``full_every``-th version is full. The other versions are deltas to the previous version.
+        full_every: Every ``full_every``-th version is published in full. The other versions are differences from the
+            previous version (deltas).
         adapters: If the model has adapters, publish them alone. The frozen weights are published once, with the first
             version.
-        timeout_s: Deadline of a transfer, to which one second per 100 MB is added.
-        num_held: Number of newest versions that each learner rank holds in memory for a stream.
+        timeout_s: Deadline of a transfer in seconds, to which one second per 100 MB is added.
+        num_held: Number of newest versions that each learner rank keeps in memory, if it sends them over the network.
         interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
-        num_receivers: A round starts immediately when this number of receivers wait.
+        num_receivers: A round (transfer) starts without further waiting once this number of receivers ask for one.
         backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, and needs one GPU per
             process.
     """
@@ -69,14 +70,14 @@ class PublishOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierRules:
-    """A carrier, the options that choose it, and its capabilities.
+    """A carrier (way to bring weights to engines), the options that choose it, and its capabilities.
 
     Attributes:
-        option: The options that choose the carrier.
-        is_remote: Whether the carrier reaches other hosts.
-        kinds: Kinds of versions that the carrier supports.
+        option: The options that choose the carrier. Example: ``weights.transport=file``.
+        is_remote: Whether the carrier reaches engines on other hosts.
+        kinds: Kinds of versions that the carrier supports: full, delta, adapter.
         keeps_all: Whether the learner can keep all versions (``learner.keep_snapshots=-1``).
-        uses: Carrier-specific options that this carrier uses.
+        uses: Names of carrier-specific options that have an effect with this carrier.
         needs: Options of ``uses`` that a run on several hosts must set, each with a description of its value.
     """
 
@@ -120,15 +121,15 @@ CARRIERS: dict[str, CarrierRules] = {
         ),
     )
 }
-"""Rules by name: the value of ``weights.transport``, or ``collective, collective_into=engine``."""
+"""The rules of each carrier. Keys: the values of ``weights.transport``, and ``collective, collective_into=engine``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierUse:
-    """The requirements of a run on its carrier.
+    """What a run requires of its carrier.
 
     Attributes:
-        full_every: As in `PublishOptions`. Above 1, the run publishes deltas.
+        full_every: Every ``full_every``-th version is published in full. Above 1, the others are deltas.
         adapters: Whether adapters are published without the frozen weights.
         keeps_all: Whether the learner keeps all versions (``learner.keep_snapshots=-1``).
         given: Carrier-specific options that differ from their defaults, and their values.

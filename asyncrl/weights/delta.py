@@ -1,8 +1,8 @@
 """Exact sparse differences between two versions of a data file.
 
-For each changed piece (a part of a tensor), a delta file holds the new values and the gaps between their indices. If
-the whole piece is smaller, the file holds the whole piece. Values are compared as integers, so that NaN and -0.0 are
-exact.
+For each changed piece (a part of a tensor), a delta file holds the changed values and the gaps between their indices.
+If the whole piece takes fewer bytes, the file holds the whole piece instead. Values are compared as
+integers, so that NaN and -0.0 are exact.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 
     Returns:
         A tuple: the number of encoded values, the bytes per gap, and the bytes for the delta file. A gap is the
-        distance
-        between the indices of two successive changed values, in 1 or 2 bytes. Bytes per gap are 0 if the whole piece is
-        encoded.
+        distance between the indices of two successive changed values, in 1 or 2 bytes. Bytes per gap are 0 if the whole
+        piece is encoded.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -39,7 +38,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # a gap is the sum of its codes: zero or more maximal codes, then a smaller one
+    for gap_bytes in (1, 2):  # a gap is coded as a sum: maximal codes, then a smaller one
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -102,7 +101,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # other hosts that share the folder see the bytes only after this
+        os.fsync(stream.fileno())  # other hosts see the bytes in a shared folder only after this
     return changes
 
 

@@ -1,8 +1,8 @@
-"""Loads the experts of a model with a few large copies, to the addresses that the model's own loader uses.
+"""Loads the experts of a mixture-of-experts model with a few large copies, to the same addresses as the model's loader.
 
-A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter.
-`LoadObserver` records the copies of the first load, which calls the model's ``load_weights``. `FusedCopies` repeats
-these copies in later loads. It joins copies at equal distances into one copy, which saves thousands of calls.
+A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter. In the
+first load, which calls the model's ``load_weights`` (its loader), `LoadObserver` records every copy. `FusedCopies`
+repeats these copies in later loads. It joins copies at equal distances into one copy, which saves thousands of calls.
 
 The tensors of a parameter are the checkpoint's tensors that the loader copied into it. `FusedCopies` loads a parameter
 only if all of these conditions hold. Otherwise the model's loader loads the parameter every time.
@@ -30,9 +30,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 MIN_TENSORS = 4
-"""Smallest number of tensors of a parameter that is loaded with joined copies."""
+"""A parameter is loaded with joined copies only if it consists of at least this number of the checkpoint's tensors."""
 MAX_RANGES = 1 << 22
-"""Largest number of contiguous ranges of a parameter that are checked for overlap."""
+"""A parameter whose copies write more contiguous ranges than this is not loaded with joined copies.
+
+The ranges are checked for overlap, which would take too long for more ranges.
+"""
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 Parameters = Mapping[str, Tensor]
@@ -40,12 +43,14 @@ Parameters = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A copy between two strided views with the same shape. Offsets and strides count values.
+    """A copy from a view of a tensor to a view of a parameter, of the same shape. Offsets and strides count values.
+
+    A block can also describe that a constant was written into the parameter.
 
     Attributes:
-        source: Offset in the source tensor. During `FusedCopies.take`, offset in the storage of this tensor. For a
-            constant, it equals ``start``, so that `joined` joins constants too.
-        start: Offset in the parameter's storage.
+        source: Offset of the source in its tensor. During `FusedCopies.take`, offset in the storage of this tensor. If
+            the source is a constant, ``source`` equals ``start``, so that `joined` joins such blocks too.
+        start: Offset of the target in the parameter's storage.
     """
 
     shape: tuple[int, ...]
@@ -57,7 +62,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _TensorCopies:
-    """The copies of one tensor. Each has the name of the target parameter and the copied block."""
+    """The copies of one tensor, as pairs: the name of the parameter that is written, and the copied block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -65,13 +70,13 @@ class _TensorCopies:
 
 
 class FusedCopies:
-    """The recorded copies of a model's loader; may be empty.
+    """The copies that a model's loader made in a recorded load, for repetition in later loads; may be empty.
 
     Args:
         parameters: The model's parameters by name.
         tensors: The copies of each tensor, by the tensor's name in a checkpoint.
-        constants: The loader's writes of constants: parameter, value and blocks.
-        arrangement: As in `LoadObserver`.
+        constants: The loader's writes of constants, as tuples: name of the parameter, value, written blocks.
+        arrangement: Other conditions that determine where the loader writes; None if they are unknown.
     """
 
     def __init__(
@@ -178,7 +183,7 @@ def _as_one(run: list[_Block]) -> _Block:
 
 
 class LoadObserver:
-    """A record of the copies of a model's loader.
+    """Records the copies that a model's loader makes during one load.
 
     Args:
         parameters: The model's parameters by name.
@@ -190,11 +195,12 @@ class LoadObserver:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # Published tensors by storage. While the weak reference exists, no other storage gets the same address.
+        # By address of a storage: a weak reference, and the published tensors as (first byte, end, name). While the weak
+        # reference exists, no other storage gets the same address.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
-        # Writes by parameter. Each source is the name of a tensor, or a constant.
+        # By name of the parameter: the written blocks, each with its source (name of a tensor, or a constant).
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
-        self._excluded: set[str] = set()  # tensors and parameters that only the model's loader may load
+        self._excluded: set[str] = set()  # names of tensors and parameters that only the loader may load
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield each (name, tensor) to the model's loader unchanged, and remember where the tensor's bytes are."""

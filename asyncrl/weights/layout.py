@@ -1,8 +1,8 @@
-"""The layout of a checkpoint file: the bytes that each learner rank writes.
+"""The layout of a checkpoint file: which bytes of the file each learner rank writes.
 
-If a tensor of the file is a contiguous part of a parameter, the ranks copy it from their shards. Example: one expert of
-fused experts. All other tensors, such as merged adapters, are computed from whole parameters. For each layer, one rank
-receives the parameters from the other ranks and computes these tensors.
+If a tensor of the file is a contiguous part of a parameter, such as one expert of a layer's experts, the ranks copy it
+from their shards. All other tensors, such as weights with merged adapters, are computed from whole parameters. For each
+layer, one rank receives the parameters from the other ranks and computes these tensors.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _DTYPE_NAMES = {getattr(torch, dtype): name for name, dtype in DTYPES.items()}
 
 
 class Part(Enum):
-    """The content of a file: all weights with merged adapters, the frozen weights, or the adapters."""
+    """The content of a file: all weights (with merged adapters), only the frozen weights, or only the adapters."""
 
     whole = "whole"
     frozen = "frozen"
@@ -38,11 +38,11 @@ class Part(Enum):
 
 
 class ModelShards(Protocol):
-    """One rank's shards of a model, as the learner provides them.
+    """One rank's shards of a model. The learner implements this interface.
 
     Attributes:
-        name: Class of the model, for messages.
-        dtype: Dtype of the written parameters, except adapters.
+        name: Name of the model's class, for messages.
+        dtype: Dtype in which parameters are written, except adapters.
         group: A gloo group of all ranks, separate from the groups of training; None for a single rank.
     """
 
@@ -86,10 +86,11 @@ class Region:
     """A contiguous part of this rank's shard of a parameter, and its position in the file.
 
     Attributes:
-        parameter: The shard, or the whole parameter if it is not sharded.
-        first: First value in the flattened shard; ``num_values`` follow.
-        start: First byte in the file.
-        dtype: Type of the written values.
+        name: Name of the parameter.
+        parameter: The parameter, of which this rank holds one shard or, if it is not sharded, all values.
+        first: Index of the region's first value in the flattened shard. The region has ``num_values`` values.
+        start: Position of the region's first byte in the file.
+        dtype: Dtype of the values in the file.
     """
 
     name: str
@@ -112,22 +113,22 @@ class Region:
 
 
 class ModelLayout:
-    """The layout of one part of a model. Only the regions differ between ranks.
+    """The layout of the file with one part of a model. It is equal on all ranks, except for the regions.
 
     Adapters are written in their training dtype, because a smaller dtype would round small updates to zero.
 
     Args:
         shards: The model on this rank.
-        part: The content of the file.
+        part: What the file contains.
 
     Attributes:
-        head: Bytes of the file before its data.
-        tensor_of: Tensor name by parameter, for each parameter that is a whole tensor of the file.
-        regions: The values that this rank writes into the file.
-        raw_regions: The values that this rank writes into its raw copy. The raw copy holds the parameters from which
+        head: The safetensors header: all bytes of the file before its data.
+        tensor_of: By parameter name: the tensor's name in the file, if the parameter is a whole tensor of the file.
+        regions: The values that this rank copies into the file.
+        raw_regions: The values that this rank copies into its raw copy. The raw copy holds the parameters from which
             tensors are computed.
-        num_bytes: Size of the file.
-        num_raw_bytes: Size of the raw copy; 0 if no tensor is computed.
+        num_bytes: Size of the file in bytes.
+        num_raw_bytes: Size of the raw copy in bytes; 0 if no tensor is computed.
 
     Raises:
         WeightsError: a parameter is sharded over a dimension above 1, or a tensor needs parameters of several layers.
@@ -140,7 +141,7 @@ class ModelLayout:
             name: _as_published(tensor, tensor.dtype if part is Part.adapters else shards.dtype)
             for name, tensor in self._held.items()
         }
-        # Wide dtypes come first, so every tensor starts at a multiple of its item size. All ranks sort in the same way.
+        # Wide dtypes come first, so every tensor starts at a multiple of its item size. All ranks have the same order.
         made = shards.converted(part, meta)
         published = dict(sorted(made.items(), key=lambda item: (-item[1].element_size(), item[0])))
         sizes = [(name, _DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in published.items()]
@@ -293,7 +294,7 @@ class ModelLayout:
         shape, offset = compute_local_shape_and_global_offset(parameter.shape, mesh, placements)
         if tuple(shape[2:]) != tuple(parameter.shape[2:]):
             raise WeightsError(f"{name} is sharded as {placements}; only shards of dimension 0 or 1 can be published")
-        # If several ranks have the same shard, the first of them writes it.
+        # If several ranks have the same shard of the parameter, only the first of these ranks writes the shard.
         if any(mesh.get_local_rank(axis) for axis, kind in enumerate(placements) if kind.is_replicate()):
             return
         row, size = parameter.shape[1:].numel(), torch.Size(shape).numel()

@@ -1,7 +1,7 @@
 """Loads offered weights into a model, and verifies that every parameter then holds the published values.
 
-The bytes are compared with the offer's digests. The model's ``load_weights`` distributes them, and each write into a
-parameter is compared with its source. A parameter that was not completely written is an error.
+The arrived bytes are compared with the published digests. The model's ``load_weights`` copies them into parameters, and
+each written value is compared with its source. A parameter that was not completely written is an error.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ T = TypeVar("T")
 COPY_THREADS = min(8, os.cpu_count() or 1)
 """Number of threads that copy to page-locked memory for a GPU. One thread copies 5-10 GB/s."""
 LOAD_TIMEOUT_S = 120.0
-"""Default deadline of a load."""
+"""Default deadline of a load, in seconds."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _fused: WeakKeyDictionary[nn.Module, FusedCopies] = WeakKeyDictionary()
-"""The copies that were recorded during each model's last load by its own loader."""
+"""By model: the copies that were recorded when the model's own loader last loaded weights."""
 _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
 
 
 class WeightSource(Protocol):
-    """The tensors of one version."""
+    """The interface of an object that delivers and verifies the tensors of one policy version."""
 
     manifest: Manifest
 
@@ -158,24 +158,24 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         FileNotFoundError: a newer version has replaced the files.
         WeightsError: the manifest differs from the offered one.
     """
-    if offer.carrier == Carrier.engine_stream:  # not `is`: in an engine server, `carrier` is a plain string
+    if offer.carrier == Carrier.engine_stream:  # not `is`, because `carrier` is a plain string in an engine server
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer, None if device.type == "cpu" else device)
 
 
 class FileWeights:
-    """The tensors of an offer in mapped files. For an adapter, the frozen weights are not included.
+    """The tensors of an offered version, in memory-mapped files. For an adapter, the frozen weights are not included.
 
     Without a device, the tensors are views of the files, and `copy` and `verify` verify the bytes. With a device, the
     tensors are copies on the device, and `verify` compares digests that the device computes.
 
     Args:
-        offer: A full version or an adapter.
-        device: Device of the copies.
+        offer: The offer of a full version or an adapter.
+        device: Device to which the tensors are copied; None for views of the files.
 
     Raises:
         FileNotFoundError: a newer version has replaced the files.
-        WeightsError: the manifest is not the offered one, or the offer is a delta.
+        WeightsError: the manifest differs from the offer's digest, or the offer is a delta.
     """
 
     def __init__(self, offer: WeightOffer, device: torch.device | None = None) -> None:
@@ -323,10 +323,10 @@ class FileWeights:
 
 
 class PublishedAdapter:
-    """The verified adapters of an offer.
+    """The adapters of an offered version. They are read and verified when this object is made.
 
     Attributes:
-        base: Offer of the frozen weights.
+        base: Offer of the frozen weights to which the adapters belong.
 
     Raises:
         FileNotFoundError: a newer version has replaced the adapters.
@@ -367,7 +367,7 @@ class PublishedAdapter:
 
 
 class AdaptedModules:
-    """Adapters in the linear layers of a model, which then compute W x + scale · B A x."""
+    """The adapters that are attached to a model's linear layers. Such a layer then computes W x + scale · B A x."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []
@@ -432,13 +432,13 @@ def submissions_run_at_once() -> Iterator[None]:
 
 
 class ComparedWrites(TorchDispatchMode):
-    """A context that verifies every copy of published weights into a parameter.
+    """A context manager that verifies every copy of published weights into a parameter.
 
-    A copy of whole pieces on the CPU is compared with the published digest. Any other copy is compared with its source,
-    and the source's digest is verified at the end.
+    If whole pieces are copied on the CPU, the written bytes are compared with the published digests. Any other copy is
+    compared with its source, and the source's digest is verified at the end.
 
-    The context sees only operations of its own thread. If a model's loader submits copies to a thread pool, the context
-    therefore runs them on its own thread. ``observer`` records the operations of the loader.
+    Torch shows the context only operations of the same thread. If a model's loader submits copies to a thread pool, the
+    context therefore runs them at once on the submitting thread. ``observer`` records the operations of the loader.
     """
 
     def __init__(
@@ -450,7 +450,7 @@ class ComparedWrites(TorchDispatchMode):
         self._sizes: dict[str, int] = {}
         for name, parameter in parameters.items():
             key = parameter.untyped_storage()._cdata
-            if key not in self._names:  # tied parameters count as one parameter
+            if key not in self._names:  # parameters that share storage count as one parameter
                 self._names[key] = name
                 self._sizes[name] = 0
             self._sizes[self._names[key]] = max(self._sizes[self._names[key]], parameter.numel())
@@ -527,7 +527,7 @@ class ComparedWrites(TorchDispatchMode):
             differs = torch.tensor(not copier.copy(pieces, flat))
         else:
             _copy(target, source)
-            # Compare integers, because NaN differs from itself. Only `check` waits for the result.
+            # Compare the bits as integers, because NaN differs from itself. Only `check` waits for the device's result.
             integers, wanted = _INTEGERS[target.element_size()], source
             if not (is_alike and is_flat and source.device == target.device):
                 target, wanted = target.contiguous(), source.to(target).expand(target.shape).contiguous()

@@ -1,7 +1,7 @@
-"""The manifest of a published policy version: the positions of its tensors, and digests of all bytes.
+"""The manifest of a published policy version: the positions of its tensors in files, and digests of all bytes.
 
-A version is a directory in Hugging Face layout with a JSON file, the *manifest*. A `WeightOffer` has the manifest's
-digest, so a reader can verify every byte of the version from the offer.
+A version is a directory in Hugging Face layout with a JSON file, the *manifest*. A `WeightOffer` (the announcement of a
+version) has the manifest's digest, so a reader of the offer can verify every byte of the version.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ DTYPES = {
     "F8_E4M3": "float8_e4m3fn",
     "F8_E5M2": "float8_e5m2",
 }
-"""Names of torch's types by their names in safetensors."""
+"""Keys: names of dtypes in safetensors files. Values: the names of the same dtypes in torch."""
 PIECE_BYTES = 4 << 20
-"""Largest size of a piece. Several threads digest the pieces in parallel."""
+"""Largest size of a piece (a part of a tensor with a digest), so that threads can digest a tensor in parallel."""
 CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
 
@@ -54,9 +54,9 @@ class StoredTensor:
 
     Attributes:
         name: Name in the checkpoint. Example: ``"model.norm.weight"``.
-        dtype: Dtype by its name in safetensors. Example: ``"BF16"``.
-        file: Index into `Manifest.files`.
-        start: First byte in the file; ``num_bytes`` follow.
+        dtype: Name of the dtype in safetensors. Example: ``"BF16"``.
+        file: Index of the data file in `Manifest.files`.
+        start: Position of the tensor's first byte in the file. The tensor has ``num_bytes`` bytes.
     """
 
     name: str
@@ -69,10 +69,10 @@ class StoredTensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """Bytes of one tensor in a data file, with their digest.
+    """Adjacent bytes of one tensor in a data file, with their digest.
 
     Attributes:
-        device_digest: Result of `device_digest_of`, for engines on a GPU; None from a learner on a CPU.
+        device_digest: A second digest (`device_digest_of`) that engines compute on a GPU; None from a learner on a CPU.
     """
 
     file: int
@@ -84,15 +84,16 @@ class Piece:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change:
-    """A changed piece, and the position of its new values in a delta file.
+    """A changed piece, and the position of its changed values in a delta file.
 
     Attributes:
-        start: First byte of the piece in the data file.
+        start: Position of the piece's first byte in the data file.
         item_bytes: Bytes per value: 1, 2, 4 or 8.
         num_values: Number of values in the delta file.
-        gap_bytes: Bytes per gap between the values' indices; 0 for a whole piece. The gaps follow the values.
-        file: Index into `Delta.files`.
-        at: First byte in the delta file; ``num_bytes`` follow.
+        gap_bytes: Bytes per gap between the indices of changed values; 0 if the delta file has the whole piece. The
+            gaps follow the values.
+        file: Index of the delta file in `Delta.files`.
+        at: Position of the first value in the delta file. Values and gaps take ``num_bytes`` bytes.
     """
 
     start: int
@@ -106,10 +107,10 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Delta:
-    """The difference from the data file of a base version to the data file of this version.
+    """The difference between the data file of a version and the data file of an earlier version, the base.
 
     Attributes:
-        base: The base version, identified by the digest of its manifest.
+        base: The offer of the base. The digest of the manifest identifies the base.
         files: Delta files, one per learner rank, relative to the manifest's directory.
     """
 
@@ -120,7 +121,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedLayer:
-    """A linear layer that computes with W + scale · B A (LoRA, arXiv 2106.09685).
+    """A linear layer whose weight is W + scale · B A (LoRA, arXiv 2106.09685).
 
     Attributes:
         weight: Name of W, [out, in], in the frozen weights. Example: ``"model.layers.0.self_attn.q_proj.weight"``.
@@ -137,10 +138,10 @@ class AdaptedLayer:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Adapter:
-    """The adapters that turn frozen weights into a policy.
+    """The adapters of a policy version. Together with the frozen weights, they make the policy.
 
     Attributes:
-        base: The frozen weights: a full offer of version `FROZEN`, the same for all versions.
+        base: The offer of the frozen weights, with version number `FROZEN`. All policy versions have the same.
     """
 
     base: WeightOffer
@@ -152,12 +153,12 @@ class Manifest:
     """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: Folder of ``files``. If the manifest is in or beside this folder, the written path is relative. Then
-            both can be moved together.
+        directory: Folder of ``files``. If the manifest is in or beside this folder, the manifest has a relative path,
+            so that folder and manifest can be moved together.
         files: Data files in safetensors format. For a delta, the file that `delta.apply_delta` makes.
-        pieces: The pieces, which cover all bytes of all tensors in ``files``.
-        delta: The changes, if the version has no data file.
-        adapter: The adapted layers, if ``tensors`` are the matrices A and B of adapters.
+        pieces: The digested parts of tensors. They cover all bytes of all tensors in ``files``.
+        delta: If the version is published without a data file, its changes to an earlier version; otherwise None.
+        adapter: If ``tensors`` are the matrices A and B of adapters, the adapted layers; otherwise None.
     """
 
     directory: str
@@ -296,7 +297,7 @@ def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_de
 
 
 class DigestThreads(ThreadPoolExecutor):
-    """Threads that digest and copy while a model is loaded.
+    """A thread pool that digests and copies weights while a model is loaded.
 
     `load.ComparedWrites` replaces ``ThreadPoolExecutor.submit`` during a load. This class keeps the original method, so
     its threads still run.
@@ -312,7 +313,7 @@ class DigestThreads(ThreadPoolExecutor):
 
         ``bytes_of`` takes a piece and returns its bytes, [bytes] uint8.
         """
-        mapped = map if len(pieces) == 1 else self.map  # one digest takes less time than waking a thread
+        mapped = map if len(pieces) == 1 else self.map  # digesting one piece takes less time than waking a thread
         are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
         return [piece for piece, is_right in zip(pieces, are_right, strict=True) if not is_right]
 

@@ -1,7 +1,7 @@
-"""Publishes policy versions: each learner rank copies and digests its shards, and rank 0 offers the version.
+"""Publishes policy versions: each learner rank copies its shards, and rank 0 offers the version to the engines.
 
 Training waits only for the copy. A thread then converts and digests the bytes, gathers the digests of all ranks, and
-writes the manifest. If a rank fails, the other ranks do not wait for it, and rank 0 reports the failure.
+writes the manifest. If a rank fails, the other ranks do not wait for this rank, and rank 0 reports the failure.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
 class WeightPublisher:
-    """The publisher of a model's policy versions on one learner rank. Every method is a collective.
+    """The publisher of a model's policy versions on one learner rank. All ranks must call its methods together.
 
-    A version is full, a delta to the previous version, or the adapters alone. If an adapted weight is not a tensor of
-    the checkpoint, the publisher merges adapters even with ``options.adapters``.
+    It publishes a version in full, as a delta to the previous version, or as the adapters alone. If an adapted weight
+    is not a tensor of the checkpoint, the publisher merges the adapters even with ``options.adapters``.
 
     Args:
         shards: The model on this rank.
@@ -47,7 +47,7 @@ class WeightPublisher:
         keep: Number of versions kept, including the new one; -1 keeps all. The publisher also keeps versions that the
             buffer may still offer, and the full version that the oldest kept delta needs.
         options: How versions are published.
-        log: On rank 0, receives each version and each failure; None if there are no engines.
+        log: On rank 0, the object that gets the offer of each version, and each failure; None without engines.
 
     Raises:
         WeightsError: the ranks have different layouts.
@@ -77,7 +77,7 @@ class WeightPublisher:
         self._adapter: Adapter | None = None
         if self._options.adapters and shards.has_adapters:
             self._publish_adapters_alone()
-        # The ranks may name tensors differently: rank 0 uses the checkpoint's names, other ranks those of the class.
+        # Check that all ranks name the tensors equally: rank 0 uses the checkpoint's names, other ranks the class's names.
         heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
         if len(set(shards.gather(heads, str))) > 1:
             raise WeightsError(
@@ -109,8 +109,7 @@ class WeightPublisher:
 
         Returns:
             A future with the version's offer on rank 0, and with None on the other ranks. The next call of this method
-            waits
-            for this future.
+            waits for this future.
 
         Raises:
             WeightsError: the files could not be prepared, for example for lack of disk space, or the previous version
@@ -159,7 +158,7 @@ class WeightPublisher:
             logger.warning("adapters are merged before they are published: %s", error)
             return
         self._frozen, self._layout = frozen, ModelLayout(self._shards, Part.adapters)
-        # The first version publishes the frozen weights.
+        # The base has no path and digest yet: the frozen weights are published with the first version.
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
     # The publish thread runs the following methods.
@@ -189,7 +188,7 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        # Keep older versions that an engine may need, and a full version that the oldest kept delta needs.
+        # Also keep versions that an engine may still need, and the full version that the oldest kept delta builds on.
         while first_kept > 0:
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
@@ -255,10 +254,10 @@ class WeightPublisher:
         if self._shards.num_ranks == 1:
             return [own]
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
-        self._oldest = gathered[0][1]  # rank 0's value, which it got from `WeightLog.offer`
+        self._oldest = gathered[0][1]  # rank 0 got this value from `WeightLog.offer`
         if self._sender is not None:
             self._sender.retire(self._oldest)
-        # Only rank 0's host keeps the files of versions. A rank on another host sends its part from memory.
+        # Only rank 0's host keeps the files of versions. A rank on another host sends its part from its memory.
         if self._is_elsewhere and not isinstance(parts, Exception):
             for part in parts:
                 shutil.rmtree(part.folder, ignore_errors=True)
@@ -271,7 +270,7 @@ class WeightPublisher:
             return True
         has_parts = not isinstance(parts, Exception)
         if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
-            return not has_parts  # the next collective gathers the error of this rank
+            return not has_parts  # if this rank failed, go on, because its error is gathered next
         for part in parts:
             part.exchange()
         return True

@@ -1,11 +1,12 @@
-"""The versions that a host receives from a stream. All engines of the host share each version.
+"""The policy versions that a host receives over the network. All engines of the host share each version.
 
-The engine workers of a host share one folder in the host's memory. A worker that wants a version locks the folder,
-receives the version if it is not there, and links it. So each byte crosses the network once per host. If a worker dies,
-the kernel releases its lock. A version is received into a temporary folder, which is renamed when it is complete.
+The rollout workers of a host share one folder in the host's memory. A worker that wants a version locks the folder,
+receives the version if it is not there, and makes hard links to its files. So each byte crosses the network once per
+host. If a worker dies, the kernel releases the worker's lock. A version is received into a temporary folder, which is
+renamed when it is complete.
 
-The folder keeps the newest version until the next one arrives, because slow workers and a delta may need it. The last
-worker removes the folder.
+The shared folder keeps the newest version until the next one arrives, because slow workers and a delta may need it. The
+last worker removes the shared folder.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from asyncrl.weights.manifest import Manifest, digest_of, read_manifest, write_e
 logger = logging.getLogger(__name__)
 
 USERS = ".users"
-"""Folder on which each worker of the host holds a shared lock while it uses received versions."""
+"""Name of a folder on which each worker holds a shared lock, so that the last worker knows that it is the last."""
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
 _UNFINISHED = re.compile(r"r[0-9a-f]{8}")
@@ -53,7 +54,7 @@ class ReceivedVersions:
     Args:
         folder: The folder of the host's workers; it is made if it does not exist. No other user may write to it.
         name: Name of the worker. Example: ``"engine-3"``.
-        timeout_s: Deadline of a transfer, to which one second per 100 MB is added.
+        timeout_s: Deadline of a transfer in seconds, to which one second per 100 MB is added.
     """
 
     def __init__(self, folder: Path, name: str, *, timeout_s: float) -> None:
@@ -136,13 +137,13 @@ class ReceivedVersions:
                     if self._users < 0:
                         self._users = _flocked(make_private_folder(self._folder / USERS), fcntl.LOCK_SH)
                     return lock
-                os.close(lock)  # the last worker has removed the folder
+                os.close(lock)  # another worker was the last one, and has removed the folder
             except BaseException as error:
                 os.close(lock)
                 if not isinstance(error, FileNotFoundError):
                     raise
 
-    # The caller of the following methods holds the lock.
+    # The caller of the following methods holds the lock on the shared folder.
 
     async def _found_or_received(self, offer: WeightOffer) -> WeightOffer:
         entry = self._entry(offer)

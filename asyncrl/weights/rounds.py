@@ -1,12 +1,12 @@
-"""Rounds: transfers of a version from the learner ranks to receivers. This module chooses and connects the members.
+"""Rounds: transfers of a policy version from the learner ranks to receivers. This module chooses each round's members.
 
     receivers ──ask──▶ rank 0              A round: one version, its receivers, one deadline.
     receivers ◀──call, present──▶ rank 0   A receiver that does not answer the call is not in the round.
     rank 0 ──round──▶ receivers, ranks     Each member stores its address at rank 0 for the other members (`Meeting`).
     ranks ──done──▶ rank 0                 Then the next round begins.
 
-These messages use a TCP socket of rank 0, the *channel*. A message is its length followed by a msgpack map. Each side
-proves that it has the channel's key, which receivers get in the offers. Except on loopback, the buffer encrypts the
+These messages use TCP connections to rank 0, the *channel*. A message is its length followed by a msgpack map. At first,
+each side proves that it has the channel's key, which receivers get in the offers. Except on loopback, the buffer encrypts the
 offers. The weights go from each rank to the receivers directly (`stream.py`).
 """
 
@@ -40,9 +40,9 @@ CALL_S = 3.0
 """Seconds within which a receiver must answer rank 0's call."""
 HEARTBEAT_S = 5.0
 SILENCE_S = 15.0
-"""Seconds until a connection ends if the other host does not answer, not even TCP's keep-alive probes."""
+"""Seconds after which a connection ends if the other host answers nothing, not even TCP's keep-alive probes."""
 _MAX_REQUEST_BYTES = 1 << 20
-"""Longest message to rank 0, because members send only addresses and numbers."""
+"""Longest accepted message to rank 0. It can be short, because members send only addresses and numbers."""
 _NONCE_BYTES, _PROOF_BYTES, _SIZE_BYTES = 16, 32, 4
 
 
@@ -55,13 +55,14 @@ class Round:
 
     Attributes:
         number: Number of the round, from 1.
-        group: Number of the round in which the process group was made; later rounds with the same members use it
-            again. The group's first ranks are the learner ranks.
-        shares: Number of pieces that each learner rank sends. The manifest lists rank 0's pieces first.
+        group: Number of the round in which the process group was made. Later rounds with the same members use the same
+            group. The group's first ranks are the learner ranks, and the receivers follow.
+        shares: By learner rank: the number of pieces (parts of tensors) that the rank sends. The manifest lists the
+            pieces in the order of the ranks.
         is_delta: Whether each rank sends its delta file instead of its pieces. The receivers then hold the previous
             version.
-        timeout_s: Deadline of the round, including the transfers.
-        oldest: Oldest version that the ranks must hold. They forget older versions.
+        timeout_s: Longest time of the round in seconds, including the transfers.
+        oldest: Oldest version that the learner ranks must keep in memory. They forget older versions.
     """
 
     number: int
@@ -82,7 +83,13 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOffer:
-    """An offered version on rank 0: the manifest's text, `Round.shares`, and the digest of a delta's base."""
+    """What rank 0 keeps of an offered version.
+
+    Attributes:
+        manifest: Text of the version's manifest.
+        shares: By learner rank: the number of pieces that the rank sends.
+        base: If the version is a delta, the manifest digest of the version that it builds on; otherwise empty.
+    """
 
     offer: WeightOffer
     manifest: bytes
@@ -95,8 +102,8 @@ class RoundRequest:
     """A receiver's request for a version.
 
     Attributes:
-        receiver: Connection of the receiver.
-        holds: Digest of the receiver's current version, or empty.
+        receiver: Connection to the receiver.
+        holds: Manifest digest of the version that the receiver has; empty if it has none.
         host: Host name of the receiver.
     """
 
@@ -107,10 +114,10 @@ class RoundRequest:
 
 
 class HeldVersions(dict[int, T]):
-    """The newest versions on a learner rank, by version. Frozen weights are never removed.
+    """What a learner rank keeps of the newest policy versions, by version. Frozen weights are never removed.
 
     Args:
-        count: Number of versions. The oldest version that is still offered to engines is held in addition.
+        count: Number of newest versions to keep. The oldest version that is still offered to engines is kept too.
     """
 
     def __init__(self, count: int) -> None:
@@ -162,11 +169,12 @@ def rounds_of(
 
 @dataclass(kw_only=True)
 class Meeting:
-    """A key-value store for the addresses of the members of a new group.
+    """A key-value store on rank 0, in which the members of a new process group exchange their addresses.
 
     Attributes:
         ends_s: Time of the event loop at which the round ends.
-        pending: Waiting members, each with its key and the required number of keys.
+        values: The stored values by key.
+        pending: Members that wait, as (connection, key that the member wants, number of keys that must be stored).
     """
 
     ends_s: float
@@ -188,13 +196,13 @@ class Meeting:
 
 
 class RoundCoordinator:
-    """The coordinator on rank 0, which runs one round after the other in its own event loop.
+    """The coordinator on rank 0. It runs one round after the other, in its own event loop.
 
-    It listens for receivers and ranks on a free port of ``host``, an IPv4 address. Any thread may change ``offers``,
-    the versions that every rank holds.
+    It listens for receivers and learner ranks on a free port of ``host``, an IPv4 address. ``offers`` are the versions
+    that every rank holds; any thread may change them.
 
     Attributes:
-        address: Address of the channel.
+        address: Address and key for connections to this coordinator.
     """
 
     def __init__(self, options: PublishOptions, host: str, *, num_ranks: int) -> None:
@@ -211,7 +219,7 @@ class RoundCoordinator:
         self._members: list[StreamWriter] = []
         self._group = 0
         self._ranks: dict[int, StreamWriter] = {}
-        self._done: dict[int, int] = {}  # by learner rank: the last round that the rank has ended
+        self._done: dict[int, int] = {}  # by learner rank: the last round that has ended on the rank
         self._rank_done = asyncio.Event()
         self._closed: Future[None] = Future()
 
@@ -222,7 +230,7 @@ class RoundCoordinator:
             making = asyncio.create_task(self._make_rounds())
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
             if making.done() and (error := making.exception()) is not None:
-                # Log the error here, because no other code reads it. The receivers report only missed deadlines.
+                # Log the error here, because nobody else sees it: the receivers report only that they missed a deadline.
                 logger.error("no further round of weights is made: %r", error)
         finally:
             server.close()
@@ -238,7 +246,7 @@ class RoundCoordinator:
         while True:
             requests = [await self._requests.get()]
             requests += await _gathered(self._requests, options.num_receivers - 1, options.window_s)
-            # Call the receivers. A receiver that does not answer is left out, because it would block the round.
+            # Call the receivers. A receiver that does not answer would block the round, so it is left out.
             self._call, self._present = self._call + 1, asyncio.Queue()
             for request in requests:
                 _send(request.receiver, {"call": self._call})
@@ -291,7 +299,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # otherwise these members wait until the deadline
+                        for member, _, _ in broken.pending:  # tell the waiting members, which would wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -320,7 +328,7 @@ class RoundCoordinator:
             backend=self._options.backend,
         )
         now_s = asyncio.get_running_loop().time()
-        # Keep earlier meetings: a receiver may need the addresses of members after the ranks are done.
+        # Keep the meetings of earlier rounds until they end, because a receiver may still need addresses from them.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():
@@ -370,7 +378,7 @@ class ChannelAddress:
 
     Attributes:
         endpoint: IPv4 address and port. Example: ``"10.0.0.5:41234"``.
-        access: The channel's key. ``repr`` does not show it.
+        access: The channel's secret key. ``repr`` does not show the key.
     """
 
     endpoint: str
@@ -378,10 +386,10 @@ class ChannelAddress:
 
 
 class WeightChannel:
-    """A blocking connection to rank 0, for one thread at a time. It is a context manager.
+    """A blocking connection to learner rank 0, for one thread at a time. It is a context manager.
 
     Attributes:
-        own_host: This host's address on the connection, which rank 0's host can reach.
+        own_host: This host's address in the connection. Rank 0's host can reach this address.
     """
 
     def __init__(self, address: ChannelAddress) -> None:
@@ -467,7 +475,7 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # a timeout of TCP itself has an errno
+                if isinstance(error, TimeoutError) and error.errno is None:  # without an errno, the error is not from TCP itself
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

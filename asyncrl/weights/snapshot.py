@@ -1,6 +1,6 @@
-"""One learner rank's part of a published version: the copy of the rank's shards, the copy's digests and file.
+"""One learner rank's part of a published version: a copy of the rank's shards in a file, with digests.
 
-The file is created in advance, so that the rank only copies when it publishes.
+The file is created in advance, so that a publish only has to copy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece,
 
 DATA_FILE = "model.safetensors"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels allocate the pages at the first write
-# mmap's own madvise holds the GIL for 0.6 s per GB, which would block the rank's computation.
+# Called through ctypes, because the madvise of Python's mmap holds the GIL, for 0.6 s per GB. This would block the
+# rank's computation.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -35,8 +36,8 @@ class RankShare:
     """One rank's report on its part of a version.
 
     Attributes:
-        pieces: Digests of all bytes that this rank wrote.
-        changes: The changed pieces of a delta.
+        pieces: The pieces (parts of tensors) that this rank wrote, with digests.
+        changes: If the version is a delta, the pieces that differ from the previous version; otherwise empty.
     """
 
     pieces: list[Piece]
@@ -44,7 +45,7 @@ class RankShare:
 
 
 class WritableFile:
-    """A mapped file of known size. This rank writes some ranges of the file.
+    """A memory-mapped file of known size. This rank writes some ranges of the file.
 
     Args:
         path: The file, which another rank may have created; None uses memory of this process.
@@ -125,7 +126,7 @@ class WritableFile:
         one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # then waking threads would take longer
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # for so few bytes, waking threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -147,15 +148,15 @@ class WritableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes the later unmapping fast
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # frees the pages here, so that the later unmapping is fast
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RankPart:
-    """This rank's part of one version: copied values and computed tensors.
+    """This rank's part of one version: values that are copied, and tensors that are computed.
 
-    If ``is_full`` is False, the part is a delta. The data then stays in memory, and a file in ``folder`` holds the
-    changes.
+    If ``is_full`` is False, the version is a delta. The copied data then stays in memory, and a file in ``folder`` holds
+    the changes from the previous version.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""Brings offered weights to the host of an engine while the engine generates. It pauses only to load them.
+"""Brings offered weights to the host of an engine while the engine generates. The engine pauses only to load them.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove its own link.
 - A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. A full version is copied
   to the image if ``copies`` is True, or if hard links are impossible.
-- A version of a host stream is received into host memory, once for all engines of the host, and hard-linked.
-- A version of an engine stream is not staged.
+- A version that is sent to hosts over the network is received into host memory, once for all engines of the host, and
+  hard-linked.
+- A version that is sent directly to engines does not come through this module.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from asyncrl.weights.received import ReceivedVersions, copy_file
 logger = logging.getLogger(__name__)
 
 LINKS = ".staged"
-"""Name of the folder with links to versions, beside the published versions. It has one folder per engine."""
+"""Name of the folder with hard links to versions. It is beside the published versions, and has a folder per engine."""
 
 
 class WeightStager:
@@ -43,8 +44,8 @@ class WeightStager:
     Args:
         name: Name that is unique in the run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
-        copies: Whether full versions are copied to ``memory`` instead of linked. Deltas need copies.
-        timeout_s: Deadline of staging, to which one second per 100 MB is added.
+        copies: Whether full versions are copied to ``memory`` instead of linked. If there are deltas, this must be True.
+        timeout_s: Deadline of staging a version in seconds, to which one second per 100 MB is added.
     """
 
     def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:
@@ -55,7 +56,7 @@ class WeightStager:
         self._copies = copies
         self._timeout_s = timeout_s
         self._links: Path | None = None
-        self._held = ""  # manifest digest of the version in the image, or of the frozen weights
+        self._held = ""  # manifest digest of what the image contains: a version, or frozen weights
         self._received = ReceivedVersions(memory / "received", name, timeout_s=timeout_s)
 
     @asynccontextmanager
@@ -83,7 +84,7 @@ class WeightStager:
         try:
             yield local
         except Exception:
-            if offer.carrier == Carrier.host_stream:  # the load failed, perhaps because the received bytes are damaged
+            if offer.carrier == Carrier.host_stream:  # discard the bytes, which may be damaged
                 self._received.discard(offer)
             raise
         finally:
@@ -164,7 +165,7 @@ class WeightStager:
         self._held = ""
         self._remove_links()
         if self._links is not None:
-            with suppress(OSError):  # the folder is not empty, because another engine still runs
+            with suppress(OSError):  # the folder is not empty if another engine still runs
                 self._links.parent.rmdir()
         shutil.rmtree(self._image, ignore_errors=True)
         self._received.close()

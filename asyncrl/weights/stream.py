@@ -1,11 +1,12 @@
-"""Weights over the network. In a *round*, the learner ranks send a version, and the receivers forward it.
+"""Sends weights over the network. In a *round*, the learner ranks send a version, and each receiver forwards it.
 
     each rank ══ its own bytes ══▶ receiver ══▶ receiver ══▶ …      All are members of one process group.
 
 Receivers verify all bytes by their digests. There are two kinds of receivers:
 
 - A host of engines receives a version into its memory while its engines generate (`receive_weights`).
-- An engine's rank receives bucket by bucket while the engine is paused (`ArrivingWeights`).
+- A process of an engine receives a version in buckets (groups of bytes), while the engine is paused and loads them
+  (`ArrivingWeights`).
 
 If a member dies or stops, all members leave the round by its deadline. The receivers then ask for a new round, until
 `MAX_ROUNDS` have failed. Training does not wait for a round, because the learner ranks send from threads. The members
@@ -72,11 +73,11 @@ from asyncrl.weights.rounds import (
 logger = logging.getLogger(__name__)
 
 SPAN_BYTES = 64 << 20
-"""Largest size of a bucket, unless a piece is larger."""
+"""Largest size in bytes of a bucket (the bytes of one transfer), unless one piece is larger."""
 NUM_UNDER_WAY = 4
-"""Number of buckets that a member receives at the same time. It sends the same number."""
+"""Number of buckets (transfers) that a member receives at the same time. It sends as many at the same time."""
 NUM_AHEAD = 2
-"""Number of spans of files that are copied to a GPU before the model's loader takes them."""
+"""Number of spans (ranges of a data file) that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
 _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
@@ -86,7 +87,13 @@ _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
 @dataclass(frozen=True, kw_only=True)
 class HeldPart:
-    """One learner rank's part of a version. The data file and the rank's delta file are [bytes] uint8."""
+    """What one learner rank sends of a version.
+
+    Attributes:
+        data: The data file, [bytes] uint8.
+        pieces: The pieces (parts of tensors) in the data file that this rank sends.
+        delta: This rank's delta file, [bytes] uint8; None if the version is not a delta.
+    """
 
     data: Tensor
     pieces: tuple[Piece, ...]
@@ -94,12 +101,12 @@ class HeldPart:
 
 
 class WeightSender:
-    """The sender of one learner rank. `hold` and `offer` do not wait for rounds, which run on a thread.
+    """Sends the weights of one learner rank to receivers, on a thread. `hold` and `offer` do not wait for this thread.
 
-    Without an ``address`` this is rank 0's sender, which listens. Other senders connect to ``address``.
+    Rank 0's sender has no ``address``: it listens for connections. The senders of other ranks connect to ``address``.
 
     Attributes:
-        address: Address of rank 0's channel.
+        address: Address of rank 0's channel, to which senders and receivers connect.
 
     Raises:
         ValueError: the interface does not exist.
@@ -178,7 +185,7 @@ class WeightSender:
         while not self._closed.done():
             try:
                 with WeightChannel(self.address) as channel:
-                    self._channel = channel  # before `connect`, so that `close` can interrupt it
+                    self._channel = channel  # set before `connect`, so that `close` can interrupt the call
                     if self._closed.done():
                         return
                     channel.connect(rounds.SILENCE_S)
@@ -199,7 +206,7 @@ class WeightSender:
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
-            # After `close` or the deadline, a transfer that still blocks is abandoned in its thread.
+            # If a transfer still blocks at the deadline or after `close`, do not wait for the transfer's thread any longer.
             wait({sending, self._closed}, this.timeout_s + HOST_WINDOW_S, FIRST_COMPLETED)
             if self._closed.done():
                 return False
@@ -234,7 +241,7 @@ class WeightSender:
 
 
 class RoundDeadline:
-    """A point in time at which one or more successive waits end."""
+    """A point in time that ends one or more successive waits."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ends_s = time.monotonic() + timeout_s
@@ -256,7 +263,7 @@ class RoundDeadline:
 
 
 class RoundStore(Store):
-    """A torch store that keeps values on rank 0. The members of a new group exchange their addresses in it."""
+    """A torch store whose values are on rank 0. The members of a new process group exchange addresses through it."""
 
     def __init__(self, channel: WeightChannel, this: Round, deadline: RoundDeadline) -> None:
         super().__init__()
@@ -282,7 +289,7 @@ class RoundStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several keys until the round's deadline. ``timeout`` is ignored. Raises the errors of `get`."""
-        # Each member of a gloo group stores one key, so one answer with all keys is enough.
+        # In gloo, each member stores one key. So wait for all keys, and get all values in one answer.
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
@@ -299,10 +306,10 @@ class RoundStore(Store):
 
 
 class WeightGroup:
-    """A process group. Its first ranks are the learner ranks, and the receivers follow.
+    """A process group of torch for rounds. Its first ranks are the learner ranks, and the receivers follow.
 
-    Successive rounds with the same members use one group. ``place`` is the rank of this process in the group.
-    ``deadline`` limits the time to make the group.
+    Successive rounds with the same members use the same group. ``place`` is the rank of this process in the group.
+    The group must be made before ``deadline``.
     """
 
     def __init__(self, channel: WeightChannel, this: Round, place: int, deadline: RoundDeadline) -> None:
@@ -311,10 +318,10 @@ class WeightGroup:
         self._copies: BucketCopies | None = None
         own = PrefixStore("members", self._store)
         if self._is_nccl:
-            from torch.distributed import ProcessGroupNCCL  # here, because torch may be built without NCCL
+            from torch.distributed import ProcessGroupNCCL  # imported here, because torch may be built without NCCL
 
             options: Any = ProcessGroupNCCL.Options()
-            options._timeout = _FOREVER  # at a timeout, torch would end the process; `abort` ends waits instead
+            options._timeout = _FOREVER  # no timeout, at which torch would end this process; `abort` ends waits
             self._group: Any = ProcessGroupNCCL(own, place, this.num_members, options)
         else:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -355,7 +362,7 @@ class WeightGroup:
 
 
 class GroupMember:
-    """This process as a member of one learner's rounds: its connection to rank 0, and its newest group."""
+    """This process as a member of a learner's rounds: its connection to rank 0, and the newest process group."""
 
     def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
         self.channel = WeightChannel(address).connect(timeout_s)
@@ -403,7 +410,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
         WeightsError: all `MAX_ROUNDS` attempts failed, for example because the folder has no room.
         DeadlineError: the version was not received in time.
     """
-    # Twice the time of a round, because another round may run first.
+    # Wait for twice the time of a round, because another round may have to end first.
     limit_s = 2 * (load_limit_s(timeout_s, offer.num_bytes) + HOST_WINDOW_S + rounds.CALL_S)
     errors: list[str] = []
     for _ in range(MAX_ROUNDS):
@@ -438,7 +445,7 @@ def _received_once(offer: WeightOffer, folder: Path, limit_s: float, holds: str)
         raise
     except (RuntimeError, TimeoutError, WeightsError) as error:
         failure = one_line(error)
-    # Raised without `from error`, because the frames of that error would keep the connections open.
+    # Raise without `from error`, because the stack frames of `error` would keep the connections open.
     raise WeightsError(failure)
 
 
@@ -464,7 +471,7 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
             wrong = threads.wrong(bucket.pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
             if wrong:
                 raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
-    # If the offer is of a delta, the ranks have sent the full version instead.
+    # Even if the offer is of a delta, the ranks have sent the full version in this round.
     return replace(local, kind="full", base_version=None) if offer.kind == "delta" else local
 
 
@@ -492,19 +499,19 @@ def new_file(path: Path, size: int) -> Tensor:
 
 
 class RoundFailed(WeightsError):
-    """An error: a round failed for an engine's rank. The rank may ask for another round."""
+    """An error: a round failed for a process of an engine. The process may ask for another round."""
 
 
 class ArrivingWeights:
-    """A version that an engine's rank receives in one round, while the model loads it.
+    """A version that a process of an engine receives in one round, while the model loads it.
 
     Memory holds at most the tensor that the model loads, incomplete tensors, and `NUM_UNDER_WAY` buckets of
     `SPAN_BYTES` in each direction. Each wait ends at the deadline.
 
     Args:
-        offer: An offer with `Carrier.engine_stream`.
-        device: Device of the tensors with NCCL; gloo leaves them in host memory.
-        timeout_s: Deadline of the whole transfer.
+        offer: The offer of the version, with `Carrier.engine_stream`.
+        device: Device of the received tensors with NCCL; with gloo, they are in host memory.
+        timeout_s: Deadline of the whole transfer, in seconds.
 
     Attributes:
         manifest: Manifest of the version. The constructor waits for it.
@@ -567,12 +574,12 @@ class ArrivingWeights:
 
 @dataclass(kw_only=True)
 class ReceiverRound:
-    """A receiver's membership in a round.
+    """One receiver's part in one round.
 
     Attributes:
         manifest: Text of the version's manifest.
-        member: This process. It can take part in other rounds after this round succeeds.
-        place: Rank of this receiver in the group.
+        member: This process's connection and process group. If this round succeeds, later rounds use them again.
+        place: Rank of this receiver in the process group.
         is_done: Whether all bytes have arrived and were forwarded.
     """
 
@@ -637,7 +644,7 @@ class ReceiverRound:
 
 
 _idle: list[GroupMember] = []
-"""Connected members of this process that are in no round now. The next round uses them again."""
+"""This process's connections to learners that are in no round now. The next round uses one of them again."""
 
 
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
@@ -654,7 +661,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        # A closed channel, or a channel to another address, belongs to a learner that has ended.
+        # Do not use a channel that is closed or has another address: its learner has ended.
         if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
