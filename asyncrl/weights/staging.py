@@ -44,7 +44,7 @@ class WeightStager:
     Args:
         name: Name that is unique in the run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
-        copies: Whether full versions are copied to ``memory`` instead of linked. If there are deltas, this must be True.
+        copies: Whether full versions are copied to ``memory`` instead of linked. Must be True if there are deltas.
         timeout_s: Deadline of staging a version in seconds, to which one second per 100 MB is added.
     """
 
