@@ -5,7 +5,7 @@
   to the image if ``copies`` is True, or if hard links are impossible.
 - A version that is sent to hosts over the network is received into host memory, once for all engines of the host, and
   hard-linked.
-- A version that is sent directly to engines does not come through this module.
+- A version that is sent directly to engines is not staged, because it has no files.
 """
 
 from __future__ import annotations

@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 SPAN_BYTES = 64 << 20
 """Largest size in bytes of a bucket (the bytes of one transfer), unless one piece is larger."""
 NUM_UNDER_WAY = 4
-"""Number of buckets (transfers) that a member receives at the same time. It sends as many at the same time."""
+"""Number of buckets (transfers) that a member receives at the same time, and number that it sends at the same time."""
 NUM_AHEAD = 2
 """Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
