@@ -195,8 +195,8 @@ class LoadObserver:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # By address of a storage: a weak reference, and the published tensors as (first byte, end, name). While the weak
-        # reference exists, no other storage gets the same address.
+        # By address of a storage: a weak reference, and the published tensors as (first byte, end, name). While the
+        # weak reference exists, no other storage gets the same address.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
         # By name of the parameter: the written blocks, each with its source (name of a tensor, or a constant).
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}

@@ -77,7 +77,7 @@ class WeightPublisher:
         self._adapter: Adapter | None = None
         if self._options.adapters and shards.has_adapters:
             self._publish_adapters_alone()
-        # Check that all ranks name the tensors equally: rank 0 uses the checkpoint's names, other ranks the class's names.
+        # The ranks may name tensors differently: rank 0 as in the checkpoint, other ranks as in the model class.
         heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
         if len(set(shards.gather(heads, str))) > 1:
             raise WeightsError(

@@ -1,13 +1,13 @@
-"""Rounds: transfers of a policy version from the learner ranks to receivers. This module chooses each round's members.
+"""Rounds: transfers of a version from the learner ranks to receivers. This module chooses and connects the members.
 
     receivers ──ask──▶ rank 0              A round: one version, its receivers, one deadline.
     receivers ◀──call, present──▶ rank 0   A receiver that does not answer the call is not in the round.
     rank 0 ──round──▶ receivers, ranks     Each member stores its address at rank 0 for the other members (`Meeting`).
     ranks ──done──▶ rank 0                 Then the next round begins.
 
-These messages use TCP connections to rank 0, the *channel*. A message is its length followed by a msgpack map. At first,
-each side proves that it has the channel's key, which receivers get in the offers. Except on loopback, the buffer encrypts the
-offers. The weights go from each rank to the receivers directly (`stream.py`).
+These messages use TCP connections to rank 0, the *channel*. A message is its length followed by a msgpack map. First,
+each side proves that it has the channel's key, which receivers get in the offers of versions. Except on loopback, the
+buffer encrypts the offers. The weights do not pass through the channel, but through a process group (`stream.py`).
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ class RoundCoordinator:
             making = asyncio.create_task(self._make_rounds())
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
             if making.done() and (error := making.exception()) is not None:
-                # Log the error here, because nobody else sees it: the receivers report only that they missed a deadline.
+                # Log the error here, because no other code reads it. The receivers report only missed deadlines.
                 logger.error("no further round of weights is made: %r", error)
         finally:
             server.close()
@@ -299,7 +299,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # tell the waiting members, which would wait until the deadline
+                        for member, _, _ in broken.pending:  # otherwise these members wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -475,7 +475,7 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # without an errno, the error is not from TCP itself
+                if isinstance(error, TimeoutError) and error.errno is None:  # with an errno, TCP itself gave up
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

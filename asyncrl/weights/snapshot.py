@@ -126,7 +126,7 @@ class WritableFile:
         one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # for so few bytes, waking threads would take longer
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -148,15 +148,15 @@ class WritableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # frees the pages here, so that the later unmapping is fast
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes the later unmapping fast
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
 class RankPart:
     """This rank's part of one version: values that are copied, and tensors that are computed.
 
-    If ``is_full`` is False, the version is a delta. The copied data then stays in memory, and a file in ``folder`` holds
-    the changes from the previous version.
+    If ``is_full`` is False, the version is a delta. The copied data then stays in memory, and a file in ``folder``
+    holds the changes from the previous version.
     """
 
     def __init__(

@@ -5,7 +5,7 @@
   to the image if ``copies`` is True, or if hard links are impossible.
 - A version that is sent to hosts over the network is received into host memory, once for all engines of the host, and
   hard-linked.
-- A version that is sent directly to engines does not come through this module.
+- A version that is sent directly to engines is not staged, because it has no files.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class WeightStager:
     Args:
         name: Name that is unique in the run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
-        copies: Whether full versions are copied to ``memory`` instead of linked. If there are deltas, this must be True.
+        copies: Whether full versions are copied to ``memory`` instead of linked. Must be True if there are deltas.
         timeout_s: Deadline of staging a version in seconds, to which one second per 100 MB is added.
     """
 

@@ -75,9 +75,9 @@ logger = logging.getLogger(__name__)
 SPAN_BYTES = 64 << 20
 """Largest size in bytes of a bucket (the bytes of one transfer), unless one piece is larger."""
 NUM_UNDER_WAY = 4
-"""Number of buckets (transfers) that a member receives at the same time. It sends as many at the same time."""
+"""Number of buckets (transfers) that a member receives at the same time, and number that it sends at the same time."""
 NUM_AHEAD = 2
-"""Number of spans (ranges of a data file) that are copied to a GPU before the model's loader takes them."""
+"""Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
 _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
@@ -206,7 +206,7 @@ class WeightSender:
             if (part := self._parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
-            # If a transfer still blocks at the deadline or after `close`, do not wait for the transfer's thread any longer.
+            # If the transfer still blocks at the deadline or after `close`, do not wait for its thread any longer.
             wait({sending, self._closed}, this.timeout_s + HOST_WINDOW_S, FIRST_COMPLETED)
             if self._closed.done():
                 return False
