@@ -12,13 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
-from asyncrl.core.errors import (
-    LeaseExpired,
-    ReplayBufferError,
-    StalenessError,
-    VersionTooNew,
-    VersionTooOld,
-)
+from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StalenessError, VersionTooNew, VersionTooOld
 from asyncrl.core.types import BufferStats, Plan
 
 from . import commands, outcomes

@@ -402,8 +402,7 @@ class BatchAdvantages:
         Args:
             sequences: This rank's sequences. They need ``behavior_logprobs`` and ``reference_logprobs`` if
                 ``kl_reward_coef`` is set, and ``values`` if there is a critic.
-            rewards: Rewards of this rank's trajectories. Each sequence is one path (branch) through the turns of a
-                trajectory.
+            rewards: Rewards of this rank's trajectories. Each sequence is one path through a trajectory's turns.
             sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
