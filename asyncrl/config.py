@@ -535,7 +535,7 @@ def num_images(config: RunConfig) -> int:
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
-    return 2 if is_stream else config.rollout_fleet.most_engines  # 2: the loaded version and the next one
+    return 2 if is_stream else config.rollout_fleet.most_engines  # 2 copies: of the loaded version and of the next one
 
 
 def num_engine_hosts(config: RunConfig) -> int:

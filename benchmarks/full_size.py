@@ -234,7 +234,7 @@ def fake_update(
             trainer.accumulate(batch, objective)
             trainer.optimizer.update(1.0)  # the first update creates the optimizer's state
             tracker = MemTracker()
-            # The tracker fails for modules without trained parameters, for example with adapters.
+            # `MemTracker` fails if a module has no trained parameters, for example if only adapters are trained.
             is_tracked = all(parameter.requires_grad for parameter in trainer.head.parameters())
             if is_tracked:
                 tracker.track_external(trainer.head, trainer.optimizer.adamw)

@@ -159,7 +159,7 @@ class _Hosts:
             return time.perf_counter(), max(map(_bytes_in, self._folders))
 
     def close(self) -> None:
-        """Close the workers, which removes the folders of the hosts."""
+        """Close the workers. This removes the folders that stand for the memory of hosts."""
         self._patch.stop()
         for worker in self._workers:
             worker.close()

@@ -213,7 +213,7 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Mark those workers as slow that have ended no group for twice the time of their longest group."""
+        """Mark a worker as slow if it has ended no group for twice the duration of its longest group."""
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
             worker = self._workers.get(name)

@@ -195,7 +195,7 @@ class WorkerClient:
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
         """Return a lease without a result, or report the ``num_tokens`` tokens of a revoked lease.
 
-        If ``max_failures`` is not 0, the attempt failed, and the group is dropped after this number of failures.
+        Set ``max_failures`` only for an attempt that failed. The buffer drops the group after this number of failures.
         Returns whether the group was dropped.
         """
         key = lease.prompt.group_id, lease.attempt

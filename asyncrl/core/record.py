@@ -68,7 +68,7 @@ class ProfileConfig:
 
 
 class Pool(StrEnum):
-    """The part of a run to which a process belongs."""
+    """Groups of processes of a run. The records of a process name its group."""
 
     controller = "controller"
     buffer = "buffer"

@@ -172,7 +172,7 @@ class StepDeadline:
 def translated(error: Exception) -> Exception:
     """Return a `WorkerDiedError` for an error of Ray that the death of a worker or of a node caused.
 
-    Return other errors, and the death of a worker that this process does not know, unchanged.
+    Other errors are returned unchanged. So is the error of a worker that this process does not know.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 

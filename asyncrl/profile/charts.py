@@ -274,7 +274,7 @@ def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
-    """Return, for each served version, the time when all engines first served it or a newer version."""
+    """Return (version, time) pairs: when the last engine began to serve this version or a newer one."""
     levels = [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
     changes = sorted((level.time, level.lane, level.value) for level in levels)
     serves: dict[str, int] = {}

@@ -448,7 +448,8 @@ class FleetMember:
     async def _closed(self, last: FleetCounters) -> FleetCounters:
         """Return the final counters of a stopped worker.
 
-        If some of its tokens are neither stored nor released, declare the worker dead in the buffer, which counts them.
+        Some of the worker's tokens may be unfinished: neither stored nor given back. Then tell the buffer that the
+        worker is dead. The buffer counts these tokens.
         """
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 

@@ -228,7 +228,7 @@ class Checkpointer:
         write.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._writes.add(write)
         await asyncio.sleep(0)  # lets `write` send its request to the buffer before the next line sends one
-        await self._buffer.stats()  # after this answer, the buffer has counted the tokens in its part
+        await self._buffer.stats()  # the buffer answers after it has counted the tokens of its part of the checkpoint
         if self._prompts.wants_outcomes:  # the prompt sampler must have seen all groups in the buffer's part
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(

@@ -276,7 +276,8 @@ class RayResourcePool(ResourcePool):
     def shutdown(self) -> None:
         """Release the pool's placement groups, which kills the workers in them.
 
-        A part of another pool releases nothing. Raises `UsageError` for a detached pool after Ray's shutdown.
+        If this pool is a part of a larger pool, nothing is released. Raises `UsageError` for a detached pool after
+        Ray's shutdown.
         """
         if not self._reserved:
             return

@@ -110,7 +110,7 @@ class Delta:
     """The difference between the data file of a version and the data file of an earlier version, the base.
 
     Attributes:
-        base: The offer of the base. The digest of the manifest identifies the base.
+        base: The offer of the earlier version. The digest of its manifest identifies it.
         files: Delta files, one per learner rank, relative to the manifest's directory.
     """
 

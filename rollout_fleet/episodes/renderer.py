@@ -162,7 +162,7 @@ class LibraryRenderer(ChatRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Return the token ids to append for new messages, None if the history changes (`ChatRenderer.extend`)."""
+        """Return the token ids of the new messages; None if they change earlier tokens (`ChatRenderer.extend`)."""
         before = [*prompt_ids, *sampled_ids]
         new = self._prepared([*history, *new_messages])[len(history) :]
         bridged = self._inner.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), new, tools=_tools(tools))
@@ -280,7 +280,7 @@ class TemplateRenderer(ChatRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Return the token ids to append for new messages, None if the history changes (`ChatRenderer.extend`)."""
+        """Return the token ids of the new messages; None if they change earlier tokens (`ChatRenderer.extend`)."""
         messages, num_old = _prepared([*history, *new_messages]), len(history)
         whole = "" if self._keeps_reasoning else self._prepared_text(messages, tools, prompts=True)
         reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
