@@ -178,8 +178,8 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
     """Return one sequence per row of ``data``, to train on.
 
-    Attended response tokens are in the loss, except where ``response_mask`` is 0. ``columns`` names the columns that the
-    sequences get, each with the name of its [B, R] tensor in ``data``. Each of the ``num_mini_batches`` optimizer
+    Attended response tokens are in the loss, except where ``response_mask`` is 0. ``columns`` names the columns that
+    the sequences get, each with the name of its [B, R] tensor in ``data``. Each of the ``num_mini_batches`` optimizer
     updates trains on the same number of neighboring rows. Raises the errors of `scored_sequences`.
     """
     attended = _attended_responses(data)
