@@ -8,6 +8,6 @@ from asyncrl.core.registry import Registry
 
 
 def undo_registrations(monkeypatch: pytest.MonkeyPatch, registry: Registry[Any]) -> Registry[Any]:
-    """Remove the names that the test registers, and their modules' registrations, at the end of the test."""
+    """Return the registry. At the end of the test it has the same names as now."""
     monkeypatch.setattr(registry, "_entries", dict(registry._entries))
     return registry
