@@ -433,7 +433,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
             logger.warning("policy version %d was not received, asking again: %s", offer.version, error)
     raise WeightsError(
         f"policy version {offer.version} was not received from {offer.manifest} in {MAX_ROUNDS} rounds: {errors}; "
-        "with learner and engines on several hosts, set weights.interface to the network that they share"
+        "if hosts did not reach each other, set weights.interface to the network that they share"
     )
 
 
@@ -631,8 +631,8 @@ class ReceiverRound:
                 receiving.append((bucket, data, group.receive(data, source, self.deadline)))
             if not receiving:
                 break
-            bucket, data, wait = receiving.popleft()
-            wait()
+            bucket, data, finish = receiving.popleft()
+            finish()
             if not is_last:
                 sending.append(group.send(data, self.place + 1, self.deadline))
             yield bucket, data

@@ -19,6 +19,7 @@ from rollout_fleet.engines.sglang_server import WEIGHT_LOADER
 from tests.support.training_run import ROOT
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="SGLang is not installed"),
 ]
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml"))
@@ -113,7 +114,6 @@ def resolved(request, on_cards):
     return request.param, on_cards[request.param]
 
 
-@pytest.mark.long
 def test_the_attention_backend_of_each_experiment_supports_dtype_and_head_size(resolved):
     card, experiments = resolved
     for name, (_, engine, made) in experiments.items():

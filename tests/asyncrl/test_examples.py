@@ -12,6 +12,7 @@ from examples.one_step import one_step
 from examples.ppo_single_controller import OPTIONS, PPOTrainer
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.timeout(600),
     pytest.mark.skipif(not importlib.util.find_spec("sglang"), reason="SGLang is not installed"),
 ]
@@ -31,7 +32,6 @@ def trained(cluster, tmp_path_factory):
         trainer.stop()
 
 
-@pytest.mark.long
 def test_the_ppo_example_makes_its_steps_with_finite_metrics(trained):
     _, steps = trained
     assert len(steps) == 3
@@ -51,7 +51,6 @@ def test_the_engines_of_the_ppo_example_sample_from_the_trained_weights(trained)
     assert not np.allclose(batch.batch["rollout_log_probs"], start, atol=1e-3)
 
 
-@pytest.mark.long
 async def test_the_one_step_example_serves_the_trained_weights(tmp_path):
     metrics, engine, ledger = await one_step(str(tmp_path))
     assert metrics["grad_norm"] > 0

@@ -316,6 +316,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
     assert pids(learner)["ref"] != pids(learner)["actor"]
 
 
+@pytest.mark.long
 def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_not(fused) -> None:
     assert isinstance(fused.death, LearnerDiedError)
     assert "learner" in str(fused.death)
@@ -325,11 +326,13 @@ def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_n
     assert fused.published[-1] == "v00000002"
 
 
+@pytest.mark.long
 def test_a_step_on_other_tokens_than_planned_is_an_error_that_names_the_step(fused) -> None:
     assert isinstance(fused.others, AccountError)
     assert "the ranks trained step 3 on other tokens than planned" in str(fused.others)
 
 
+@pytest.mark.long
 def test_a_role_that_fails_is_the_error_that_is_seen(fused) -> None:
     with pytest.raises(KeyError, match="5"):
         raise fused.failure
