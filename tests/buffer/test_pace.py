@@ -141,6 +141,7 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(num_engines, max_la
     assert asked.total() <= 0.05 * scenario.num_steps * scenario.groups_per_step
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("share_of_slow_groups", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
 def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of_slow_groups):
     """On each of the equal engines, some groups take ten times as long per token, because they wait for tools."""

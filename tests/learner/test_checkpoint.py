@@ -222,6 +222,7 @@ def kill_while_saving(model_path: str, directory: str) -> None:
     ShardedCheckpointer(trainer, directory).save(2)
 
 
+@pytest.mark.long
 def test_a_process_killed_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path):
     with pytest.raises(EOFError):
         run_on_ranks(1, kill_while_saving, model_path, str(tmp_path / "c"))

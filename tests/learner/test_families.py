@@ -151,6 +151,7 @@ def test_sequence_parallel_ranks_equal_the_plain_loop(families, paths):
     compare_on_ranks([paths[family] for family in families], 1, 2)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("families", [FEW, pytest.param(FAMILIES, marks=pytest.mark.slow)], ids=["few", "all"])
 def test_two_by_two_ranks_equal_the_plain_loop(paths, families):
     compare_on_ranks([paths[family] for family in families], 2, 2)

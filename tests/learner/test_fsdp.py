@@ -104,6 +104,7 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
     assert_weights_equal(got, weights, atol=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("changes", [{"torch_compile": True}, {"lora": LoraConfig(rank=4)}])
 def test_layers_recomputed_without_attention_may_be_compiled_or_have_adapters(model_path, monkeypatch, changes):
     original, calls, attended = torch.compile, [], attention._attended
@@ -236,6 +237,7 @@ def fail_once(trainer: Trainer, sequences: list) -> None:
         trainer.update(sequences, Objective(loss=loss))
 
 
+@pytest.mark.long
 def test_gradients_are_summed_over_the_ranks_once_per_update(model_path):
     alone = Trainer(PLAIN, model_path=model_path, total_updates=2)
     step = policy_step(alone, AlgorithmConfig())

@@ -187,6 +187,7 @@ def random_group(seed: int) -> TrajectoryGroup:
     )
 
 
+@pytest.mark.long
 def test_four_updates_a_step_do_not_depend_on_the_ranks(model_path):
     metrics, weights = step_on_a_plan(model_path, config(1, max_tokens=10_000))
     assert metrics[0]["num_tokens"] == sum(random_group(seed).summary.num_tokens for seed in range(10))

@@ -87,6 +87,7 @@ def on_two_ranks() -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.long
 def test_two_ranks_exchange_heads_and_tokens():
     names = ("heads", "round trip", "strided", "gradient", "left", "group is set", "alone is identity")
     for rank, seen in enumerate(run_on_ranks(2, on_two_ranks)):

@@ -182,6 +182,7 @@ async def test_the_reward_code_runs_in_a_scoring_process_and_an_endless_program_
     assert scores.total.tolist() == [0.0, 1.0, 0.0]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("can_isolate")
 async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
     options = {"code": {"limits": {"wall_time_s": 600.0}}}

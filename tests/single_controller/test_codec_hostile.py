@@ -280,6 +280,7 @@ def mutated(draw):
     return [bytes(frame) for frame in frames]
 
 
+@pytest.mark.long
 @given(mutated())
 @settings(max_examples=600)
 def test_mutated_messages_decode_or_raise_wire_error(frames):

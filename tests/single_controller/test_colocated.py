@@ -152,6 +152,7 @@ def test_roles_live_in_one_process(host):
     assert roles["actor"].worker_names == host.worker_names
 
 
+@pytest.mark.long
 def test_futures_and_meshes_work_through_roles(host):
     roles = host.spawn(ROLES)
     assert roles["critic"].sub(roles["actor"].add_later(zeros())).batch["a"].tolist() == [-9, -9, -8, -8]

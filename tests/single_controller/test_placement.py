@@ -215,6 +215,7 @@ def test_a_group_that_cannot_start_leaves_nothing_behind(cluster):
     first.shutdown()
 
 
+@pytest.mark.long
 def test_extra_environment_reaches_the_workers(cluster):
     group = group_on(pool_of(1), worker_env={"MY_OPTION": "7"})
     assert group.env("MY_OPTION") == ["7"]

@@ -324,6 +324,7 @@ def close(state):
     state["stager"].close()
 
 
+@pytest.mark.long
 def test_when_the_receiver_of_a_host_dies_in_a_round_the_next_engine_receives(tmp_path):
     learner = Network(tmp_path / "published", timeout_s=5.0)
     try:
