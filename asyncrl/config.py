@@ -120,7 +120,7 @@ class WarmStartConfig:
         target_accuracy: Stop when greedy accuracy on ``data.eval_files`` reaches this value. Above 1: no such stop.
         target_val_loss: Stop when the validation loss falls to this value, in nats per token. 0: no such stop.
         patience: Stop after this many evaluations without a better ``stop_metric``, and keep the best policy. 0
-            switches this off, and keeps the last policy.
+            switches this off, and keeps the final policy.
         progress_timeout_s: Longest time in seconds between two lines of a warm start's log; each evaluation writes one.
     """
 
@@ -365,8 +365,8 @@ class WeightsConfig:
         interface: Network interface on which ``collective`` reaches learner rank 0. ``lo`` connects only processes of
             this host. On other interfaces, any process that reaches the host's ports may read or disturb the transfer.
         full_every: Every ``full_every``-th published version is full. The other versions hold only the exact changes
-            since the previous version. Each engine applies them to a complete copy of its version (an image) in shared
-            memory. With ``collective``, the engines of a host share one image. 1: all versions are full.
+            since the previous version. Each engine applies the changes to a complete copy of its version (an image) in
+            shared memory. With ``collective``, the engines of a host share one image. 1: all versions are full.
         adapters: With ``learner.lora``, publish the frozen weights once, and then only the adapters. Each engine
             applies the adapters. False publishes merged weights.
         copy_to_memory: Each engine copies a version into its host's shared memory while it generates, then loads the
@@ -519,7 +519,7 @@ def stop_deadlines(config: RunConfig) -> StopDeadlines:
 
 
 def num_buffer_clients(config: RunConfig) -> int:
-    """Return how many clients (engines, learner ranks, own processes) one buffer server can have at most."""
+    """Return how many clients (engines, learner ranks, other processes) one buffer server can have at most."""
     sizes, roles = learner_pools(config), learner_roles(config)
     num_ranks = sum(sizes[pool] for pool in roles.values())  # one client per process and role
     return config.rollout_fleet.most_engines + num_ranks + _OWN_CLIENTS
@@ -641,7 +641,7 @@ def longest_sequence(config: RunConfig) -> int:
     """Return the length, in tokens, of the longest sequence that the learner may get.
 
     With an environment, the length is `episode_context`. Without, it is the longest prompt plus the longest response.
-    If only some rows have an environment, it is the larger of the two.
+    If only some rows have an environment, it is the larger of the two lengths.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]

@@ -57,7 +57,7 @@ class NewSamples:
         self._seen: set[Path] = set()
 
     def extremes(self, count: int) -> list[Sample]:
-        """Return up to ``count`` of the samples written since the last call, sorted by rising reward.
+        """Return up to ``count`` of the samples written since the previous call, sorted by rising reward.
 
         If there are more samples, half of the result has the lowest rewards and half the highest.
         """

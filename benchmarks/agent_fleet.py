@@ -268,7 +268,7 @@ async def _http(stack: AsyncExitStack, server: SGLangServer) -> Callable[[list[i
 
 
 async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None]:
-    """Measure on the scripted engine, and on SGLang unless ``quick``; return the figures by name.
+    """Measure on the scripted engine, and on SGLang unless ``quick`` is true. Return the figures by name.
 
     The figures of SGLang are None if they were not measured.
     """

@@ -5,10 +5,10 @@ Run as ``python -m benchmarks.agents``.
 ``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
     growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
     duration of each turn between 0.3 and 0.9 s, so calls arrive at different times, as with a real engine. As in a
-    rollout worker, garbage collections skip the objects that were loaded at the start (``gc.freeze``). The figure is
-    the median of a call's time minus the duration of its turn. The client measures it, so its own time is included.
-    ``bare_ms`` is the same figure for an aiohttp server that only waits and answers. ``endpoint_cpu_ms`` is the
-    endpoint's CPU time per call. Its inverse is an upper bound on the rate of calls.
+    rollout worker, garbage collections skip the objects that were loaded at the start (``gc.freeze``). The figure is a
+    median over calls: the time of a call minus the duration of its turn. The client measures the time of a call, so the
+    client's own time is included. ``bare_ms`` is the same figure for an aiohttp server that only waits and answers.
+    ``endpoint_cpu_ms`` is the endpoint's CPU time per call. Its inverse is an upper bound on the rate of calls.
 
 ``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by the tokens of
     all branches. ``tree_vs_turns_tokens`` divides by the tokens of all turns, each with its whole context.
@@ -145,7 +145,10 @@ async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
 
 
 async def _bare_latencies() -> list[float]:
-    """Measure the seconds of calls to a server that only waits and answers, minus the seconds of their turns."""
+    """Return the seconds of each call to a bare server, minus the seconds of the call's turn.
+
+    The bare server waits for the seconds of the turn, and then answers.
+    """
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "call_1_0", "type": "function", "function": function}
     body = {"choices": [{"message": {"role": "assistant", "content": None, "tool_calls": [call]}}]}
@@ -203,9 +206,10 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Return three ratios by name: the tokens that the learner computes for the trees of the search agent ÷ a baseline.
+    """Return three ratios by name. Each ratio divides the tokens that the learner computes by a baseline.
 
-    The baselines are the tokens of all branches, the tokens of all turns with their contexts, and the distinct tokens.
+    The learner computes the trees of the search agent. The baselines are the tokens of all branches, the tokens of all
+    turns with their contexts, and the tokens of the trees, each counted once.
     """
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}

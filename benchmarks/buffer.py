@@ -42,7 +42,7 @@ _BYTES_PER_TOKEN = 12
 _WINDOW = 32
 _FETCHED_AT_ONCE = 64
 _SHORT_ROUNDS = 3
-"""Measurements with rounds of only 30 ms make this many times more rounds, because one ratio varies by a quarter."""
+"""Measurements with rounds of only 30 ms make this many times more rounds, because their ratios vary by a quarter."""
 
 Figures = dict[str, float | None]
 
@@ -138,7 +138,7 @@ async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: i
 
 
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Return the seconds to send the groups of one step to the buffer and to fetch them again."""
+    """Return the seconds to send the groups of one step to the buffer, and then to fetch these groups."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
     await put_all(buffer.worker, groups, _WINDOW)
@@ -150,7 +150,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
-    """Return the seconds to send ``number`` groups through bare ZMQ sockets and to fetch the groups again.
+    """Return the seconds to send ``number`` groups through bare ZMQ sockets, and then to fetch these groups.
 
     A group has ``num_bytes`` bytes.
     """
@@ -163,7 +163,7 @@ def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
 
 
 async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, float]:
-    """Return the buffer's throughput ÷ the throughput of bare sockets, and the buffer's seconds per group.
+    """Return the buffer's throughput divided by that of bare sockets, and the buffer's seconds per group.
 
     Both values are medians over ``rounds`` rounds with ``number`` groups of ``num_bytes`` bytes.
     """
@@ -193,7 +193,7 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
 
 
 async def disk_vs_memory(number: int, rounds: int) -> float:
-    """Return the groups stored per second with durability=disk ÷ the same rate with durability=memory.
+    """Return the groups stored per second with durability=disk, divided by the same rate with durability=memory.
 
     The groups have 35 KB. The two rates are measured alternately.
     """
@@ -214,7 +214,7 @@ async def disk_vs_memory(number: int, rounds: int) -> float:
 
 
 async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Return the seconds to send one group of ``num_bytes`` to the buffer and to fetch it again."""
+    """Return the seconds to send one group of ``num_bytes`` bytes to the buffer, and then to fetch the group."""
     [lease] = await buffer.lease()
     group = group_of(lease, num_bytes, num_samples=64)
     began = time.perf_counter()
@@ -226,7 +226,7 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
-    """Return the time of another data plane ÷ the time of the buffer, to store and fetch one batch.
+    """Return the time of another data plane to store and fetch one batch, divided by the time of the buffer.
 
     ``other`` makes one round with the other data plane and returns its seconds.
     """
@@ -254,8 +254,8 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
     """Compare the buffer with Ray's queue and TransferQueue, with batches of 2.2 MB.
 
     Returns:
-        The time of each one ÷ the time of the buffer. For TransferQueue, the faster of two settings counts; None if
-        TransferQueue is not installed.
+        The time of each of the two systems, divided by the time of the buffer. For TransferQueue, the faster of two
+        settings counts; None if TransferQueue is not installed.
     """
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
@@ -332,7 +332,7 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 
     Returns:
         ``ledger_transitions_per_s``: state changes per second. ``ledger_cost_growth``: the seconds of a state change
-        with ``largest`` groups ÷ the seconds with a thousand groups. The two times are measured alternately.
+        with ``largest`` groups, divided by the seconds with a thousand groups. The two times are measured alternately.
     """
     calm_collector()
     loads = {size: LedgerLoad(size) for size in (1000, largest)}
@@ -350,8 +350,8 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
     """Run workers that store groups and ranks that fetch groups, all at once, for ``duration_s`` seconds.
 
     Returns:
-        ``slowest_producer_share``: groups of the slowest worker ÷ the mean over all workers. ``most_stored_share``: the
-        largest number of stored bytes ÷ the limit.
+        ``slowest_producer_share``: groups of the slowest worker, divided by the mean over all workers.
+        ``most_stored_share``: the largest number of stored bytes, divided by the limit.
     """
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)

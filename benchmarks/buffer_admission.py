@@ -1,9 +1,9 @@
 """Compares the rule by which the buffer admits new groups with a former rule.
 
-Workers that die save the tokens of their unfinished groups. The measure is the share of these tokens that other workers
-continue. The benchmark simulates a saturated system on the ledger (the states of all groups), without sockets or
-clocks. Workers run every group that the rule admits. From time to time a worker saves its tokens and dies. The learner
-takes a batch as soon as one is ready.
+Workers that die save the tokens of their unfinished groups. The measure is the share of the saved tokens that other
+workers continue. The benchmark simulates a saturated system on the ledger (the states of all groups), without sockets
+or clocks. Workers run every group that the rule admits. From time to time a worker saves its tokens and dies. The
+learner takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -27,13 +27,14 @@ _DEATHS_PER_TICK = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormerRule(StalenessRule):
-    """The former admission rule. It also counts groups that may be trained later than the new group."""
+    """The former admission rule. It counts all open groups, also those that may be trained later than the new group."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether a worker may begin one more group.
 
-        ``open_by_deadline`` maps a learner step to the number of begun, untrained groups whose last possible step it
-        is. ``version`` is the learner's version, and ``engine_version`` is the version that would generate the group.
+        ``open_by_deadline`` maps a deadline to a number of open groups. The deadline is the latest learner step that
+        may train these groups. ``version`` is the learner's version, and ``engine_version`` is the version that would
+        generate the group.
         """
         num_open = sum(open_by_deadline.values())
         return num_open + (version - engine_version) * self.groups_per_step < (self.max_lag + 1) * self.groups_per_step
@@ -129,7 +130,8 @@ class SaturatedRun:
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
     """Simulate ``num_ticks`` units of time with an admission rule.
 
-    Return the share of the tokens saved by dying workers that the ledger did not drop because of the tokens' age.
+    Dying workers save tokens, and the ledger drops saved tokens that are too old. Return the share of the saved tokens
+    that the ledger does not drop.
     """
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):

@@ -1,4 +1,4 @@
-"""Other systems that can do the buffer's task, to compare with: they store a batch and return it.
+"""Other systems that store a batch and return it, as the buffer does. Benchmarks compare the buffer with these systems.
 
 `ray_queue_round` and `transfer_queue_round` return a function that makes one round and returns its seconds.
 """

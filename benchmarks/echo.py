@@ -21,7 +21,7 @@ class Echo(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo_later(self, data: DataProto) -> DataProto:
-        """Return ``data``. The caller gets a future instead of waiting."""
+        """Return ``data``. The caller does not wait, and gets a future."""
         return data
 
     @register(Dispatch.DP_COMPUTE_METRIC)

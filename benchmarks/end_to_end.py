@@ -215,7 +215,7 @@ def _median_ratio(mine: list[Outcome], others: list[Outcome], name: str) -> floa
 
 
 def _standard_error(mine: list[Outcome], others: list[Outcome], name: str) -> float:
-    """Estimate the standard error of the median ratio over seeds by the bootstrap."""
+    """Estimate the standard error of the median over seeds of the ratio ``name``, with the bootstrap method."""
     ratios, draw = _ratios(mine, others, name), random.Random(0)
     return statistics.pstdev(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_NUM_DRAWS))
 
@@ -225,7 +225,7 @@ def _ratios(mine: list[Outcome], others: list[Outcome], name: str) -> list[float
 
 
 def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> list[tuple[float, float]]:
-    """Return pairs of version and sampled accuracy, until the mean of three evaluations has reached the target."""
+    """Return pairs (version, sampled accuracy), up to the version at which `first_crossing` finds the target."""
     torch.set_num_threads(2)
     versions = {0: warm} | {int(path.name.removeprefix("v")): path for path in snapshots.glob("v????????")}
     curve: list[tuple[float, float]] = []

@@ -27,7 +27,10 @@ TARGETS = {
     "commit_to_lease_p99_ms": Target(at_most=100.0),
 }
 LEASES_PER_COMMIT = (64, 256, 1000)
-"""Numbers of groups that may begin after a commit, while a thousand workers wait. The target is for the first one."""
+"""Numbers of groups that may begin after a commit, while a thousand workers wait.
+
+The target applies to the first number.
+"""
 
 
 def scripted() -> dict[str, float]:

@@ -39,7 +39,10 @@ PLACES = 8  # prompt groups that an engine generates at a time
 SAMPLES = 2
 NEW_TOKENS = 256
 SHORT_TOKENS = 64
-"""Response length in fleets with a killed server. Short, because the other server recomputes the tokens so far."""
+"""Response length in fleets with a killed server.
+
+It is short, because the other server recomputes the tokens that were already sampled.
+"""
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
@@ -244,7 +247,7 @@ class _Heard:
         return self.tokens / self.seconds
 
     async def listen(self, engine: _PinnedEngine, event: Awaitable[object]) -> float:
-        """Count the tokens that come from ``engine`` until ``event`` is done; return the seconds until then."""
+        """Count the tokens that come from ``engine`` until ``event`` is done. Return the seconds that this took."""
         began_s, before = time.perf_counter(), engine.num_heard
         await event
         took_s = time.perf_counter() - began_s
@@ -256,11 +259,11 @@ class _Heard:
 class _Kills:
     """Kills a server in each of several fleets. Measures the recovery, the lost tokens and the surviving engine's rate.
 
-    The speed of a core changes by a fifth within minutes. So each recovery is compared with the last start of the same
-    engine, while the other engine works. A sample's tokens arrive in chunks of `STREAM_INTERVAL`, so only a few dozen
-    chunks arrive in ten seconds. Therefore the rate of the surviving engine is measured over all recoveries together.
-    For comparison, it is also measured over all periods before and after the recoveries, and over all ordinary starts
-    of the other engine.
+    The speed of a core changes by a fifth within minutes. So each recovery is compared with the start of the same
+    engine before the kill. The other engine works during both. A sample's tokens arrive in chunks of `STREAM_INTERVAL`,
+    so only a few dozen chunks arrive in ten seconds. Therefore the rate of the surviving engine is measured over all
+    recoveries together. For comparison, this rate is also measured over all periods before and after the recoveries,
+    and over all ordinary starts of the other engine.
     """
 
     def __init__(self) -> None:
@@ -307,7 +310,7 @@ def _engine(worker: LocalWorker) -> _PinnedEngine:
 
 
 async def _kill_and_wait(worker: LocalWorker) -> None:
-    """Send SIGKILL to a server, but not to its guard. Returns when its engine serves again."""
+    """Send SIGKILL to a worker's server, but not to the server's guard. Return when the worker's new engine serves."""
     member = worker.member
     epoch, port = member.epoch, _engine(worker).server.url.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):

@@ -37,7 +37,7 @@ WARM_UP_STEPS = 3
 EPOCH = "benchmark"
 START_TIMEOUT_S = 60.0
 SETTLE_S = 0.2
-"""Seconds before each commit in which the last messages of the previous step arrive."""
+"""Seconds before each commit, so that all messages of the previous step arrive."""
 
 
 def measure_leases(groups_per_step: int, *, num_workers: int = NUM_WORKERS, num_steps: int = NUM_STEPS) -> list[float]:

@@ -92,7 +92,7 @@ class _SlowToStart(ScriptedEngine):
 
 
 class _Meter:
-    """Integrates the number of an engine's running samples over time, from its first sample to the last `mark`."""
+    """Integrates the number of an engine's running samples over time, from the first sample to the latest `mark`."""
 
     def __init__(self) -> None:
         self._began: float | None = None
@@ -273,10 +273,10 @@ ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 
 
 async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
-    """Return the trained tokens per second ÷ the sum of the engines' speeds, and the busy share of this process's time.
+    """Return the trained tokens per second, divided by the sum of the engines' speeds, and a share of busy time.
 
-    ``delays_s`` has the seconds between two tokens for each engine. With ``hand_over``, a slow engine may pass running
-    groups on to another engine.
+    The second value is the share of the time in which this process is busy. ``delays_s`` has the seconds between two
+    tokens for each engine. With ``hand_over``, a slow engine may pass running groups on to another engine.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, delays_s, hand_over=hand_over)
@@ -321,8 +321,8 @@ async def occupancy() -> float:
 async def recovery() -> dict[str, float]:
     """Kill one of four engines.
 
-    Return two figures by name: the time until a new engine replaces the killed one ÷ the start time of an engine, and
-    the number of generated tokens that were dropped.
+    Return two figures by name: the time until a new engine replaces the killed one, divided by the start time of an
+    engine; and the number of generated tokens that were dropped.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, EQUAL)

@@ -65,7 +65,9 @@ class HeldOut:
 
 
 def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
-    """Return the first x at which a noisy accuracy reaches a target. The accuracy is the mean of three neighbors.
+    """Return the first x at which a noisy accuracy reaches a target.
+
+    The accuracy at x is the mean of three adjacent points.
 
     Args:
         curve: Pairs [x, accuracy] with rising x, in steps or seconds. Example: with 0.8 at 10, 0.9 at 20, and 1.0 at 30

@@ -40,7 +40,7 @@ class LaggedOutcome:
 
     Attributes:
         curve: The sampled held-out accuracy of each learner version, including version 0.
-        metrics: The last step's metrics, by name.
+        metrics: The metrics of the final step, by name.
         seconds: Wall time.
     """
 
@@ -50,12 +50,12 @@ class LaggedOutcome:
 
     @property
     def final(self) -> float:
-        """Held-out accuracy of the last policy version."""
+        """Held-out accuracy of the final policy version."""
         return self.curve[max(self.curve)]
 
     @property
     def area(self) -> float:
-        """Mean held-out accuracy over the training: the area under the curve (trapezoidal rule) ÷ number of steps."""
+        """Mean held-out accuracy over the training: area under the curve (trapezoidal rule), divided by the steps."""
         versions = sorted(self.curve)
         return float(np.trapezoid([self.curve[version] for version in versions], versions) / versions[-1])
 
@@ -97,7 +97,7 @@ class LaggedTraining:
         self._step = LearnerStep(self._trainer, objective, num_mini_batches=config.algorithm.num_mini_batches)
 
     def run(self) -> LaggedOutcome:
-        """Train for ``total_steps`` steps; return the accuracies, the last metrics and the time."""
+        """Train for ``total_steps`` steps; return the accuracies, the metrics of the final step and the time."""
         began_s, metrics = time.monotonic(), {}
         self._engine.load()
         with (

@@ -102,7 +102,7 @@ def two_updates(
 ) -> Callable[[], object]:
     """Return a function that makes a learner step of decoupled PPO with two updates.
 
-    With ``separate_forward``, the step first computes the log-probs of all sequences in a pass of its own.
+    With ``separate_forward``, the step first computes the log-probs of all sequences in a separate forward pass.
     """
     trainer = Trainer(
         LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR)), model_path=model_path, total_updates=10_000
@@ -189,8 +189,8 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
     """Time two functions alternately for ``rounds`` rounds.
 
-    Return the median of the time of ``theirs`` ÷ the time of ``ours`` (``ratio``), and both median times in
-    milliseconds.
+    Return ``ratio``, the median over the rounds of the time of ``theirs`` divided by the time of ``ours``. Also return
+    both median times in milliseconds.
     """
     ours()
     theirs()
@@ -203,7 +203,7 @@ def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """Measure the CPU seconds of a call. With one thread, other work of the machine hardly changes them."""
+    """Measure the CPU seconds of a call. With one thread, other work of the machine hardly changes the CPU seconds."""
     start = time.process_time()
     step()
     return time.process_time() - start
@@ -241,9 +241,10 @@ def _peak_bytes() -> int:
 
 
 def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
-    """Return a rank's peak memory during the load of a model ÷ the size of the rank's shards, for the worst rank.
+    """Return a rank's peak memory during the load of a model, divided by the size of the rank's shards.
 
-    The model has 100 million parameters in several files, and is saved in the folder ``directory``.
+    The result is that of the worst rank. The model has 100 million parameters in several files, and is saved in the
+    folder ``directory``.
     """
     model = save_random_qwen3(directory, layers=8, hidden=768, mlp=3072, heads=12, head_dim=64, vocab_size=16_000)
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(f"{directory}/parts", max_shard_size="100MB")
@@ -257,7 +258,7 @@ def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
 
 
 def print_load_memory(model_path: str) -> None:
-    """Load the model on one rank, and print the peak memory ÷ the size of the rank's shards.
+    """Load the model on one rank, and print the peak memory divided by the size of the rank's shards.
 
     `load_memory_ratio` starts a process for each rank.
     """
@@ -275,10 +276,10 @@ def print_load_memory(model_path: str) -> None:
 
 
 def balance_max_over_mean() -> float:
-    """Return how unevenly a batch is divided: the largest cost of a rank ÷ the mean cost, in the worst of 8 batches.
+    """Return how unevenly a batch is divided among ranks, in the worst of 8 batches.
 
-    The responses have the lengths of reasoning traces. The batches have 32 prompt groups of 8 samples on 16 ranks, and
-    64 groups on 64 ranks.
+    The measure is the largest cost of a rank divided by the mean cost. The responses have the lengths of reasoning
+    traces. The batches have 32 prompt groups of 8 samples on 16 ranks, and 64 groups on 64 ranks.
     """
     worst = 0.0
     for (num_groups, num_ranks), seed in itertools.product([(32, 16), (64, 64)], range(4)):
@@ -294,7 +295,7 @@ def balance_max_over_mean() -> float:
 
 
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
-    """Return the number of tokens that the learner computes for 8 prompt groups ÷ the smallest possible number.
+    """Return the tokens that the learner computes for 8 prompt groups, divided by the smallest possible number.
 
     The smallest number has each prompt once, plus the tokens of all responses. A prompt has ``num_prompt`` tokens and
     ``num_samples`` responses of ``num_response`` tokens. A micro-batch has at most ``budget`` tokens.
@@ -321,7 +322,7 @@ def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
 
 
 def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 128) -> float:
-    """Return the seconds of sliding-window attention ÷ the seconds of the same attention with a dense mask.
+    """Return the seconds of sliding-window attention, divided by those of the same attention with a dense mask.
 
     Both times include the forward and the backward pass.
     """
@@ -340,11 +341,11 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 
 
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
-    """Return the time that gradients of log-probs add with a frozen output layer ÷ the time with a trained one.
+    """Compare the time that gradients of log-probs add: with a frozen output layer and with a trained output layer.
 
-    The added time is the backward pass, and the work of the forward pass that only the backward pass needs. The result
-    is the median over ``rounds`` rounds. A frozen layer adds one matrix product; a trained layer adds three of the same
-    size.
+    The added time is the backward pass, and the work of the forward pass that only the backward pass needs. Return the
+    added time with the frozen layer, divided by the added time with the trained layer, as the median over ``rounds``
+    rounds. A frozen layer adds one matrix product. A trained layer adds three products of the same size.
     """
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)

@@ -5,10 +5,10 @@ The runs have ``buffer.max_lag`` 0, 1, 2 and 4. The engine and the learner rank 
 in-process engine comes first, then SGLang (figures that end in ``_sglang``). All processes of the SGLang server share
 the engine's core.
 
-At max_lag 0, the rank waits while the engine generates, and the engine waits while the rank trains. So this run gives
-the time of each pool alone. The ideal step is the longer of the two times. The engine's time alone includes the wait
-for the last samples of a batch. When the pools overlap, other batches can fill this wait, so an efficiency can exceed
-1.
+At max_lag 0, the rank waits while the engine generates, and the engine waits while the rank trains. So the run at
+max_lag 0 gives the time of each pool alone. The ideal step is the longer of the two times. The engine's time alone
+includes the wait for the last samples of a batch. When the pools overlap, other batches can fill this wait, so an
+efficiency can exceed 1.
 
 In a step, each pool works for at least some tenths of a second (`Work`). The quickstart's own steps (``--work
 quickstart``) take less than a tenth of a second. The controller, the buffer and the messages of 256 short samples then
@@ -16,7 +16,8 @@ take a seventh of the two cores. The speed of a machine changes by more than the
 compared only within a round of runs, and the figure is the median of the rounds.
 
 The recorder's cost is measured separately, because it is much smaller than the difference between two runs. It is the
-CPU time of one record, including the writing thread, times the records per step of the process with the most records.
+CPU time of one record (with the writing thread), multiplied by a number of records per step. This number is that of the
+process with the most records.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ ENGINES = {"transformers": "", "sglang": "_sglang"}
 """The engines, each with the suffix of the names of its figures."""
 NUM_STEPS = 30
 NUM_WARM_UP = 5
-"""Number of first steps. They are not measured, because they load code and allocate memory."""
+"""Number of steps at the start of a run that are not measured, because they load code and allocate memory."""
 NUM_RECORDS = 50_000
 _RUN_TIMEOUT_S = 600
 _LOOK_EVERY_S = 0.05
@@ -98,9 +99,10 @@ WORKS = {
 }
 """The work for each engine.
 
-With the in-process engine, both pools take about the same time. In this case overlap gains most, and any gap costs
-most. SGLang recomputes the running samples at each update. On a CPU this takes about a fourth of the time to
-generate the samples. So a step has several times as many samples as are in flight, as in large runs.
+With the in-process engine, both pools take about the same time. In this case the overlap of both pools saves the most
+time, and any gap costs the most time. SGLang recomputes the running samples at each update. On a CPU this takes about a
+fourth of the time to generate the samples. So a step has several times as many samples as are in flight, as in large
+runs.
 """
 
 

@@ -98,7 +98,7 @@ class Round:
         return fmean(outcome.lag_mean for outcome in self.predicted[case])
 
     def throughput_error(self, case: Case) -> float:
-        """Return the measured seconds per step ÷ the predicted seconds per step, minus 1."""
+        """Return the relative error: the measured seconds per step, divided by the predicted ones, minus 1."""
         return self.measured[case].step_s / self.step_s(case) - 1
 
     def lag_error(self, case: Case) -> float:
@@ -188,7 +188,7 @@ def _list(values: Iterable[float], digits: int = 3) -> str:
 
 
 def _idle(outcome: SimulatedRun) -> str:
-    """Return the largest predicted causes of each pool's idle time, as shares of the time."""
+    """Return a text with the largest predicted causes of each pool's idle time, as shares of the whole time."""
     pools = {"learner": outcome.learner_idle, "fleet": outcome.fleet_idle}
     return "; ".join(
         f"{pool} idle: " + ", ".join(f"{cause} {share:.0%}" for cause, share in _largest(causes))

@@ -76,7 +76,7 @@ async def store(address: str, num_groups: int, length: int) -> list[int]:
 
 
 def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int, announces: bool) -> Steps:
-    """Make one learner step for each list of group ids in ``steps``; return the times of all steps but the first.
+    """Make one learner step for each list of group ids in ``steps``; return the times of all steps except the first.
 
     The first step has the number ``first``. With ``announces``, the worker gets all batches before the first step.
     """

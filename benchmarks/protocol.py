@@ -141,7 +141,8 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 def measure_bytes(data: DataProto) -> tuple[int, int]:
     """Return how many bytes the driver receives if one worker group processes the result of another worker group.
 
-    For the first number, the driver passes on the batch itself. For the second one, it passes on a future of the batch.
+    For the first number, the driver passes on the batch itself. For the second number, it passes on a future of the
+    batch.
     """
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")

@@ -132,7 +132,7 @@ def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
 
 
 async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[str, float]:
-    """Return the pause of an engine for a verified load of weights ÷ the seconds of the same load by SGLang alone.
+    """Return the pause of an engine for a verified load of weights, divided by the seconds of SGLang's own load.
 
     ``folder`` is in shared memory and contains the model. ``scratch`` is a folder for other files.
     """

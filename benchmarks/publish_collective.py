@@ -1,8 +1,9 @@
-"""Measures a publish from the memory of two gloo ranks to two receivers on this host.
+"""Measures a publish from the memory of two gloo ranks to two receivers. All processes run on this host.
 
-``collective``: the version goes over loopback into the memory of two hosts with two workers each. Each host is a folder
-    in shared memory, and its workers use only this folder. ``collective_engine``: the version goes over loopback tensor
-    by tensor, as each rank of an engine receives it. The receiver reads and verifies all bytes, but has no model.
+``collective``: the version goes over loopback to two simulated hosts with two workers each. Each simulated host is a
+    folder in shared memory, and its workers use only this folder. ``collective_engine``: each receiver takes the
+    version from the network tensor by tensor, as a rank of an engine does. The receiver reads and verifies all bytes,
+    but has no model.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> list[tu
 
 
 class _Hosts:
-    """Two hosts with two workers each. A host is a folder in shared memory.
+    """Two simulated hosts with two workers each. A host is a folder in shared memory.
 
     Attributes:
         num_bytes: Bytes that the workers received from the network.
@@ -177,8 +178,8 @@ def _bytes_in(folder: Path) -> int:
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> tuple[float, float, float]:
     """Publish one version.
 
-    Returns three ratios: the time ÷ the time of one memcpy, a host's network bytes ÷ the published bytes, and a host's
-    memory bytes ÷ the published bytes.
+    Returns three ratios: the time in multiples of one memcpy, a host's network bytes per published byte, and a host's
+    memory bytes per published byte.
     """
     for rank in ranks:
         assert rank.stdin is not None

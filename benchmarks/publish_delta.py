@@ -56,7 +56,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 
 
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
-    """Return the bytes of a delta file (the changed values of a version) ÷ the ideal number of bytes.
+    """Return the bytes of a delta file (the changed values of a version), divided by the ideal number of bytes.
 
     The ideal is `INDEX_BYTES` and the bytes of one value for each changed value. ``share`` of the values change.
     """
@@ -79,7 +79,8 @@ def publish_memcpys(
     The rank publishes deltas if ``full_every`` is above 1, and adapters if ``lora`` is given.
 
     Returns:
-        The median time until the version is announced ÷ the time to copy all weights once, and the last announcement.
+        The median time until the version is announced, divided by the time to copy all weights once. Also the offer of
+        the latest version.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)

@@ -32,8 +32,8 @@ class LagRow:
         concurrency: Samples that run at once.
         batch: Samples of a step.
         queue: Largest number of batches in the queue. A full queue drops the oldest batch.
-        rate_ratio: Rate of generation ÷ rate of training.
-        straggling: The mean length of the longest sample of a group ÷ the mean length.
+        rate_ratio: Rate of generation, divided by the rate of training.
+        straggling: Mean length of the longest sample of a group, divided by the mean length of all samples.
         lag: Measured lag in steps.
     """
 
@@ -64,7 +64,7 @@ MARIN_COPY_S = 21.0
 def lag_scenario(row: LagRow) -> Scenario:
     """Return the simulator's scenario for a row of the table of lags.
 
-    All sample slots are busy, weight updates take no time, and a full queue drops its oldest group.
+    All sample slots are busy, and weight updates take no time. A full queue drops its oldest group.
     """
     token_s, length = 0.01, 1000
     batch_s = row.batch * length * token_s / row.concurrency
@@ -220,7 +220,7 @@ def _compare(
     fitted: Sequence[float],
     rows: dict[str, str],
 ) -> list[float]:
-    """Fit on some rows and predict the others. Returns the relative errors of the predictions."""
+    """Fit on some rows and predict the remaining rows. Returns the relative errors of the predictions."""
     best = fit(candidates, predict, {setting: measured[setting] for setting in fitted})
     rows[f"{name}: fitted"] = ", ".join(f"{option} {value:g}" for option, value in best.items())
     errors = []

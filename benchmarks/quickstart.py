@@ -1,4 +1,4 @@
-"""Checks that the quickstart learns from rewards, beyond its demonstrations: ``python -m benchmarks.quickstart``.
+"""Checks that rewards teach the quickstart what its demonstrations do not: ``python -m benchmarks.quickstart``.
 
 The benchmark runs the quickstart as a user does, with warm start and evaluations, for each engine and each seed. After
 the warm start, most greedy answers are wrong. So a high accuracy after training comes from rewards, not from a sharper

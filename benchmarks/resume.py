@@ -2,8 +2,8 @@
 
 ``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. A *life* is one
 training process with its children. SIGTERM stops one life, and SIGKILL ends all processes of another life, each between
-two checkpoints. The benchmark then resumes both. A policy token of the ended life counts as lost if the checkpoint does
-not include it, or if the resumed life drops it for one of the `LOST_REASONS`. Then a buffer server starts from a
+two checkpoints. The benchmark then resumes both runs. A policy token of the ended life counts as lost if the checkpoint
+does not include it, or if the resumed life drops it for one of the `LOST_REASONS`. Then a buffer server starts from a
 checkpoint of ``--payload-mb`` MB. The benchmark compares the server's memory with the size of its contents. Further
 options of the run may follow. Wall times are valid only on an idle machine.
 """
@@ -141,7 +141,7 @@ class Life:
 def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequence[str]) -> Kept:
     """Stop a training with the signal ``number`` after ``steps`` steps, and resume it for a few steps.
 
-    Return how much of the generated work the resumed training kept, and the times of both.
+    Return the share of the generated work that the resumed training kept, and the times of both trainings.
     """
     options = [f"checkpoint.every_steps={EVERY_STEPS}", *overrides]
     first = Life(folder, ["total_steps=100000", *options])
@@ -181,7 +181,7 @@ def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequenc
 def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
     """Return the seconds that a rank waits for one checkpoint, and the median seconds between two steps.
 
-    None if the run recorded no profile.
+    Return None if the run recorded no profile.
     """
     if summary["overlap"] is None:
         return None
@@ -193,7 +193,7 @@ def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[
 async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """Measure the memory of a buffer server that starts from a checkpoint with ``payload_mb`` MB of groups.
 
-    Return the memory ÷ the bytes of the groups, and a text with both numbers of bytes.
+    Return the memory divided by the bytes of the groups, and a text with both numbers of bytes.
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {

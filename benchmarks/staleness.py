@@ -48,9 +48,12 @@ CORRECTIONS: Mapping[str, Mapping[str, Any]] = {
     "geometric": {"loss": "ppo_clip", "masks": [Mask.geometric]},
     "k3": {"loss": "ppo_clip", "masks": [Mask.k3]},
 }
-"""For each row of the table, the options that differ from the defaults. ``none`` is REINFORCE. ``ppo_behavior`` clips
-the probability ratio policy ÷ behavior. The next four rows clip policy ÷ proximal (the policy at the start of the step)
-and weigh by proximal ÷ behavior. The last two rows clip policy ÷ behavior and mask trajectories."""
+"""For each row of the table, the options that differ from the defaults. ``none`` is REINFORCE.
+
+``ppo_behavior`` clips the probability ratio policy / behavior. The next four rows clip policy / proximal, and weigh by
+proximal / behavior. The proximal policy is the policy at the start of the step. The final two rows clip policy /
+behavior, and mask trajectories.
+"""
 
 PUBLISHED = ("none", "ppo_behavior", "tis", "decoupled", "icepop")
 """The corrections in the table of ``docs/algorithms.md``."""

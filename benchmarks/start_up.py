@@ -3,7 +3,7 @@
 ``python -m benchmarks.start_up`` runs the quickstart for one step in a new folder, twice. The first run makes the
 warm-started policy, and the second run reuses it. ``--engine`` is ``sglang`` or ``transformers``. Further options of
 the run may follow. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run
-until the first step ends. It depends less on other work of the machine.
+until the first step ends. ``cpu_s`` depends less than wall times on other work of the machine.
 """
 
 from __future__ import annotations

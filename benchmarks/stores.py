@@ -1,4 +1,4 @@
-"""Measures network traffic if groups stay on the hosts that produced them: ``python -m benchmarks.stores``, as root.
+"""Measures network traffic if each host stores the groups that it produced: ``python -m benchmarks.stores``, as root.
 
 There are two hosts, each with its own network namespace. A link with a limited rate connects them. The first host has
 the buffer's ledger (the states of all groups) and a worker. The second host has a worker and a learner rank. Each

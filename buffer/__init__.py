@@ -1,4 +1,4 @@
-"""The replay buffer: a ledger that keeps the staleness bound, a payload store, a server and its clients."""
+"""The replay buffer: a ledger that enforces the staleness bound, a payload store, a server and its clients."""
 
 from .client import BufferClient
 from .config import BufferConfig, Durability, OnStale, StoresOn

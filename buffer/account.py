@@ -29,8 +29,8 @@ REWARD = "reward"
 RESUME = "resume"
 
 MAX_REMEMBERED = 4096
-"""Largest number of remembered attempts without a result, of finished groups with several attempts or without a result,
-and of dead workers. The oldest entry of each list is forgotten first."""
+"""Largest length of each of three lists: attempts without a result, finished groups that had several attempts or no
+result, and dead workers. Each list forgets its oldest entry first."""
 
 
 class IdSet:
@@ -91,8 +91,8 @@ class EndedAttempt(Row, frozen=True):
         owner: Id of the client that held the lease (the right to generate the group).
         owes_report: Whether the worker must still report how many tokens it generated.
         num_counted: Number of saved tokens of the attempt. The account has counted these tokens already.
-        reason: Why the attempt ended. The account counts the worker's other tokens as dropped for this reason.
-        refusal: Error message for a worker that sends this attempt's finished group again; empty if it has none.
+        reason: Why the attempt ended. The attempt's other tokens count as dropped for this reason.
+        refusal: Error message for a worker that sends the attempt's refused group again; empty if no group was refused.
     """
 
     owner: bytes = b""
@@ -138,7 +138,7 @@ class AttemptHistory:
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
         """Remember a group that was consumed or dropped, with its number of attempts.
 
-        ``stored`` is whether the result of the group's last attempt was accepted.
+        ``stored`` is whether the result of the group's latest attempt was accepted.
         """
         self.finished.add(group_id)
         self._reopened.pop(group_id, None)
@@ -148,7 +148,7 @@ class AttemptHistory:
                 self._unusual.popitem(last=False)
 
     def reopen(self, finished: IdSet) -> None:
-        """Replace the set of finished groups by ``finished``, an earlier state of the set.
+        """Replace the set of finished groups with ``finished``, an earlier state of the set.
 
         The groups that are no longer in the set may be queued again. Their attempt numbers continue.
         """
@@ -180,7 +180,7 @@ class AttemptHistory:
         }
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Replace the history by ``values``, a result of `snapshot`."""
+        """Replace the history with ``values``, a result of `snapshot`."""
         self.finished = IdSet(values["finished"])
         self._unusual = OrderedDict((group_id, (number, stored)) for group_id, number, stored in values["unusual"])
         self._reopened = dict(values["reopened"])
@@ -190,10 +190,10 @@ class AttemptHistory:
 class Account:
     """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
 
-    The saved tokens of an unfinished group count as buffered once the attempt that saved them has ended. They stay
-    buffered while a later attempt continues them. The tokens that a dead worker generated and did not report count as
-    lost, and later reports of a dead worker do not count. ``buried`` maps the id of each dead worker to the number of
-    tokens that the worker generated.
+    The saved tokens of an unfinished group count as buffered when the attempt that saved these tokens has ended. They
+    stay buffered while a later attempt continues the group. The tokens that a dead worker generated and did not report
+    count as lost, and later reports of a dead worker do not count. ``buried`` maps the id of each dead worker to the
+    number of tokens that the worker generated.
     """
 
     def __init__(self) -> None:
@@ -253,8 +253,8 @@ class Account:
     def consume(self, summary: GroupSummary, version: int) -> None:
         """Count a group that the learner step ``version`` trained on.
 
-        The first time that a step trains on the group, its tokens move from buffered to trained. Later times count the
-        tokens as reused.
+        When a step trains on the group for the first time, the group's tokens move from buffered to trained. Each
+        further time, the tokens count as reused.
         """
         self.lags[version - summary.oldest_version] += 1
         if summary.num_uses:
@@ -268,7 +268,7 @@ class Account:
         self._kept_samples += len(summary.response_lengths)
 
     def filter(self, summary: GroupSummary, reason: str, *, num_inherited: int) -> None:
-        """Count a finished group as dropped by the filter ``reason``.
+        """Count a finished group that the filter with the name ``reason`` dropped.
 
         ``num_inherited`` of the group's tokens come from an earlier attempt, and counted as buffered before.
         """
@@ -279,7 +279,7 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Count a finished group that is refused, because it came late or has too old tokens.
+        """Count a finished group that is refused, because it came late or has tokens that are too old.
 
         The group's tokens count as dropped, except the ``num_counted`` tokens that were counted before.
         """
@@ -291,8 +291,8 @@ class Account:
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
         """Count the tokens of an unfinished attempt as dropped, except the ``num_counted`` tokens counted before.
 
-        If ``num_counted`` is 0, the tokens also enter the mean dropped length. There they count as one group, with as
-        many samples as the last stored group.
+        If ``num_counted`` is 0, the tokens also enter the mean length of dropped samples. This mean assumes that the
+        attempt has as many samples as the latest stored group.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -331,10 +331,10 @@ class Account:
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Go back to the totals of a checkpoint. The tokens trained since then count as dropped.
+        """Go back to a checkpoint's counts of trained and reused tokens.
 
-        ``lags`` maps each lag in learner steps to how often a step trained on a group at this lag. The mean lengths of
-        responses are not reset.
+        The tokens that were trained after the checkpoint count as dropped. ``lags`` maps each lag, in learner steps, to
+        the number of times that a step trained on a group with this lag. The mean lengths of responses are not reset.
         """
         self._drop_tokens(self.tokens_trained - tokens_trained, REWOUND)
         self.tokens_trained = tokens_trained
@@ -345,13 +345,16 @@ class Account:
     def begin_life(self, tokens_generated: int) -> None:
         """Prepare the account for a resumed run, and forget the workers from before the resume.
 
-        Those of the ``tokens_generated`` earlier tokens that were never reported count as dropped.
+        The run generated ``tokens_generated`` tokens before the resume. Those that no worker reported count as dropped.
         """
         self._drop_tokens(tokens_generated - self.num_tokens, RESUME)
         self.buried, self._settled = {}, Counter()
 
     def snapshot(self) -> dict[str, Any]:
-        """Return all totals as a dict of plain values, without ``filtered_in_a_row``: each server counts it from 0."""
+        """Return all totals except ``filtered_in_a_row`` as a dict of plain values, for `restore`.
+
+        A restarted server counts ``filtered_in_a_row`` from 0.
+        """
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
 
@@ -371,8 +374,8 @@ class Account:
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
         """Return the totals as one `BufferStats` record.
 
-        ``groups`` maps each state of unfinished groups to the number of groups in it. ``held`` has the other fields of
-        the record, which the account does not know.
+        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` has the fields
+        of the record that the account does not know.
         """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(

@@ -36,7 +36,7 @@ class Attempts:
     def check_was_leased(self, group_id: int, attempt: int, remedy: str) -> None:
         """Check that attempt number ``attempt`` at the group was given to a worker.
 
-        Raises `UnknownGroup` otherwise. Its message ends with ``remedy``.
+        Raises `UnknownGroup` otherwise. The error's message ends with ``remedy``.
         """
         group = self._groups.get(group_id)
         known = self._history.num_attempts(group_id) if group is None else group.num_attempts
@@ -57,8 +57,8 @@ class Attempts:
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
         """Count the inherited prefix (saved tokens of an earlier attempt) as dropped, unless the worker continued it.
 
-        The worker's report has ``num_tokens`` tokens. Fewer tokens than the prefix also mean that the prefix is
-        dropped.
+        The worker's report has ``num_tokens`` tokens. If these are fewer tokens than the prefix has, the prefix also
+        counts as dropped.
         """
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
@@ -75,7 +75,7 @@ class Attempts:
     def revoke(self, group: Group, reason: str) -> None:
         """Record that a running group's attempt ended early, and queue a notice to its worker for `drain_revocations`.
 
-        The worker still has to report the attempt's tokens. They count as dropped for ``reason``.
+        The worker still has to report the attempt's tokens. These tokens count as dropped for ``reason``.
         """
         ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
         self._history.end(group.group_id, group.attempt, ended)
@@ -98,7 +98,7 @@ class Attempts:
     def drop(self, group: Group, *, stored: bool) -> None:
         """Remove a running group, and remember it as finished.
 
-        ``stored`` is whether the last attempt's result was accepted.
+        ``stored`` is whether the result of the latest attempt was accepted.
         """
         self._groups.finish(group)
         self.finish(group, stored=stored)
@@ -106,7 +106,7 @@ class Attempts:
     def finish(self, group: Group, *, stored: bool, is_kept: bool = False) -> None:
         """Remember a group as finished, because it was consumed or dropped.
 
-        ``stored`` is whether the result of the last attempt was accepted. If ``is_kept``, the prompt and the
+        ``stored`` is whether the result of the latest attempt was accepted. If ``is_kept``, the prompt and the
         trajectories stay for a further training step.
         """
         self._history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
@@ -134,8 +134,8 @@ class Attempts:
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
         """Evict a group that has no lease. For a leased group, end the lease and queue the prompt.
 
-        ``lost`` maps group ids to reasons. The tokens of the groups in ``lost`` are dropped. A group without a lease
-        must be in ``lost``.
+        ``lost`` maps the ids of the groups whose tokens are dropped to the reasons. A group without a lease must be in
+        ``lost``.
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])
@@ -159,7 +159,7 @@ class Attempts:
                     self._account.unlearn(group.result)
 
     def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
-        """Return (client id, message) pairs for the leases revoked since the last call.
+        """Return (client id, message) pairs for the leases revoked since the previous call.
 
         Each message tells the client which lease the client has lost.
         """
@@ -167,7 +167,7 @@ class Attempts:
         return revocations
 
     def drain_finished(self) -> list[int]:
-        """Return the ids of the groups finished since the last call.
+        """Return the ids of the groups finished since the previous call.
 
         The caller may delete the prompts and trajectories of these groups.
         """

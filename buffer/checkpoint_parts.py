@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""Name under which the journal stores the keys of the checkpoints that the ledger remembers."""
+"""Name of a value in the journal: the keys (names) of the checkpoints that the ledger remembers."""
 _MAX_REMEMBERED = 4
 
 
@@ -42,7 +42,7 @@ def store_part(number: int) -> str:
 
 
 class PartWriter:
-    """Writes the files of one server in checkpoints. ``journal`` is the server's own journal, or None."""
+    """Writes one server's files of each checkpoint. ``journal`` is the server's own journal, or None."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -59,8 +59,8 @@ class PartWriter:
         """Begin to write this server's files of a checkpoint: ``PATH.N.log`` and ``PATH.N.frames``.
 
         Returns an awaitable that is done when the files are on the disk. It raises `ReplayBufferError` if a file cannot
-        be written. ``values`` and ``snapshot`` are plain values for the log. ``frames`` holds (kind, group id, frames)
-        of each item. Do not change the frames until the awaitable is done.
+        be written. ``values`` and ``snapshot`` are plain values for the log. ``frames`` yields (kind, group id, frames)
+        for each prompt, saved prefix and payload. Do not change the frames until the awaitable is done.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -140,8 +140,8 @@ class PendingWrites:
     def wait(self, request: Message, begin: Callable[[], Coroutine[Any, Any, Checkpointed]]) -> None:
         """Answer a request when its write is complete.
 
-        ``begin`` returns the coroutine that writes. It is not called if an earlier copy of the request has begun the
-        write.
+        ``begin`` returns the coroutine that writes. ``begin`` is not called if an earlier copy of the request has begun
+        the write.
         """
         key = request.body.key
         if key not in self._writes:
@@ -179,7 +179,7 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # equal in a resumed run
+        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run has the same lineage
         # A later server can continue this server's journal or checkpoint only with equal options.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
@@ -187,14 +187,14 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Return the state that this server continues, from the journal or from the checkpoint; None if it has neither.
+        """Return the state that this server continues, from its journal or from a checkpoint; None without both.
 
-        A new journal begins with a copy of the checkpoint. A resumed run takes over the journal of ``earlier_epoch``,
-        the name of the run that wrote this journal. The journal then names this run as its owner.
+        A new journal begins with a copy of the checkpoint. The option ``earlier_epoch`` names the run whose journal a
+        resumed run takes over. The journal then names the resumed run as its owner.
 
         Raises:
             ReplayBufferError: The checkpoint cannot be read, prompts are lost, or the journal cannot be written.
-            ValueError: The checkpoint needs other store servers, or the journal has another run or other options.
+            ValueError: The checkpoint needs other store servers. Or the journal has another owner or other options.
         """
         config, journal = self._config, self._journal
         recovered = None if journal is None else self._with_prompts(journal.recover(), config.directory)
@@ -230,13 +230,13 @@ class CheckpointRequests:
                 )
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Begin to write a checkpoint, unless an earlier copy of the request did. Answer when it is written."""
+        """Begin to write a checkpoint, unless an earlier copy of the request did. Answer after the write."""
         self._ledger.apply(checkpoint)
         self.note_marks()
         self._pending.wait(request, lambda: self._write(checkpoint))
 
     def note_marks(self) -> None:
-        """Record in the journal, for a resumed run, which checkpoints the ledger can go back to."""
+        """Record in the journal to which checkpoints the ledger can go back. A resumed run reads this record."""
         if self._journal is not None and self._journal.read(MARKS) != (keys := self._ledger.marks.keys()):
             self._journal.write(MARKS, keys)
 
@@ -254,7 +254,10 @@ class CheckpointRequests:
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write all parts. Ask the stores before the ledger's snapshot, so they write every group in the snapshot."""
+        """Write all parts.
+
+        The stores are asked before the ledger takes its snapshot. So each store still has every group of the snapshot.
+        """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
@@ -271,7 +274,7 @@ class CheckpointRequests:
         )
 
     def close(self) -> None:
-        """Cancel the current checkpoint. Its folder keeps the name of an incomplete checkpoint."""
+        """Cancel the current checkpoint. Its incomplete folder keeps a name like ``.v00000012.partial``."""
         self._pending.close()
         self._writer.close()
 

@@ -1,9 +1,9 @@
 """The learner's checkpoints that the ledger remembers, and the return of the ledger to one of them.
 
-A *mark* holds the ledger's totals at the commit of a checkpoint's last step. The ledger goes back to a mark when the
-learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then drops the trajectories, and the saved
-tokens of unfinished groups, that have a token of a lost version. ``docs/staleness.md`` proves that every lag stays
-within ``max_lag``.
+A *mark* holds the ledger's counts of tokens and groups when all learner steps before a checkpoint are committed. The
+ledger goes back to a mark when the learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then
+drops each stored group and each saved prefix that has a token of a lost version. ``docs/staleness.md`` proves that
+every lag stays within ``max_lag``.
 """
 
 from collections.abc import Sequence
@@ -24,19 +24,19 @@ MAX_MARKS = 8
 MAX_WRITING = 2
 """Largest number of checkpoints that a run writes at a time.
 
-The limit ensures that the newest complete checkpoint is one of the ``MAX_MARKS`` remembered ones.
+The limit ensures that the ledger remembers the newest complete checkpoint.
 """
 
 
 class Mark(Row, frozen=True, kw_only=True):
-    """The ledger's totals at the commit of a checkpoint's last step.
+    """The ledger's counts of tokens and groups when all learner steps before a checkpoint are committed.
 
     Attributes:
         key: Name of the checkpoint; empty for the beginning of the run.
-        is_reached: Whether the steps before ``version`` are committed. Otherwise the totals are not valid.
+        is_reached: Whether the steps before ``version`` are committed. Otherwise the counts are not set yet.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Number of policy tokens in the consumed groups.
-        lags: (lag in learner steps, how often a step trained on a group at this lag) pairs.
+        lags: (lag, number) pairs: how often a step trained on a group with this lag in learner steps.
         tokens_reused: Number of policy tokens that steps trained on again, counted at each repetition.
         groups_reused: How often steps trained on a group again.
     """
@@ -52,7 +52,7 @@ class Mark(Row, frozen=True, kw_only=True):
 
 
 class Marks:
-    """The totals (`Mark`) at the newest checkpoints, by learner version. The first mark is the beginning of the run."""
+    """The remembered checkpoints (`Mark`) by learner version. The first mark is the beginning of the run."""
 
     def __init__(self, first_version: int) -> None:
         self._by_version = {first_version: Mark(version=first_version, is_reached=True)}
@@ -62,19 +62,19 @@ class Marks:
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
-        """Return the names of the remembered checkpoints, oldest version first. The start of the run is named ''."""
+        """Return the names of the remembered checkpoints, oldest version first. The run's start has the name ''."""
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:
-        """Remember the checkpoint ``key`` of learner version ``version``, without totals. `reach` adds the totals."""
+        """Remember the checkpoint ``key`` of learner version ``version``. `reach` adds the ledger's counts."""
         self._by_version[version] = Mark(version=version, key=key)
         for old in sorted(self._by_version)[:-MAX_MARKS]:
             del self._by_version[old]
 
     def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
-        """Record the current totals in the mark (remembered checkpoint) of ``version``.
+        """Record the current counts in the mark (remembered checkpoint) of ``version``.
 
-        Does nothing if there is no such mark, or if the mark has totals already.
+        Does nothing if there is no such mark, or if the mark has counts already.
         """
         mark = self._by_version.get(version)
         if mark is not None and not mark.is_reached:
@@ -92,7 +92,7 @@ class Marks:
     def at(self, version: int) -> Mark:
         """Return the mark (remembered checkpoint) of a version.
 
-        Raises `ReplayBufferError` if there is none with totals.
+        Raises `ReplayBufferError` if there is no such mark, or if a step before the checkpoint is not committed yet.
         """
         mark = self._by_version.get(version)
         if mark is None or not mark.is_reached:
@@ -112,7 +112,7 @@ class Marks:
         return to_builtins(list(self._by_version.values()))
 
     def restore(self, values: Sequence[Any]) -> None:
-        """Replace the marks by ``values``, a result of `snapshot`."""
+        """Replace the marks with ``values``, a result of `snapshot`."""
         self._by_version = {mark.version: mark for mark in convert(values, list[Mark])}
 
 
@@ -120,8 +120,8 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
     """Decide which groups the buffer keeps when the learner goes back to ``version``. Change nothing yet.
 
     Returns the ids of the groups that must be dropped or revoked, and new deadlines of other groups. A run may resume
-    with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then groups are dropped if they cannot be consumed
-    in time, or have all their uses. Groups with earlier deadlines are consumed first.
+    with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then a group is dropped if it has been used
+    ``max_uses`` times, or cannot be consumed in time after the groups with earlier deadlines.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

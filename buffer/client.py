@@ -1,8 +1,8 @@
 """The connections of one process to the buffer: requests, deadlines, and resending after a reconnect.
 
 A client has a control socket, and a bulk socket for large messages. A request that is large, or may have a large
-answer, waits until both sockets are connected. Other requests need only the control socket. Each transferred chunk
-restarts the deadline of its request.
+answer, waits until both sockets are connected. Other requests need only the control socket. Each received chunk
+restarts the deadline of its request. Each acknowledged chunk restarts the deadlines of all large requests.
 """
 
 import asyncio
@@ -48,8 +48,8 @@ _RECONNECT_MAX_MS = 2000
 _HEARTBEAT_MS = 5000
 _BATCH = 16
 _HELD_FACTOR = 1.5
-"""A request that a server may hold gets this multiple of the usual deadline. The server holds it for at most half of
-the usual deadline. If the server dies then, a restarted server still has the usual time to answer."""
+"""A request that the server may hold has this multiple of the usual deadline. The server holds the request for at most
+half of the usual deadline. If the server dies meanwhile, a restarted server still has the usual time to answer."""
 _MAX_REPLY_BYTES = 1 << 40
 _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 """ZMQ's events for a refused connection: the server does not know the key, or only one side has keys."""
@@ -121,7 +121,10 @@ class Connection:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _UnansweredRequest:
-    """A request without a reply yet. Its deadline ``due`` is ``seconds`` after its last progress."""
+    """A request without a reply yet. ``seconds`` is the time until its first deadline.
+
+    ``due`` is the current deadline. Transferred chunks move it.
+    """
 
     caller: str
     request: Message
@@ -136,7 +139,7 @@ class ClientSocket:
     """The connections to one server. Make an object on a running loop, and use it only on that loop.
 
     Args:
-        timeout_s: Deadline of each request, in seconds after its last progress.
+        timeout_s: Deadline of each request, in seconds after it was sent or after its latest transferred chunk.
         on_push: Called with each message that does not answer a request.
         on_connected: Called each time that the client reaches the server.
 
@@ -144,7 +147,7 @@ class ClientSocket:
         is_connected: Whether the server can be reached now.
         num_read: Largest request id of a fetch (a request for trajectories) whose answer has arrived, even if the
             caller had cancelled the fetch.
-        identity: The client id under which the server knows this client.
+        identity: The id of this client on the server.
     """
 
     def __init__(
@@ -404,7 +407,7 @@ class ClientSocket:
         self.is_connected = True
         self._resend(needs_bulk=False)
         self._when_connected()
-        if self._bulk is not None and port != self._bulk_port:  # a server that restarts without a journal changes it
+        if self._bulk is not None and port != self._bulk_port:  # the port changes after a restart without a journal
             self._bulk.close()
             self._bulk = None
             self._on_bulk_change(False)
@@ -487,15 +490,15 @@ class BufferClient:
 
     Args:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
-        request_timeout_s: Deadline of each request, in seconds. The server holds a request for at most half of it.
+        request_timeout_s: Deadline of each request, in seconds. The server may hold a request for half of this time.
         keys: CURVE keys, if the server has them.
-        epoch: Name of the run of this client. Empty takes the name in the server's first answer.
-        host: Host of this client, as passed to `ControlClient.add_store`. Puts prefer the store on this host.
-        incarnation: How often the learner had gone back to a checkpoint when this client's learner was started.
+        epoch: Name of this client's run. If empty, the client takes the name from the server's first answer.
+        host: Name of this client's host. Puts prefer the store that `ControlClient.add_store` added for this host.
+        incarnation: How often the learner has gone back to a checkpoint, as far as this client knows.
 
     Attributes:
         on_connected: Called each time that the client reaches the server.
-        on_push: Callback by message type, called with each message that does not answer a request.
+        on_push: Maps a type of pushes (messages that no request asked for) to the callback for each push of this type.
     """
 
     def __init__(
@@ -607,10 +610,11 @@ class BufferClient:
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
         """Send a request, and return the body of its answer. Repeat the request while the buffer is full.
 
-        It is repeated as soon as the server reports free bytes, at the latest after half of ``timeout_s``.
+        The client repeats the request as soon as the server reports free bytes, at the latest after half of
+        ``timeout_s``.
         """
         while True:
-            space = self._space  # taken before the request, so a report of free bytes meanwhile counts too
+            space = self._space  # taken first, so a report of free bytes during the request counts too
             try:
                 return await self.call(operation, payload)
             except StoreFull:
@@ -624,8 +628,8 @@ class BufferClient:
         """Send a worker's request with a payload, and return the body of its answer.
 
         The client first reserves bytes on the server if the payload is large, or if the server answered `StoreFull`.
-        ``key`` is the payload's (group id, attempt number) pair. ``link`` is the connection to use, by default that to
-        the buffer's server. If the worker has lost its lease on the group, the request is sent without the payload.
+        ``key`` is the payload's (group id, attempt number) pair. By default, ``link`` is the connection to the buffer's
+        server. If the worker has lost its lease on the group, the request is sent without the payload.
         """
         is_reserved = sum(map(len, payload)) < JOIN_BELOW_BYTES
         while True:
@@ -641,8 +645,8 @@ class BufferClient:
     ) -> commands.Reservation:
         """Wait until a server has reserved bytes for the payload of ``key``, a (group id, attempt number) pair.
 
-        Without ``link``, the buffer's server chooses a store, on this host if possible. Its answer names the store's
-        address.
+        Without ``link``, the buffer's server chooses a store, on this host if possible. The answer names the address of
+        the store.
         """
         num_bytes, host = sum(map(len, payload)), "" if link is not None else self.host
         reserve = commands.Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)

@@ -2,8 +2,9 @@
 
 A push is a message from a server that no request asked for.
 
-The server refuses a client if the operation's ``roles`` lack the client's role. A `Command` is an operation that the
-ledger decides. For a new operation, add a record here, a method ``on_<name>`` of the service, and its caller.
+The server refuses an operation if ``roles`` of the operation lacks the client's role. A `Command` is an operation that
+the ledger decides. To add an operation, write a record here, a method ``on_<name>`` of the service, and a method of a
+client that sends the operation.
 """
 
 from typing import Annotated, Any
@@ -66,7 +67,7 @@ class NothingYet(Answer, frozen=True):
 
 
 class Failure(Answer, frozen=True):
-    """A failure. The client raises the error of `asyncrl.core.errors` with this name."""
+    """A failure. The client raises the error class ``name`` of `asyncrl.core.errors` with this ``message``."""
 
     name: str
     message: str
@@ -97,7 +98,7 @@ class LeasedGroup(Row, frozen=True):
     """A lease (a worker's right to generate a group). The frames of the prompt and the saved prefix follow the record.
 
     The saved prefix holds the tokens of an earlier attempt. ``num_prefix_frames`` is -1 if the prefix was evicted or
-    lost. Then the worker must start again.
+    lost. Then the worker must generate the group from the beginning.
     """
 
     group_id: int
@@ -149,7 +150,7 @@ class Report(Answer, frozen=True):
 
 
 class Payloads(Answer, frozen=True):
-    """The answer to `Fetch` if this server holds the trajectories. Their frames follow the record.
+    """The answer to `Fetch` from a server that holds the trajectories. Their frames follow the record.
 
     ``counts`` has the number of frames of each group.
     """
@@ -160,8 +161,8 @@ class Payloads(Answer, frozen=True):
 class Places(Answer, frozen=True):
     """The answer to `Fetch` if store servers hold the trajectories.
 
-    ``groups`` has for each group the store (an index of ``addresses``), the attempt number, and the digest of the
-    trajectories.
+    ``groups`` has one tuple per group: the index of the store in ``addresses``, the attempt number, and the digest of
+    the trajectories.
     """
 
     addresses: tuple[str, ...]
@@ -251,7 +252,10 @@ class Space(Push, frozen=True):
 
 
 class Enqueued(Answer, frozen=True):
-    """The prompts are queued. If requested, ``outcomes`` has metadata of the groups finished since the last answer."""
+    """The prompts are queued.
+
+    If the controller wants outcomes, ``outcomes`` has the metadata of the groups finished since the previous answer.
+    """
 
     outcomes: tuple[GroupSummary, ...] = ()
 
@@ -274,7 +278,7 @@ class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     """Request leases on up to ``max_groups`` prompts from the head of the queue.
 
     ``engine_version`` is the policy version that the worker's engine serves. ``incarnation`` counts how often the
-    learner had gone back to a checkpoint when it made these weights. The server sets ``request_id``.
+    learner had gone back to a checkpoint when it made the engine's weights. The server sets ``request_id``.
     """
 
     roles = _ROLLOUT
@@ -328,7 +332,7 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
 
     Attributes:
         continued: False if the worker started again without the saved prefix of an earlier attempt.
-        num_bytes: Size of the trajectories in bytes. The server sets it if no store server holds them.
+        num_bytes: Size of the trajectories in bytes. If there are no store servers, the buffer's server sets this.
         digest: XXH3 hash of the trajectories if a store server holds them.
         num_left_out: Number of tokens in trajectories that are left out of the group, because their reward failed.
     """
@@ -387,8 +391,8 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
     Clients may name only planned groups, in ``group_ids``. Only the server sets the other fields.
 
     Attributes:
-        unsent: (group id, attempt number) pairs of running groups whose trajectories their store lacks. The workers
-            send the trajectories again.
+        unsent: (group id, attempt number) pairs of running groups. A store reserved bytes for their trajectories, but
+            lacks the trajectories. The workers send the trajectories again.
         missing: Planned groups that their store lacks. The batch stays, because the learner's ranks may already have
             these groups.
     """
@@ -400,7 +404,7 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
 
 
 class AddStore(Command[AddedStore, AddedStore], frozen=True):
-    """Add a store server at ``address``. The workers of ``host`` use it first."""
+    """Add a store server at ``address``. The workers of ``host`` prefer this store."""
 
     roles = _CONTROLLER
     address: Text
@@ -408,7 +412,7 @@ class AddStore(Command[AddedStore, AddedStore], frozen=True):
 
 
 class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
-    """Declare a store lost. Planned batches stay, because the learner's ranks may already have their groups."""
+    """Declare a store lost. Planned batches stay, because the learner's ranks may already have fetched them."""
 
     roles = _CONTROLLER
     store: Int64
@@ -435,7 +439,7 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     The ledger revokes every running attempt. Stored groups and saved prefixes stay unless they have a token of a lost
     version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
 
-    ``incarnation`` counts the learner's returns to a checkpoint, including this one; the first has 1.
+    ``incarnation`` counts the learner's returns to a checkpoint, including this one. The first return has the number 1.
     """
 
     roles = _CONTROLLER
@@ -467,7 +471,7 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
     Attributes:
         folder: A path that every store server can use. Example: ``/runs/a/checkpoints/buffer/v00000012``.
         version: Learner version of the ranks' checkpoint. The steps before it are planned or committed.
-        key: A random name of this checkpoint. A repeated request with the same key does not write it again.
+        key: A random name of this checkpoint. A repeated request with the same key does not write the checkpoint again.
     """
 
     roles = _CONTROLLER
@@ -536,7 +540,7 @@ class Beat(Operation[Welcome], frozen=True, kw_only=True):
 
 
 class Cancel(Operation[Done], frozen=True):
-    """Cancel the request for leases with the id ``request``. Groups granted meanwhile go back to the queue."""
+    """Cancel the request for leases with the id ``request``. Groups granted to that request go back to the queue."""
 
     roles = _ROLLOUT
     request: Int64
@@ -550,7 +554,10 @@ class Leave(Operation[Done], frozen=True):
 
 
 class NextOffer(Operation[Offered], frozen=True):
-    """Wait for weights of version ``at_least`` or newer, or for any weights if ``incarnation`` is not the learner's."""
+    """Wait for weights of version ``at_least`` or newer.
+
+    If ``incarnation`` is not the current learner's incarnation, wait for weights of any version.
+    """
 
     roles = _ROLLOUT
     is_held = True
@@ -600,7 +607,7 @@ class Pin(Operation[Names], frozen=True):
 
 
 class Unpin(Operation[Done], frozen=True):
-    """Offer all engines the newest version again."""
+    """End the effect of `Pin`: offer the newest version to all engines."""
 
     roles = _CONTROLLER
 
@@ -608,7 +615,7 @@ class Unpin(Operation[Done], frozen=True):
 class Bury(Operation[Number], frozen=True):
     """Declare a worker dead. ``worker`` is the worker's client id in hexadecimal digits.
 
-    ``generated`` is the number of tokens that the sender knows the worker has generated.
+    ``generated`` is the number of tokens that the worker has generated, as far as the sender knows.
     """
 
     roles = _CONTROLLER
@@ -627,8 +634,8 @@ class StoreWanted(Operation[Names], frozen=True):
 class Fetch(Operation[Payloads | Places], frozen=True):
     """Fetch the trajectories of stored groups.
 
-    A store server also needs the attempt number of each group in ``attempts``. ``read`` is the request id of the last
-    fetch whose answer the client has received.
+    A fetch from a store server also has the attempt number of each group in ``attempts``. ``read`` is the largest
+    request id among the client's fetches whose answers have arrived.
     """
 
     roles = _LEARNER | _CONTROLLER | _INSPECTOR
@@ -651,7 +658,10 @@ class PutPayload(Operation[Done], frozen=True):
 
 
 class Remove(Operation[Removed], frozen=True):
-    """Drop the payloads of the finished groups ``group_ids``, and of each attempt in ``ended`` and earlier attempts."""
+    """Drop the payloads of the finished groups ``group_ids``, and the payloads of ended attempts.
+
+    ``ended`` holds (group id, attempt number) pairs. Earlier attempts at the same group have ended too.
+    """
 
     roles = _LEDGER
     group_ids: tuple[Int64, ...]
@@ -670,8 +680,8 @@ class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
     """Ask which of the ``attempts`` a store lacks. Drop the payloads of ``finished`` groups and ``ended`` attempts.
 
-    ``finished`` holds ranges of group ids. ``part`` is the path of the store's files in a checkpoint, or empty. The
-    store first loads missing attempts from these files.
+    ``attempts`` and ``ended`` hold (group id, attempt number) pairs. ``finished`` holds ranges of group ids. ``part``
+    is the path of the store's files in a checkpoint, or empty. The store first loads missing payloads from these files.
     """
 
     roles = _LEDGER

@@ -49,46 +49,49 @@ class BufferConfig:
     Attributes:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
         max_uses: Largest number of learner steps that train on a group, at most ``max_lag + 1``. The lag of each use is
-            at most ``max_lag``. A consumed group stays for a further use only if the staleness bound admits one more
-            group with its deadline.
+            at most ``max_lag``. A consumed group stays for a further use only if the staleness bound would admit a
+            new group with the same deadline.
         on_stale: What happens to a running group that the next batch must contain: ``wait`` for the group, ``requeue``
             its prompt, or ``drop`` the group.
         order: Order in which a batch takes stored groups, as long as no group misses its deadline. One of ``fifo``,
             ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
-            rewards first), ``file.py:function`` or ``module:function``. Your function maps a `GroupSummary` and its
-            deadline to a number. The smallest number comes first.
+            rewards first), ``file.py:function`` or ``module:function``. Your function maps a `GroupSummary` and the
+            group's deadline to a number. The smallest number comes first.
         lease_s: The buffer revokes a lease that is not renewed for this many seconds, and leases the prompt again.
         queue_size: Largest number of prompts in the queue. Enqueueing waits while the queue is full.
         heartbeat_s: Seconds between heartbeats of a producer. A producer that is silent for four intervals counts as
             gone, and its groups are leased to other workers.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full buffer grants no leases
-            until a batch leaves. It evicts groups only if no batch is planned and none can be filled.
+            until a batch leaves the buffer. The buffer evicts groups only if no batch is planned and no batch can be
+            filled.
         max_memory_bytes: Bound on trajectories and saved prefixes in one server's memory, in bytes; 0 sets no bound.
-            Trajectories beyond the bound stay in the journal's files until the learner fetches them. Saved prefixes
+            Trajectories that do not fit stay in the journal's files until the learner fetches them. Saved prefixes
             always stay in memory. Needs ``durability=disk``.
-        max_prompt_bytes: Bound on prompts, in bytes, from their arrival until their groups are stored. Enqueueing waits
-            at this bound.
+        max_prompt_bytes: Bound on the prompts whose groups are not stored yet, in bytes. Enqueueing waits at this
+            bound.
         request_timeout_s: Deadline of a client's request, in seconds. The server may hold some requests for half of
-            this time. A request that may be held has 1.5 times this deadline.
+            this time. Such a request has a deadline that is 1.5 times as long.
         filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, ``file.py:function`` or
             ``module:function``. Your function gets a `GroupSummary` and returns whether to keep the group. The buffer
-            counts a dropped group under the filter's name. Example: ``["equal_rewards"]``.
-        max_filtered_steps: Plans fail when filters have dropped the groups of this many learner steps in a row. The
-            buffer warns from 4 steps on. 0 sets no limit.
+            counts the groups that each filter drops. Example: ``["equal_rewards"]``.
+        max_filtered_steps: Plans fail when filters have dropped as many groups in a row as this number of learner steps
+            needs. The buffer warns from 4 steps on. 0 sets no limit.
         durability: ``memory`` loses the contents with the server. ``disk`` keeps every acknowledged put, lease and
             prompt in ``directory``, and a restarted server continues from them.
         directory: Directory of the files of ``durability=disk``. Example: ``outputs/quickstart/buffer``.
         restarts: Largest number of restarts of a ``disk`` server that died, or that did not answer for half of
-            ``request_timeout_s``. The limit also holds for each store server. With ``memory``, a restarted store server
-            is empty, and its groups are generated again. With 0, the run ends when a server dies.
+            ``request_timeout_s``. The limit also holds for each store server. With ``durability=memory``, a
+            restarted store server is empty, and its groups are generated again. With 0, the run ends when a server
+            dies.
         max_worker_deaths: The buffer drops a prompt group (``worker_died``) when this many rollout workers have died
             or become silent while they held a lease on the group. A worker holds at most one group that the next death
             would drop, so a death shows which prompt kills its workers. 0 drops no group.
         hand_over: Whether a waiting worker takes over a running group, with the tokens so far, from a worker that is at
             least twice as slow. A group changes workers at most twice.
-        max_message_bytes: Largest frame that a client may send. A longer frame closes its connection.
-        max_requests_per_s: Requests per client and second that the server answers. It refuses further requests. A
-            request that names leases counts once per lease.
+        max_message_bytes: Largest frame that a client may send, in bytes. The server closes a connection with a longer
+            frame.
+        max_requests_per_s: Largest number of requests per second that the server answers to one client. The server
+            refuses further requests. A request that names leases counts once per lease.
         stores_on: Where the trajectories are. ``ledger``: in the ledger's server, or in ``num_store_servers`` processes
             beside it. ``hosts``: on one store server per host of rollout workers, so trajectories cross the network
             once. ``auto``: ``hosts`` if ``placement.num_nodes`` > 1 and ``num_store_servers`` is 0, otherwise
@@ -97,16 +100,16 @@ class BufferConfig:
             trajectories in the ledger's server.
         keys: Directory of the run's CURVE keys. The run creates missing keys there. Empty uses the run's own folder.
             A server with a ``host`` needs keys. Example: ``outputs/keys``.
-        checkpoint: Folder of the checkpoint that a server without a journal begins from. The run sets it when it
-            resumes. Example: ``outputs/quickstart/checkpoints/buffer/v00000012``.
-        earlier_epoch: Epoch of the journals in ``directory`` that a resumed run takes over. The run sets it.
-        lineage: A name that stays the same when the run resumes. The run sets it. Empty takes the epoch.
-        epoch: Name of the run. The server refuses messages with another epoch. Empty takes the epoch of an earlier
-            server in ``directory``, or a new epoch.
+        checkpoint: Folder of the checkpoint that a server without a journal begins from. The run sets this option when
+            it resumes. Example: ``outputs/quickstart/checkpoints/buffer/v00000012``.
+        earlier_epoch: Epoch of the journals in ``directory`` that a resumed run takes over. The run sets this option.
+        lineage: A name that stays the same when the run resumes. The run sets this option. If empty, the epoch is used.
+        epoch: Name of the run. The server refuses messages with another epoch. If empty, the server takes the epoch
+            from the journal in ``directory``, or a new epoch.
         host: Address or interface that the server binds. Such a server needs ``keys``. Empty: the server binds no
             port. It listens on Unix sockets that only its own user may open. Example: ``10.0.0.1``, ``eth0``.
-        socket_folder: Folder of the Unix sockets. The run sets it. If empty, the server makes a temporary folder, and
-            removes it at the end.
+        socket_folder: Folder of the Unix sockets. The run sets this option. If empty, the server makes a temporary
+            folder, and removes the folder at the end.
         advertised_host: Address at which clients reach the server; empty if clients can use ``host``.
         port: Port of requests; 0 takes a free port.
         bulk_port: Port of large payloads; 0 takes a free port.

@@ -15,8 +15,9 @@ _SHOWN_GROUPS = 8
 def plan_wait(ledger: Ledger, now: float) -> dict[str, Any]:
     """Return a JSON object that tells why the next batch is not planned yet.
 
-    Its values are the batch's ``version``, the reason ``why`` as a sentence, and ``groups``, descriptions of the
-    running groups that the batch waits for. ``now`` is the current time in seconds on the clock of the leases.
+    The object has the batch's version (``version``), the reason as a sentence (``why``), and a description of each
+    running group that the batch waits for (``groups``). ``now`` is the current time in seconds on the clock of the
+    leases.
     """
     version, groups = ledger.next_plan, ledger.groups
     waits_for: Sequence[Group] = ()

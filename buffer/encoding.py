@@ -9,7 +9,7 @@ per column. This takes a third of the codec's time.
 
 `pack` joins small frames, because ZMQ has a fixed cost per part, and cuts large frames into parts. The first part
 begins with ``b"prcl"``, the number of frames, and the frames' lengths as uint64. Inside a joined part every frame
-starts at a multiple of 16, so arrays can be read in place.
+starts at a multiple of 16 bytes, so arrays can be read in place.
 """
 
 import struct
@@ -82,13 +82,13 @@ class Message:
 
 
 Send = Callable[[bytes, Message], None]
-"""Sends one message to one client."""
+"""A function that sends a message to the client with this id."""
 
 
 def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
     """Join messages into one ZMQ message, and return its frames: a header, then all payloads.
 
-    Fewer messages cost less. ``epoch`` is the name of the run.
+    This is faster, because each ZMQ message has a fixed cost. ``epoch`` is the name of the run.
     """
     heads = [(message.request_id, len(message.payload), message.body) for message in messages]
     return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
@@ -197,8 +197,8 @@ def prompt_of(frames: Sequence[Any]) -> Prompt:
 def group_frames(group: TrajectoryGroup) -> list[Any]:
     """Encode a trajectory group as a list of frames: a head, the turns, and one buffer per column.
 
-    The head holds the ids and the schema: names, dtypes and shapes without the first dimension. Large arrays are not
-    copied. Raises `TypeError` if a column is not an array of numbers.
+    The head holds the group's ids and the schema of the columns: names, dtypes and shapes without the first dimension.
+    Large arrays are not copied. Raises `TypeError` if a column is not an array of numbers.
     """
     buffers: list[Any] = [group.turns.tobytes()]
     schema = []
@@ -258,7 +258,7 @@ def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...
 
 @lru_cache(maxsize=256)
 def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], int]]]:
-    """Return the names, dtypes, shapes (without the first dimension) and bytes per row of each scope's columns."""
+    """Return, for each scope, the (name, dtype, shape without the first dimension, bytes per row) of its columns."""
     schema = []
     for scope in msgpack.unpackb(data, max_ext_len=0):
         columns = [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
@@ -280,8 +280,8 @@ def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memo
 def pack(frames: Sequence[Any]) -> list[Any]:
     """Pack frames (bytes, or views of bytes) into parts of a suitable size for ZMQ, and return the parts.
 
-    Frames of less than ``JOIN_BELOW_BYTES`` in total become one part. Other frames become a header, and parts of at
-    most ``CHUNK_BYTES``.
+    If all frames together have fewer than ``JOIN_BELOW_BYTES`` bytes, they become one part. Otherwise they become a
+    header, and parts of at most ``CHUNK_BYTES`` bytes.
     """
     lengths = [*map(len, frames)]
     header = struct.pack(f"<4sI{len(lengths)}Q", _PACKED, len(lengths), *lengths)

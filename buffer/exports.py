@@ -5,8 +5,8 @@ The folder holds these files. Arrays keep their exact bits.
 - ``groups.parquet``: one row per unfinished group, with its prompt.
 - ``turns.parquet``: one row per turn of a trajectory, with its tokens, log-probs and policy versions.
 - ``trajectories.parquet``: one row per trajectory, with its reward.
-- ``images.parquet``: one row per column of images.
-- ``drops.parquet``: dropped tokens and groups by reason. The trajectories of dropped groups are not kept.
+- ``images.parquet``: one row per image column of a group.
+- ``drops.parquet``: numbers of dropped tokens and groups, by reason. Trajectories of dropped groups are not kept.
 - ``export.json``: the learner version and the options of the buffer.
 """
 
@@ -68,8 +68,8 @@ class ExportedGroup:
     Attributes:
         prompt: Prompt of the group.
         state: ``queued``, ``leased``, ``stored`` or ``planned``.
-        attempt: Number of the current or last attempt; -1 before the first attempt.
-        engine_version: u, the policy version of the engine when it was leased, or of the oldest continued token.
+        attempt: Number of the current or latest attempt; -1 before the first attempt.
+        engine_version: u, the policy version of the engine when the group was leased, or of the oldest continued token.
         deadline: u + max_lag, the last learner version that may consume the group.
         planned_for: Learner version whose batch holds the group; -1 if no batch does.
         num_uses: Number of learner steps that trained on the group.
@@ -90,11 +90,11 @@ class ExportedGroup:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferContents:
-    """The contents of a buffer that a checkpoint holds.
+    """The contents of a buffer, read from a checkpoint or an export.
 
     Attributes:
         learner_version: The ledger's version when the checkpoint was written.
-        groups: The unfinished groups, by id.
+        groups: The unfinished groups, sorted by id.
         tokens_dropped: Number of dropped policy tokens by reason, since the start of the run.
         groups_dropped: Number of dropped groups by reason.
     """
@@ -108,7 +108,7 @@ class BufferContents:
 
 
 def read_part(part: Path) -> BufferContents:
-    """Return the contents of the buffer that a checkpoint holds. The files stay unchanged.
+    """Read the buffer's contents from a checkpoint. The files stay unchanged.
 
     ``part`` is the folder of the buffer's files in the checkpoint.
 
@@ -412,7 +412,7 @@ def _values(lists: pa.ChunkedArray) -> np.ndarray:
 
 
 def export_part(part: Path, folder: Path) -> BufferContents:
-    """Write the contents of the buffer that a checkpoint holds to ``folder``, as parquet files. Return the contents.
+    """Write the buffer's contents in a checkpoint to ``folder``, as parquet files. Return the contents.
 
     ``part`` is the folder of the buffer's files in the checkpoint. Raises the errors of `read_part` and `write_export`.
     """

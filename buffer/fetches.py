@@ -36,7 +36,7 @@ class FetchReplies:
         self._reads: set[asyncio.Task[None]] = set()
 
     def send(self, request: Message, fetch: commands.Fetch, parts: Sequence[Frames]) -> None:
-        """Answer a fetch with ``parts``, the frames of each requested group. Read parts on disk first.
+        """Answer a fetch with ``parts``, the frames of each requested group. Parts on disk are read into memory.
 
         Raises `StoreFull` if the client must read earlier replies first.
         """
@@ -90,7 +90,7 @@ class FetchWindow:
         """Count a reply of ``num_bytes`` bytes to the request ``request_id``, before the reply is sent.
 
         ``read`` is the largest id of a request whose reply the client has read. Raises `StoreFull` if the client would
-        have more than ``limit`` unread bytes. A single reply may be larger.
+        have more than ``limit`` unread bytes. A single reply may be larger than ``limit``.
         """
         replies = self._replies.setdefault(client, deque())
         self._replies.move_to_end(client)

@@ -26,8 +26,8 @@ Entry = tuple[float, int, int]
 class GroupState(StrEnum):
     """The state of an unfinished group.
 
-    It waits for a worker (``queued``), a worker generates it (``leased``), its trajectories are complete (``stored``),
-    or it is in a batch for the learner (``planned``).
+    The group waits for a worker (``queued``), a worker generates the group (``leased``), its trajectories are complete
+    (``stored``), or it is in a batch for the learner (``planned``).
     """
 
     queued = "queued"
@@ -39,9 +39,9 @@ class GroupState(StrEnum):
 class StorePlace(Struct, kw_only=True, array_like=True):
     """Address and state of a store (a server that holds trajectories).
 
-    ``address`` and ``host`` are empty for a store that exists from the start. A store that ``is_gone`` never returns. A
-    store that ``is_awaited`` had joined before the run was resumed. The next store that joins takes over the number of
-    the awaited store, and loads the groups of the awaited store from the checkpoint.
+    ``address`` and ``host`` are empty for a store that exists from the start. If ``is_gone``, the store is
+    lost and never returns. If ``is_awaited``, the store joined before the run was resumed. The next store that joins
+    takes over the number of the awaited store, and loads the groups of the awaited store from the checkpoint.
     """
 
     address: str = ""
@@ -56,15 +56,15 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     Attributes:
         place: Sorts the groups of the same state: by position in the queue, by time of leasing or storing, or by
             position in the batch.
-        num_attempts: Number of attempts (tries of a worker to generate the group) so far. The current or last attempt
+        num_attempts: Number of attempts (tries of a worker to generate the group) so far. The current or latest attempt
             has the number ``num_attempts - 1``.
         num_failures: Number of failed attempts.
         num_deaths: Number of workers that died, or became silent, while they held a lease on the group.
-        engine_version: u, the policy version of the engine when it was leased, or of the oldest token that the attempt
-            continues.
+        engine_version: u, the policy version of the engine when the group was leased, or of the oldest token that the
+            attempt continues.
         deadline: u + max_lag, the last learner version that may consume the group.
         owner: Id of the client that holds the lease; empty if the group is not leased.
-        request_id: Number of the owner's request that was answered with this lease.
+        request_id: Id of the owner's request that was answered with this lease.
         expires_at: Time when the lease expires, in seconds on the clock of the leases.
         progress: Token count and versions of the saved prefix (the tokens that an unfinished group has so far), from
             the current or an earlier attempt.
@@ -77,10 +77,10 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         digest: XXH3 hash of the trajectories, 16 bytes, if a store server holds them.
         is_missing: Whether a batch holds the group, but no store has its trajectories.
         prefix_bytes: Size of the saved prefix in bytes.
-        is_evicted: Whether the saved prefix was deleted to free bytes. ``progress`` still counts its tokens, but no
-            attempt can continue it.
-        uses: Versions of the learner steps that trained on the group. After the first of them, the group counts as
-            finished, even if it stays stored for a further step.
+        is_evicted: Whether the saved prefix was deleted to free bytes. ``progress`` still counts the tokens of the
+            prefix, but no attempt can continue the prefix.
+        uses: Versions of the learner steps that trained on the group. After the first of these steps, the group
+            counts as finished, even if it stays stored for a further step.
     """
 
     group_id: int
@@ -109,12 +109,12 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def attempt(self) -> int:
-        """Number of the current or last attempt; -1 before the first attempt."""
+        """Number of the current or latest attempt; -1 before the first attempt."""
         return self.num_attempts - 1
 
     @property
     def past_attempt(self) -> int:
-        """Number of the last attempt that ended and has no stored result; -1 if there is none."""
+        """Number of the latest attempt that ended without a stored result; -1 if there is none."""
         return self.attempt - (self.state is not GroupState.queued)
 
     @property
@@ -145,7 +145,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         self.summary = replace(self.result, num_uses=len(uses))
 
     def granted(self) -> GrantedLease:
-        """Return the current lease (a worker's right to generate the group) as a record of its own."""
+        """Return the current lease (a worker's right to generate the group) as a separate record."""
         return GrantedLease(
             group_id=self.group_id,
             attempt=self.attempt,
@@ -242,7 +242,7 @@ class LeaseIndex:
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Return leased groups to give up: for each k in order, ``numbers[k]`` groups due at ``version + k`` or before.
+        """Choose leased groups to give up. For each k in order, choose ``numbers[k]`` groups due by ``version + k``.
 
         Groups with the latest deadline (last learner version that may consume the group) are chosen first. Among groups
         with equal deadlines, the newest leases are chosen first. No group is chosen twice.
@@ -341,7 +341,7 @@ class StoreSpace:
         self.stored_bytes.append(0)
 
     def join(self, number: int, address: str, host: str) -> None:
-        """Add a store under a new number, or under the number of an awaited store (`StorePlace`) that it replaces."""
+        """Add store ``number``. This number is new, or it is the number of an awaited store (`StorePlace`)."""
         if number == len(self.stores):
             self.add_store(address, host)
         else:
@@ -379,7 +379,7 @@ class StoreSpace:
         self.expected_bytes = max(num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
 
     def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
-        """Record the saved prefix (tokens so far) of an unfinished group, and its size in bytes; None for no prefix."""
+        """Record the saved prefix (tokens so far) of an unfinished group, and the prefix's size; None for no prefix."""
         self.prefix_bytes += num_bytes - group.prefix_bytes
         group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
 
@@ -404,8 +404,8 @@ class GroupTable:
     Attributes:
         leases: The groups that workers generate now.
         ready: The stored groups that no batch holds.
-        open_by_deadline: By deadline (the last learner version that may consume a group), how many groups workers
-            generate or stores hold, outside of planned batches.
+        open_by_deadline: Maps each deadline (the last learner version that may consume a group) to its number of open
+            groups. A group is open if it is leased, or stored and not in a planned batch.
         plans: Maps the version of each planned learner step to the group ids of its batch.
         ended_attempts: (group id, attempt number) pairs of ended attempts whose payload a store may still hold. The
             service empties the list.
@@ -487,9 +487,9 @@ class GroupTable:
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """Return (group id, attempt number) pairs of the groups whose trajectories store number ``store`` holds.
+        """Return (group id, attempt number) pairs of the groups that store number ``store`` holds.
 
-        None means all stores.
+        None returns the groups of all stores.
         """
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
@@ -605,7 +605,7 @@ class GroupTable:
         self.plans[version] = group_ids
 
     def dissolve(self, versions: Iterable[int]) -> None:
-        """Dissolve the planned batches of these versions. Their groups count as stored again."""
+        """Undo the planned batches of these versions. The groups of the batches count as stored again."""
         for version in versions:
             for group_id in self.plans.pop(version):
                 self._return_to_stored(self._groups[group_id])

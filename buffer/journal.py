@@ -1,12 +1,13 @@
-"""Keeps on disk what a restarted server needs: the ledger's last snapshot, the commands since then, and frames.
+"""Keeps on disk what a restarted server needs: the ledger's latest snapshot, all later commands, and frames.
 
 Frames are the encoded bytes of prompts and trajectories. ``NAME.N.log`` holds the commands and their outcomes in order,
-with small frames. The journal writes a command before any client gets a reply. The puts (finished groups) that arrive
-in one burst share a write. ``NAME.N.frames`` holds large frames. A thread writes them before the journal writes the
-command that refers to them.
+with small frames. The journal writes a command before any client gets a reply. Puts (finished groups) that arrive
+together share a write. ``NAME.N.frames`` holds large frames. A thread writes large frames before the journal writes the
+command that refers to these frames.
 
-Written records survive the death of the process, but a power failure may lose the last writes. So every record has a
-checksum, and a reader stops at the first broken record. When the files have grown, `Journal.compact` begins a new pair.
+Written records survive the death of the process, but a power failure may lose the latest writes. So every record has a
+checksum, and a reader stops at the first broken record. When the files have grown, `Journal.compact` begins a new log
+and a new file of frames.
 """
 
 import asyncio
@@ -42,7 +43,7 @@ _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2
 _MAX_PUT_BYTES = 4096
-"""Bytes reserved in the file for a put (a finished group) without its frames. A larger put gets more when written."""
+"""Bytes reserved in the file for a put (a finished group) without its frames. A larger put reserves more later."""
 _MAX_PARTS = 1024
 _HEADER = struct.Struct("<QIQ")
 """The start of a record: checksum (xxh3) of head and frames, bytes of the head, and bytes of the frames."""
@@ -61,7 +62,7 @@ class Head(Row, frozen=True, tag=True):
 
 
 class Begin(Head, frozen=True, kw_only=True):
-    """The first record of a log. It has the stored values, the ledger's snapshot, and references to the held frames."""
+    """The first record of a log. It has the stored values, the ledger's snapshot, and references to frames."""
 
     values: dict[str, Any]
     snapshot: dict[str, Any] | None
@@ -89,8 +90,8 @@ class Recovered:
     """The contents of a journal when a server opens it.
 
     Attributes:
-        snapshot: The ledger's last snapshot; None in a new journal.
-        commands: Later commands in order, with their outcomes.
+        snapshot: The ledger's latest snapshot; None in a new journal.
+        commands: The commands after the snapshot, in order, with their outcomes.
         frames: Frames on disk by kind (``prompt``, ``payload``, ``progress``) and group id.
         num_lost_prompts: Number of groups without a prompt, because a file is damaged.
     """
@@ -246,7 +247,7 @@ class Contents:
 
     Attributes:
         values: The values that `Journal.write` stored.
-        places: The `FramesOnDisk.place` of the held frames, by kind and group id.
+        places: Maps (kind, group id) to the place of the frames (`FramesOnDisk.place`).
         next_place: A number that no frames in the journal have.
         recovered: The state that a server continues from.
     """
@@ -354,7 +355,7 @@ class Journal:
         ValueError: The files are not a journal, or have another format.
 
     Attributes:
-        on_written: Called after each write of the journal's thread. The callbacks of the written frames run before.
+        on_written: Called after each write of the journal's thread, and after the callbacks of the written frames.
     """
 
     def __init__(self, path: Path) -> None:
@@ -390,7 +391,7 @@ class Journal:
     # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Open the newest log that has a complete first record, or begin a log. Return the state that it describes."""
+        """Open the newest log that has a complete first record, or begin a log. Return the state in the log."""
         numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
@@ -450,19 +451,19 @@ class Journal:
         except OSError as error:
             raise self._error("written", error) from error
 
-    # The writes of this server
+    # Values, commands and frames, while a server uses the journal
 
     def read(self, name: str) -> Any:
-        """Return the value that `write` stored under ``name``, or None."""
+        """Return the value that `write` stored with the name ``name``, or None."""
         return self._values.get(name)
 
     def write(self, name: str, value: Any) -> None:
-        """Store a value under a name. Raises `ReplayBufferError` if the write fails."""
+        """Store a value with a name. Raises `ReplayBufferError` if the write fails."""
         self._write_log([(Value(name=name, value=value), ())])
         self._values[name] = value
 
     def claim(self, owner: Mapping[str, Any]) -> None:
-        """Record in a new journal which run owns it, and with which options. In an existing journal, check them.
+        """Record the owner of a new journal: the run and its options. Check the owner of an existing journal.
 
         ``owner`` maps names to plain values. Example: ``{"run": "4f1c", "max_lag": 2}``. Raises `ValueError` if an
         existing journal has another value.
@@ -506,7 +507,7 @@ class Journal:
     def note(self, frames: LoggedFrames) -> None:
         """Write that the server now holds ``frames``, a map from (kind, group id) to frames.
 
-        The value 0 instead of frames records that they were dropped. Raises `ReplayBufferError` if the write fails.
+        The value 0 records that the frames were dropped. Raises `ReplayBufferError` if the write fails.
         """
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
@@ -525,7 +526,7 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write the waiting commands as one record, then the other records. Return the position of the last frames."""
+        """Write the waiting commands as one record, then ``records``. Return where the last record's frames are."""
         references: tuple[Reference, ...] = ()
         if self._later:
             references, inline = self._references(item for *_, frames in self._later for item in frames.items())
@@ -615,7 +616,7 @@ class Journal:
     def is_grown(self, *, is_urgent: bool = True) -> bool:
         """Return whether the files have grown so much that `compact` should be called.
 
-        ``is_urgent=False`` halves the threshold. Use it when compacting is cheap.
+        ``is_urgent=False`` halves the threshold. Use False when compacting is cheap.
         """
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
@@ -625,9 +626,9 @@ class Journal:
     def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin a new pair of files, with a snapshot (plain values) instead of all commands.
 
-        ``frames`` holds (kind, group id, frames) of each item that the server holds. The journal's thread copies them
-        later. Until then the old files stay. If the snapshot cannot be written, the journal continues with the old
-        files, and `ReplayBufferError` is raised.
+        ``frames`` yields (kind, group id, frames) for all frames that the server holds. The journal's thread copies the
+        frames later. The old files stay until the copy is complete. If the snapshot cannot be written, the journal
+        continues with the old files, and `ReplayBufferError` is raised.
         """
         self.flush()
         held = {
@@ -659,8 +660,8 @@ class Journal:
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
         """Start a thread that deletes the old files.
 
-        ``meanwhile`` holds the writes to the old files that ran during `compact`. Their frames now refer to the copies
-        in the new files.
+        ``meanwhile`` holds the writes to the old files that ran during `compact`. The frames of these writes are read
+        from the copies in the new files from now on.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -677,8 +678,8 @@ class Journal:
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
         """Delete the old files when the new files are on the disk.
 
-        Each file of frames is deleted before its log. So if this process dies in between, the next server finds the
-        remaining files by their logs.
+        Each file of frames is deleted before its log, because a server finds a file of frames by the name of its log.
+        So no file is forgotten if this process dies in between.
         """
         try:
             for file in new:
@@ -717,9 +718,10 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write frames in one call. If the call fails, make each write on its own. Return each write's error, or None.
+    """Write all frames in one call. If the call fails, try each write separately.
 
-    Frames on disk are copied one by one, so only one of them is in memory.
+    Returns the error of each write, or None for a write without an error. Frames on disk are copied one after the
+    other, to save memory.
     """
     new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:

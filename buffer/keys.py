@@ -33,7 +33,7 @@ _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerKeys:
-    """A server's key pair, and the public keys of clients that the server accepts, by role. All keys are Z85 text.
+    """A server's key pair, and the clients' public keys that the server accepts, by role. All keys are Z85 text.
 
     The keys in ``former_publics`` are accepted too, while the clients' keys are being replaced.
     """
@@ -234,8 +234,8 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers ZMQ's authentication requests (ZAP, RFC 27) with the client's public key, or refuses an unknown key.
 
-    Make this object before the sockets of ``context`` are bound. ZMQ asks only once per connection, so the server
-    calls `role_of` for each message.
+    Make this object before the sockets of ``context`` are bound. ZMQ asks only once per connection. The server
+    also calls `role_of` for each message, because keys may be replaced meanwhile.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:

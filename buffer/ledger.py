@@ -73,7 +73,7 @@ class Ledger:
         incarnation: How often the learner has gone back to a checkpoint since the run was started or resumed.
         history: Attempts and groups that ended.
         marks: The checkpoints that the learner may go back to.
-        options: Options that a later server must have too if it continues the journal of this ledger.
+        options: Options that must stay the same if a later server continues the journal of this ledger.
         log: Records every command before the command changes the state; None records nothing. Commands that change
             nothing are not recorded.
         on_applied: Called with every command and its outcome, after the outcome was applied.
@@ -116,7 +116,7 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        # A group is a suspect if this many workers died while they held a lease on it. It is dropped at the next death.
+        # A group is a suspect if this many workers died while they held a lease on it. One more death drops the group.
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(
@@ -155,7 +155,7 @@ class Ledger:
         return outcome
 
     def enact(self, command: Command[Any, Any], outcome: Any) -> None:
-        """Apply the outcome of a command to the state. This ledger or that of an earlier server decided the outcome."""
+        """Apply a command's outcome to the state. This ledger or an earlier server's ledger decided the outcome."""
         _ENACT[type(command)](self, command, outcome)
 
     @property
@@ -172,7 +172,7 @@ class Ledger:
     def budget(self) -> int:
         """Number of groups that the staleness bound lets begin now, on engines that serve the learner's version.
 
-        The bound on bytes may allow fewer.
+        The bound on bytes may allow fewer groups.
         """
         open_by_deadline = self.groups.open_by_deadline
         return self.rule.budget(open_by_deadline, version=self.next_plan, engine_version=self.learner_version)
@@ -210,7 +210,7 @@ class Ledger:
     def check_plan(self, version: int) -> None:
         """Check that the batch of ``version`` is planned, or may be planned next.
 
-        It may be at most one step ahead of the learner. Raises `ReplayBufferError` otherwise.
+        The version may be at most one step ahead of the learner. Raises `ReplayBufferError` otherwise.
         """
         if version not in self.groups.plans and (version != self.next_plan or version > self.learner_version + 1):
             raise ReplayBufferError(
@@ -239,7 +239,7 @@ class Ledger:
     def cannot_hold_batch(self, group_id: int) -> bool:
         """Return whether the stores are too small for a batch, after they refused bytes for ``group_id``.
 
-        Returns True if no batch is planned, none can be made, and no other running group has reserved bytes or an
+        Returns True if no batch is planned, no batch can be made, and no other running group has reserved bytes or an
         earlier deadline.
         """
         group = self.groups.get(group_id)
@@ -559,9 +559,9 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Decide which groups are lost. Dissolve the batch of a lost group and all later batches.
+    """Decide which groups are lost, and which batches are planned again: the batch of a lost group and later batches.
 
-    Groups of the dissolved batches that no store holds are lost too.
+    Groups of these batches that no store holds are lost too.
     """
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
@@ -661,7 +661,7 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outc
 def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
     """Decide a commit. The outcome is empty for a repeated commit.
 
-    Raises `StalenessError` if a group breaks the staleness bound. This would be a bug.
+    Raises `StalenessError` if a group breaks the staleness bound. Such an error would show a bug of the ledger.
     """
     version = command.version
     if 0 <= version < ledger.learner_version:
@@ -683,9 +683,9 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Return the groups of a committed batch that stay for a further use, with new ranks.
+    """Return (group id, new rank) pairs of the groups of a committed batch that stay for a further use.
 
-    The rule counts such a group as open again.
+    The staleness rule counts such a group as open again.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:

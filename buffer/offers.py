@@ -4,7 +4,7 @@ The learner adds offers, and the workers request the newest offer. The buffer sh
 commit of the step that made the version. For an evaluation, the controller can pin a few engines to a version. The
 buffer shows these engines no newer offers until they are unpinned.
 
-- A worker's request waits for newer weights, until an offer, a commit, a change of the pin, or a failed publish.
+- A worker's request for weights waits until an offer, a commit, a change of the pin, or a failed publish.
 - A controller's request waits until enough engines have loaded a version, or until the set of pinned engines changes.
 - A timer ends each wait after half of ``buffer.request_timeout_s``.
 
@@ -63,7 +63,7 @@ class OfferLog:
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]
 
     def pin(self, version: int, num_engines: int) -> bool:
-        """Keep ``num_engines`` engines on ``version``: the first ones that request weights and accept this version.
+        """Keep ``num_engines`` engines on ``version``: the first engines that request weights and accept this version.
 
         Returns whether this changes the current pin.
         """
@@ -74,7 +74,7 @@ class OfferLog:
         return is_new
 
     def unpin(self) -> None:
-        """Let every pinned engine load newer versions again."""
+        """End the pin, so every pinned engine may load newer versions."""
         self._pin, self._num_wanted = None, 0
         self._pinned.clear()
 
@@ -91,7 +91,7 @@ class OfferLog:
     def newest(self, learner_version: int) -> int | None:
         """Return the newest version that engines may load, and delete older offers that no engine needs.
 
-        Raises `WeightsError` if a publish failed.
+        Returns None if engines may load no version. Raises `WeightsError` if a publish failed.
         """
         self.check()
         shown = [version for version in self._offers if version <= learner_version]
@@ -120,7 +120,7 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                # the pinned offer was deleted before this engine restarted, so the engine loads the newest one
+                # the pinned offer was deleted before this engine restarted, so the engine loads the newest version
                 self._pinned.discard(engine)
         return self._offers[newest] if newest >= at_least else None
 
@@ -190,7 +190,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """Handles the operations on weight offers. Keeps the log of the offers, also in the journal if there is one."""
+    """Handles the operations on weight offers. Keeps the offers in memory, and in the journal if there is one."""
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
         self._ledger, self._replies = shared.ledger, shared.replies
@@ -204,7 +204,7 @@ class OfferRequests:
     def recover(self) -> None:
         """Load the offers that an earlier server wrote to the journal.
 
-        Offers from before the learner's last return to a checkpoint are ignored.
+        Offers from before the learner's latest return to a checkpoint are ignored.
         """
         journaled = None if self._journal is None else self._journal.read(_JOURNALED_AS)
         incarnation, values = journaled or (0, None)
@@ -229,7 +229,7 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
-        """Answer some workers now, so they can lease early. Answer the others in later iterations of the loop."""
+        """Answer some workers now, so they can lease early. Answer the other workers in later turns of the loop."""
         self._next_turn = None
         told = [self._untold.popleft() for _ in range(min(_TOLD_AT_ONCE, len(self._untold)))]
         self._receivers.answer(self._answer_receiver, [request for request in told if request in self._receivers])
@@ -262,7 +262,7 @@ class OfferRequests:
         self._write()
 
     def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
-        """Return whether a message is about weights of the current learner, not of one that was replaced."""
+        """Return whether a message is about weights of the current learner, not of a replaced learner."""
         return message.incarnation == self._ledger.incarnation
 
     def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
@@ -291,7 +291,7 @@ class OfferRequests:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
     def on_next_offer(self, request: Message, wanted: commands.NextOffer) -> Answer | None:
-        """Answer a worker's request with newer weights, now or as soon as there are any."""
+        """Answer a worker's request for weights, now or as soon as newer weights are offered."""
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
@@ -328,7 +328,7 @@ class OfferRequests:
         return self._answer_evaluator(request) or self._evaluators.hold(request)
 
     def on_unpin(self, request: Message, unpin: commands.Unpin) -> Answer:
-        """Let the pinned engines load newer versions again."""
+        """End the pin, so the pinned engines may load newer versions."""
         self._log.unpin()
         self._write()
         if not self._log.failure:

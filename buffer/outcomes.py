@@ -1,4 +1,4 @@
-"""The outcomes (decisions of the ledger about commands).
+"""The outcomes of commands. An outcome is the ledger's decision about a command.
 
 `buffer.journal` keeps each outcome with its command, so a restarted server applies outcomes and decides nothing again.
 """
@@ -40,9 +40,9 @@ class GrantedLease(Row, frozen=True, kw_only=True):
         engine_version: u, the policy version of the engine, or of the oldest token that the attempt continues.
         deadline: u + max_lag, the last learner version that may consume the group.
         owner: Id of the client that holds the lease.
-        request_id: Number of the owner's request that is answered with this lease.
+        request_id: Id of the owner's request that is answered with this lease.
         expires_at: Time when the lease expires, in seconds on the clock of the leases.
-        progress: Token count and versions of the saved prefix that the attempt continues; None without one.
+        progress: Token count and versions of the saved prefix that the attempt continues; None without a prefix.
     """
 
     group_id: int
@@ -69,7 +69,7 @@ class Granted(LedgerOutcome, frozen=True, kw_only=True):
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
     """The new expiry time of the renewed leases.
 
-    ``lost`` has the (group id, attempt number) pairs of the request that the sender does not hold any more.
+    ``lost`` has the requested leases that the sender does not hold any more, as (group id, attempt number) pairs.
     """
 
     expires_at: float
@@ -114,7 +114,7 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups whose leases are revoked. Groups in ``dropped`` end, and the prompts of the others are queued again.
+    """The groups whose leases are revoked. Groups in ``dropped`` end. The other prompts are queued again.
 
     A group is dropped when too many of its workers have died. ``num_lost`` is the number of lost tokens of a dead
     owner; None for a silent owner.
@@ -126,9 +126,14 @@ class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Lost(LedgerOutcome, frozen=True, kw_only=True):
-    """The lost groups. The batches of the versions in ``dissolved`` are planned again.
+    """The effects of lost trajectories or saved prefixes.
 
-    Running groups in ``unsent`` lose their reservations. Groups in ``missing`` are lost when their batch is dissolved.
+    Attributes:
+        group_ids: The groups that lose their trajectories or saved prefix now.
+        dissolved: Versions whose batches are planned again.
+        unsent: Running groups whose trajectories did not stay in the store. Their reserved bytes become free, and the
+            workers send the trajectories again.
+        missing: Planned groups without trajectories in a store. They are lost only if their batch is planned again.
     """
 
     group_ids: tuple[int, ...]
@@ -147,7 +152,7 @@ class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
 class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
     """The groups of a dropped store. ``is_new`` is false if the store had been dropped before.
 
-    Stored groups in ``group_ids`` are generated again. Running groups in ``reserved`` lose their reservations.
+    Stored groups in ``group_ids`` are generated again. Running groups in ``reserved`` lose their reserved bytes.
     """
 
     is_new: bool
@@ -158,8 +163,8 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
     """A batch: the groups of the learner step ``version``, in order.
 
-    The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, it drops these groups. Otherwise
-    it queues them.
+    The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
+    Otherwise it queues their prompts again.
     """
 
     version: int
@@ -187,8 +192,8 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
         group_ids: Groups that lost their trajectories or saved prefix, because they had a token of a lost version.
         revoked: Groups whose running attempt was revoked.
         missing: Planned groups that no store holds.
-        unfit: Groups that cannot be consumed in time under the options of the resumed run.
-        moved: Groups with another deadline and rank under the options of the resumed run.
+        unfit: Groups that cannot be consumed in time, or have no use left, with the options of the resumed run.
+        moved: (group id, deadline, rank) of groups whose deadline or rank changes with the options of the resumed run.
     """
 
     is_new: bool

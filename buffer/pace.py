@@ -1,15 +1,16 @@
 """The pace and the last message of each worker, and the running groups that faster workers take over.
 
 A worker's *pace* is its seconds per token. A *place* is a worker's capacity for one group. A worker is *slow* if even
-the fastest of its last groups took at least twice as long per token as another worker's median group. The fastest group
-counts, because tools and long answers slow down single groups only, but a slow engine slows down all.
+the fastest of its latest groups took at least twice as long per token as another worker's median group. The fastest
+group counts, because tools and long answers slow down single groups only, but a slow engine slows down all groups.
 
 A worker with a free place takes over a slow worker's group in two cases:
 
 - No new prompt may begin on the faster worker.
 - The next plan waits for that group, and a new prompt would be due later.
 
-A group changes workers at most twice. A slow worker still gets new groups. A call costs O(log n) in groups and workers.
+A group changes workers at most twice. A slow worker still gets new groups. With n groups and workers, a call costs
+O(log n).
 """
 
 from bisect import bisect_left, insort
@@ -23,18 +24,18 @@ from .groups import Group
 from .outcomes import GrantedLease
 
 MOST_CHANGES = 2
-"""Most changes of worker per group. The second change is for a group that moved to another slow worker."""
+"""Largest number of changes of worker per group. The second change serves a group that moved to a slow worker."""
 _SLOWER = 2.0
 """A worker is slow if it needs this many times another worker's seconds per token. A takeover then saves more time
 than the prefill on the new worker costs.
 """
 _KEPT = 8
-"""A worker's pace is taken from this number of its last groups. The number is small because engines change, and above 1
-because groups differ.
+"""A worker's pace is taken from this number of its latest groups. The number is small because engines change, and above
+1 because groups differ.
 """
 _FORGET_AFTER = 30.0
-"""An idle worker's pace is forgotten after this many times the duration of the worker's longest group. New trials of
-slow workers then cost 3% of the time of all workers."""
+"""An idle worker's pace is forgotten after this many times the duration of the worker's longest group. Then a slow
+worker gets a group as a trial. These trials cost 3% of the time of all workers."""
 _PLACE_KEPT_S = 1.0
 """Longest time in seconds that a worker keeps a place free for a takeover. The slow worker hands the group over within
 a few decoding steps.
@@ -46,12 +47,12 @@ class _Worker:
     """The measured pace and the groups of a worker.
 
     Attributes:
-        since: Time when the worker last ended a group, or got a group while it had none.
-        paces: Seconds per token of the worker's last groups.
-        took: Seconds that the worker's last groups took. For a group that it took over, an estimate of the whole time.
-        is_watched: Whether a later `WorkerPaces.look` will check the worker again.
-        slowdown: Time since the worker last ended a group, divided by the time of its longest group; 1 if the
-            quotient is below 2.
+        since: Latest time when the worker ended a group, or got a group while it had none.
+        paces: Seconds per token of the worker's latest groups.
+        took: Seconds that the worker's latest groups took. For a group that the worker took over, this is an estimate
+            of the whole time.
+        is_watched: Whether a check of the worker by `WorkerPaces.look` is scheduled.
+        slowdown: Time after ``since`` divided by the time of the worker's longest group; 1 if the quotient is below 2.
     """
 
     since: float
@@ -74,10 +75,10 @@ class RunningGroup:
 
     Attributes:
         began: Time when the worker got the group.
-        engine_version: u, a policy version. No token of the group is older.
+        engine_version: u, a policy version. No token of the group has an older version.
         deadline: The last learner version that may consume the group.
-        num_before: Tokens of the longest sample when the worker got the group; None if unknown.
-        num_saved: Tokens of the longest sample in the last saved prefix.
+        num_before: Number of tokens of the longest sample when the worker got the group; None if unknown.
+        num_saved: Number of tokens of the longest sample in the latest saved prefix.
         is_asked: Whether the worker was asked to hand the group over.
     """
 
@@ -140,7 +141,7 @@ class WorkerPaces:
         self._look_later(lease.owner, worker)
 
     def saved(self, group_id: int, attempt: int, num_tokens: int) -> None:
-        """Record that a worker saved the tokens so far of a group.
+        """Record that a worker saved the prefix (tokens so far) of a group.
 
         The group's longest sample has ``num_tokens`` tokens.
         """
@@ -175,7 +176,7 @@ class WorkerPaces:
         self._longest_tokens = max(self._longest_tokens, num_tokens)
         worker.took.append(max(took_s, min(worker.paces) * (num_tokens or self._longest_tokens)))
         self._judge(worker)
-        if fastest is None or usual < fastest:  # other workers may now be slow compared with this one
+        if fastest is None or usual < fastest:  # other workers may now be slow compared with this worker
             for other_usual, other in reversed(self._by_usual):
                 if other_usual < _SLOWER * usual:
                     break
@@ -256,7 +257,7 @@ class WorkerPaces:
         return worker.usual
 
     def is_slow(self, name: bytes, usual: float) -> bool:
-        """Return whether all last groups of a worker took at least twice ``usual`` seconds per token."""
+        """Return whether each of a worker's latest groups took at least twice ``usual`` seconds per token."""
         worker = self._workers.get(name)
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
@@ -310,7 +311,7 @@ class WorkerPaces:
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Return the seconds of a worker's longest group. If unknown, take the workers that are not slow."""
+        """Return the seconds of a worker's longest group. If unknown, use the workers that are not slow."""
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 
     def _remove_pace(self, name: bytes, worker: _Worker) -> None:

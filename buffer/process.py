@@ -124,7 +124,8 @@ class BufferProcess:
         """Wait until the server has ended. Return how it ended, as text.
 
         With ``notices_silence``, send requests with the key of ``role``, and kill the server if it does not answer.
-        This takes at most two thirds of the clients' deadline, so a restarted server can still answer the clients.
+        A silent server is killed within two thirds of the clients' deadline. So a restarted server can still answer the
+        clients.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -172,7 +173,7 @@ class BufferProcess:
         self.kill()
 
     def kill(self) -> None:
-        """Kill the server by SIGKILL."""
+        """Kill the server with SIGKILL."""
         self.process.kill()
         self.process.wait()
         if self.process.stdout is not None:
@@ -191,7 +192,8 @@ class BufferSupervisor:
     """A buffer server that `keep_up` restarts, at most ``buffer.restarts`` times.
 
     A restarted server keeps its address and continues its journal. Its clients reconnect and repeat unacknowledged
-    requests. The ledger's server is restarted only with a journal. A restarted store server without one is empty.
+    requests. The ledger's server is restarted only with a journal. Without a journal, a restarted store server is
+    empty.
 
     Make this object on a thread that ends after the server, because the kernel kills the server when the thread
     that started it ends.
@@ -349,6 +351,6 @@ def store_config(config: BufferConfig) -> BufferConfig:
     A store server begins empty if its journal belongs to another epoch (name of the run).
     """
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # with a journal, a restarted server finds its epoch there
+    if config.durability is Durability.memory:  # otherwise the journal holds the epoch
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

@@ -91,7 +91,7 @@ class WorkerClient:
         """Wait for leases: prompts that this worker may generate with an engine that serves ``engine_version``.
 
         Returns at most ``max_groups`` leases, or none if the server's time limit ends first. If the call is cancelled,
-        leases granted meanwhile go back to the buffer.
+        the leases that the buffer granted to it go back to the queue.
         """
         link = await self._entered("lease")
         request_id = link.next_id()
@@ -103,7 +103,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(commands.Cancel(request_id))
             raise
-        if self._client.is_closed:  # the client was closed during the call; `close` returns leases that have arrived
+        if self._client.is_closed:  # the client was closed during the call; `close` gives the leases back
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
@@ -147,7 +147,7 @@ class WorkerClient:
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend the leases that are still valid. `revocation` returns the lost ones."""
+        """Extend the leases that are still valid. `revocation` returns the lost leases."""
         keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
         for start in range(0, len(keys), MAX_LEASES):
             await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
@@ -273,8 +273,8 @@ class WorkerClient:
     async def close(self) -> None:
         """Close the connection. Pending calls raise `ReplayBufferError`.
 
-        Leases that `lease` has not returned go back to the queue. Release all other leases first. Otherwise they last
-        until they expire, or until the client has been silent for four heartbeats.
+        Leases that `lease` has not returned go back to the queue. Before this call, release all other leases.
+        Otherwise they last until they expire, or until the client has been silent for four heartbeats.
         """
         self._pushed.set()
         if self._beat is not None:
@@ -297,7 +297,7 @@ class WorkerClient:
         return link
 
     def _say_beat(self) -> None:
-        """Send a heartbeat. Each new connection sends one too, because a restarted server does not know this worker."""
+        """Send a heartbeat. Each reconnect also calls this, because a restarted server does not know this worker."""
         if self._beat_s and not self._client.is_closed:
             beat = commands.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
@@ -523,7 +523,7 @@ class ControlClient:
     async def bury(self, worker: str, num_generated: int = 0) -> int:
         """Declare a rollout worker dead. ``worker`` is the name that `WorkerClient.enter` returned.
 
-        Returns the worker's number of generated tokens: ``num_generated`` or that of its last heartbeat, if larger.
+        Returns how many tokens the worker generated: the larger of ``num_generated`` and its latest heartbeat's number.
         """
         return (await self._client.call(commands.Bury(worker, num_generated))).value
 
@@ -556,7 +556,7 @@ class ControlClient:
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
-        """Offer all engines the newest version again."""
+        """End the effect of `pin`: offer the newest version to all engines."""
         await self._client.call(commands.Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
@@ -576,8 +576,8 @@ class ControlClient:
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
         """Take the buffer of a resumed run back to the checkpoint ``key`` of ``version``.
 
-        The steps before ``version`` are committed. ``tokens_generated`` is the number of policy tokens up to the
-        checkpoint.
+        The steps before ``version`` are committed. ``tokens_generated`` is the number of policy tokens that the run
+        generated up to the checkpoint.
         """
         await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 

@@ -24,8 +24,8 @@ from .outcomes import Reserved
 Filter = Callable[[GroupSummary], bool]
 """Maps the metadata of a finished group to True if the buffer should keep the group."""
 Preference = Callable[[GroupSummary, int], float]
-"""Maps a group's metadata and deadline to a rank. Batches take the smallest rank first. Among equal ranks, they take
-the group first that was stored first."""
+"""Maps a group's metadata and deadline to a rank. Batches take groups with a small rank first. Among equal ranks,
+they take the group that was stored earliest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -243,7 +243,7 @@ class Room:
 
 
 FILTERS: Registry[Filter] = Registry("buffer.filters")
-"""Filters by name. The buffer counts each dropped group under the name of the filter."""
+"""Filters by name. The buffer counts the groups that each filter drops."""
 ORDERS: Registry[Preference] = Registry("buffer.order")
 """Selection orders by name."""
 
@@ -297,7 +297,7 @@ def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | No
 
 
 def find_order(name: str) -> Preference:
-    """Return the function that ranks stored groups under this name. Raises `ValueError` if there is none."""
+    """Return the function ``name`` that ranks stored groups. Raises `ValueError` if there is no such function."""
     return _find(ORDERS, name)
 
 
@@ -315,8 +315,9 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 class Window:
     """The deadlines of the groups that a partly filled batch may still take.
 
-    w is the batch's version. The batch may take a group due at w + k only if the groups due earlier that it must take
-    still fit. An excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
+    w is the batch's version. The batch must take some groups that are due early. It may take a group due at w + k only
+    if enough seats remain for the required groups that are due earlier. An excluded deadline stays excluded, so filling
+    a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -341,9 +342,9 @@ def choose_batch(
 ) -> list[int]:
     """Choose ``seats`` groups for a batch, and return their ids.
 
-    Each time, take the best-ranked group that the `Window` allows. ``ready`` holds the stored groups by deadline,
-    sorted by rank. ``required`` is the result of `StalenessRule.required`. There must be enough stored groups to fulfil
-    it.
+    Until the batch is full, take the best-ranked group that the `Window` allows. ``ready`` holds the stored groups by
+    deadline, sorted by rank. ``required`` is the result of `StalenessRule.required`. There must be enough stored groups
+    to meet these requirements.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]

@@ -110,7 +110,7 @@ class Service(Protocol):
         """Answer a request, now or later."""
 
     def settle(self) -> None:
-        """Do the work after a burst of messages, such as answering held requests."""
+        """Do the work that follows after messages were handled, such as answering held requests."""
 
     def close(self) -> None:
         """Cancel every pending request."""
@@ -281,7 +281,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # a refused chunk is acknowledged too, so the client sends on
+                request_id = chunk.request_id  # a refused chunk is acknowledged too, or the client would wait
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -393,16 +393,16 @@ class ServerSocket:
     def _on_burst_end(self) -> None:
         try:
             self._service.settle()
-        except Exception as error:  # noqa: BLE001 - the next burst repeats this
+        except Exception as error:  # noqa: BLE001 - the next call repeats the work
             self._failure("settling pending requests failed", error)
         self._flush()
 
     # Replies
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send a message to a client at the end of the burst, together with the client's other replies.
+        """Send a message to a client, with the client's other replies, after all received messages are handled.
 
-        A reply with a payload is sent at once, so the client does not wait for the other replies.
+        A message with a payload is sent at once, so the client does not wait for replies to other requests.
         """
         self._outbox.setdefault(client, []).append(message)
         if message.payload:
@@ -553,7 +553,7 @@ class BufferServer:
 class StoreServer:
     """Store server ``number``. Make an object on a running loop.
 
-    The attributes are those of `BufferServer` except ``bulk_port``.
+    The attributes are those of `BufferServer` except ``bulk_port`` and ``service``.
     """
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:

@@ -1,8 +1,8 @@
 """Handles the requests to the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
 
 A request that cannot be answered yet is held. After each burst of messages, `settle` answers the held requests that can
-be answered now. A timer answers each request that waits too long with `NothingYet`. Other timers revoke expired leases,
-and find silent producers (clients that generate groups).
+be answered now. If a request waits too long, a timer answers the request with `NothingYet`. Other timers revoke expired
+leases, and find silent producers (clients that generate groups).
 """
 
 import logging
@@ -138,7 +138,7 @@ class BufferService:
         return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
 
     def _when_kept(self, request: Message, store: Callable[[Frames], None]) -> None:
-        """Call ``store`` with the payload. If the journal writes the payload first, call it after the write."""
+        """Call ``store`` with the payload. If the journal writes the payload first, call ``store`` after the write."""
         if self._journal is None or not self._is_written_first(size_of(request.payload)):
             store(request.payload)
             return
@@ -169,7 +169,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # first, because a batch may wait for such a group
+                self._admission.grant_saved()  # first, because a batch may wait for a group with a saved prefix
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -234,8 +234,9 @@ class BufferService:
     ) -> bool:
         """Handle a report that the store server number ``store`` lacks the trajectories of groups.
 
-        Stored groups that are lost are generated again. Workers send running groups with reserved bytes again. A
-        planned batch stays, because the learner's ranks may already have its groups.
+        Stored groups that are lost are generated again. If the store lacks a running group with reserved bytes,
+        the worker sends the group again. A planned batch stays, because the learner's ranks may already have its
+        groups.
 
         Args:
             store: Number of the store server.
@@ -244,7 +245,7 @@ class BufferService:
             reserved: (group id, attempt number) pairs that had reserved bytes on this server when it was asked.
 
         Returns:
-            True if a reserved group was stored since then. The caller must then ask the store server again.
+            True if a group in ``reserved`` is stored now. The caller must then ask the store server again.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -321,9 +322,9 @@ class BufferService:
         return commands.Reservation(address="" if self._links is None else self._links.addresses[store])
 
     def _make_room(self, client: bytes, command: commands.Reserve) -> int:
-        """Reserve bytes for a group, and return its store.
+        """Reserve bytes for a group, and return the number of the store.
 
-        If the bytes do not fit, fail the plans that can never be made.
+        If the bytes do not fit, and the stores are too small for a batch, fail the requests for batches.
         """
         group_id = command.group_id
         try:
@@ -430,7 +431,7 @@ class BufferService:
         return Done()
 
     def on_resume(self, request: Message, resume: commands.Resume) -> Answer:
-        """Take the buffer back to a checkpoint of an earlier process, from which the run was resumed."""
+        """Take the buffer back to the checkpoint from which the run was resumed."""
         self._forget_finished()
         self._take_back(self.ledger.apply(resume))
         self._joins.leave_earlier()
@@ -485,7 +486,7 @@ class BufferService:
 
 
 class WorkerRequests:
-    """Handles what clients report about themselves: greetings, heartbeats, versions of engines, and their end."""
+    """Handles greetings, heartbeats, reports about the versions of engines, and the end of workers."""
 
     def __init__(
         self,
@@ -530,7 +531,7 @@ class WorkerRequests:
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
         """Record which policy version a worker's engine serves now. Reports about a replaced learner are ignored.
 
-        Requests for leases at this version that the worker sent before the load can be granted from now on.
+        From now on, the buffer may also grant the worker's earlier requests for leases at this version.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
@@ -593,7 +594,7 @@ class LedgerNotes:
 
     def _note_batch(self, outcome: Any) -> None:
         match outcome:
-            case outcomes.Planned():  # a repeated plan returns the same batch, unless a loss dissolved it
+            case outcomes.Planned():  # a repeated plan returns the same batch, unless a group was lost
                 if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
                     self._planned[outcome.version] = outcome.group_ids
                     self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
@@ -652,7 +653,7 @@ class LedgerNotes:
 
 
 def check_counts(summary: GroupSummary) -> None:
-    """Check that every count in a group's metadata is in range, so that totals fit into 63 bits.
+    """Check that every count in a group's metadata is in range, so that sums of counts fit into 63 bits.
 
     Raises `WireError` otherwise.
     """

@@ -2,7 +2,7 @@
 
 Every client has two connections to a server. The *control* connection carries requests and small payloads. The *bulk*
 connection carries payloads of ``JOIN_BELOW_BYTES`` or more, so they do not delay heartbeats and renewals of leases.
-It sends them in chunks, at most ``WINDOW_BYTES`` before the peer acknowledges a chunk.
+The bulk connection sends payloads in chunks. At most ``WINDOW_BYTES`` are sent before the peer acknowledges a chunk.
 """
 
 import asyncio
@@ -108,8 +108,8 @@ class LoopClock:
 class Deadline:
     """One timer for the earliest of many changing deadlines.
 
-    If the earliest deadline moves later, the timer is not changed, so a message can move a deadline at no cost. The
-    timer may then fire early: ``on_due`` finds no passed deadline, and must call `at` again.
+    If the earliest deadline moves later, the timer is not changed. So a message can move a deadline at no cost, but the
+    timer may fire early. Then ``on_due`` finds no passed deadline, and must call `at` with the next deadline.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -142,7 +142,7 @@ class Channel:
     """Passes received messages to a callback, and sends without blocking.
 
     The channel closes the socket at its end. The loop calls ``on_message`` with the frames of each message. It calls
-    ``on_burst_end`` after all waiting messages, or after 64 of them.
+    ``on_burst_end`` when no more messages wait, or after 64 messages.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class Chunk:
         request_id: Request id of the message.
         index: Index of the chunk in the message, from 0.
         count: Number of chunks of the message; 0 in an acknowledgement.
-        frames: Frames of the message.
+        frames: The message's frames in this chunk.
     """
 
     request_id: int
@@ -493,7 +493,7 @@ class _Connections:
     def __init__(self, address: str, max_bytes: int, on_closed: Callable[[], None]) -> None:
         self._address, self._max_bytes, self._on_closed = address, max_bytes, on_closed
         self._since: dict[int, int] = {}
-        """Bytes that each connection had received at its last complete message."""
+        """Bytes that each connection had received at its latest complete message."""
         self._heard: set[int] = set()
         self._check = asyncio.get_running_loop().create_task(self._close_endless())
 

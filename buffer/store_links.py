@@ -1,7 +1,7 @@
 """Connects the ledger's server to the store servers (servers that hold trajectories).
 
-Stores may join and leave while the buffer serves. The ledger numbers the stores. In a resumed run, a new store gets the
-number of a store from before the resume.
+Stores may join and leave while the buffer serves. The ledger numbers the stores. In a resumed run, a new store takes
+over the number of a store that had joined before the resume.
 """
 
 import logging
@@ -26,7 +26,7 @@ _MAX_HOSTS = 65_536
 
 
 class StoreLinks:
-    """Connections to stores by the ledger's store numbers. Make an object on a running loop.
+    """The connections to the stores. The ledger numbers the stores. Make an object on a running loop.
 
     Args:
         config: Options of the buffer.
@@ -35,7 +35,7 @@ class StoreLinks:
 
     Attributes:
         addresses: Addresses of the stores, by number; empty for a lost store.
-        disk_bytes: Bytes of payloads that each store has only on disk, by number, as last reported.
+        disk_bytes: Bytes of payloads that each store has only on disk, by number, in the store's latest report.
     """
 
     def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
@@ -91,7 +91,7 @@ class StoreLinks:
         return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
     async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
-        """Send a store the request ``reconcile``: drop payloads, and report the missing ones.
+        """Send a store the request ``reconcile``. The store drops unneeded payloads, and reports missing payloads.
 
         Returns the ids of the groups that the store lacks. Raises `AsyncRLError` if the store does not answer.
         """

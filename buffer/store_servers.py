@@ -43,7 +43,7 @@ class StoreService:
         self._by_group: dict[int, set[Key]] = {}
         self._fetches = FetchReplies(self._replies, self._limit)
         self._finished = IdSet()
-        self._ended: dict[int, int] = {}  # the last ended attempt of each unfinished group
+        self._ended: dict[int, int] = {}  # the latest ended attempt of each unfinished group
         self._unwritten_removals: set[int] = set()
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
@@ -77,7 +77,7 @@ class StoreService:
         self._fetches.close()
 
     def settle(self) -> None:
-        """Reserve bytes for held requests, in order of arrival. Before that, bring the journal up to date."""
+        """Record dropped payloads in the journal. Then reserve bytes for held requests, in order of arrival."""
         self._write_removals()
         if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
@@ -162,7 +162,7 @@ class StoreService:
         self._unwritten_removals.discard(number_of(key))
 
     def on_fetch(self, request: Message, fetch: commands.Fetch) -> None:
-        """Answer with the trajectories of some attempts, in the order of the request."""
+        """Answer with the trajectories of the requested attempts, in the order of the request."""
         if len(fetch.attempts) != len(fetch.group_ids):
             raise WireError("a fetch from a store server must name one attempt per group")
         parts: list[Frames] = []
@@ -201,7 +201,7 @@ class StoreService:
                     logger.error("the part of a checkpoint lacks group %d: %s", key[0], error)
 
     def on_save_part(self, request: Message, save: commands.SavePart) -> None:
-        """Write this store's files of a checkpoint. The answer follows when they are on the disk."""
+        """Write this store's files of a checkpoint. The answer follows when the files are on the disk."""
 
         async def write() -> commands.Checkpointed:
             held = [("payload", number_of(key), frames) for key, frames in self._payloads]

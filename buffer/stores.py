@@ -48,7 +48,7 @@ class FrameTable(Generic[Key]):
         return ((key, frames) for key, (frames, _) in self._frames.items())
 
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
-        """Keep the frames of a key, instead of earlier ones. ``size`` overrides the counted size in bytes."""
+        """Store the frames of a key, and drop earlier frames. ``size`` overrides the counted size in bytes."""
         self.remove(key)
         self._frames[key] = frames, size_of(frames) if size is None else size
         self._count(*self._frames[key], 1)
@@ -83,7 +83,7 @@ class PayloadStore:
         max_prompt_bytes: Bound on the prompts of groups that are not stored yet, in bytes.
         remove_elsewhere: Called with the arguments of `forget` if store servers hold the trajectories.
         max_memory_bytes: Bound on trajectories and saved prefixes in memory, in bytes; 0 means no bound. Trajectories
-            beyond the bound stay on disk.
+            that exceed the bound stay on disk.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class PayloadStore:
         return self.prefixes.memory_bytes + self.payloads.memory_bytes
 
     def fits_in_memory(self, num_bytes: int) -> bool:
-        """Return whether another payload of ``num_bytes`` bytes fits under the bound on memory."""
+        """Return whether another payload of ``num_bytes`` bytes fits within the bound on memory."""
         return not self._max_memory_bytes or self.memory_bytes + num_bytes <= self._max_memory_bytes
 
     @property
@@ -141,7 +141,10 @@ class PayloadStore:
                 yield kind, group_id, frames
 
     def recover(self, frames: Mapping[str, Mapping[int, Frames]], ledger: Ledger) -> None:
-        """Load the frames of the ledger's unfinished groups from a journal's frames, by kind and group id."""
+        """Load the prompts, trajectories and saved prefixes of the ledger's unfinished groups.
+
+        ``frames`` holds all frames of a journal. It maps the kind, then the group id, to the frames.
+        """
         for group_id, parts in frames.get("prompt", {}).items():
             if group_id in ledger.groups:
                 self.prompts.put(group_id, in_memory(parts))
@@ -158,9 +161,10 @@ class PayloadStore:
                 self.prefixes.put(group_id, in_memory(parts))
 
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
-        """Keep the trajectories of a group, ``size`` bytes, and remove the group's saved prefix.
+        """Store the trajectories of a group, and remove the group's saved prefix.
 
-        Trajectories on disk are read if they fit into memory. Raises `OSError` if they cannot be read.
+        ``size`` is the size of the trajectories in bytes. Trajectories on disk are read if they fit into memory. Raises
+        `OSError` if they cannot be read.
         """
         self.prefixes.remove(group_id)
         self.payloads.put(group_id, in_memory(payload) if self.fits_in_memory(size) else payload, size)

@@ -1,8 +1,8 @@
 """Holds requests for leases, batches and space in the prompt queue until the buffer can answer them.
 
 A lease is a worker's right to generate a group. The service checks all held requests after each burst of messages. A
-timer ends each wait with `NothingYet`. After a commit, workers whose weights are now too old for any group get this
-answer at once.
+timer ends each wait with `NothingYet`. After a commit, workers whose weights are now too old for any group get
+`NothingYet` at once.
 """
 
 import asyncio
@@ -38,12 +38,12 @@ _MAX_REMEMBERED = 4096
 _FIRST_WARNING_STEPS = 4
 _BEATS_TO_SILENCE = 4
 _SEARCH_S = 5e-5
-"""After a search for a worker that takes over a group found none, the next search waits this many seconds per waiting
-request. A search takes a fiftieth of this time."""
+"""If a search finds no worker that can take over a group, the next search waits this many seconds per waiting request.
+A search takes a fiftieth of this time."""
 
 
 class Replies:
-    """Sends answers and pushes. ``send`` is called with one message to one client."""
+    """Sends answers and pushes. ``send`` is called with a client id and a message."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -223,8 +223,8 @@ class FairQueue:
     """The order in which waiting workers get leases.
 
     Start-time fair queueing (Goyal et al., SIGCOMM 1996). Each worker has a number, its turn. The worker with the
-    lowest turn comes first, and each lease adds 1 to the turn of its worker. A worker that was away returns with the
-    turn of the worker that got the last lease.
+    lowest turn comes first, and each lease adds 1 to the turn of its worker. A worker that returns after a pause has
+    at least the turn of the worker that got the latest lease.
     """
 
     def __init__(self) -> None:
@@ -517,7 +517,7 @@ class Admission:
         self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """Record that a worker saved the tokens so far of a group.
+        """Record that a worker saved the prefix (tokens so far) of a group.
 
         The group's longest sample has ``longest_response`` tokens.
         """
@@ -561,7 +561,7 @@ class Admission:
         self._replies.answer(request, commands.Leased(tuple(leases)), payload)
 
     def on_cancel(self, request: Message, cancel: commands.Cancel) -> Answer:
-        """Cancel a request for leases. Groups granted meanwhile go back to the queue."""
+        """Cancel a request for leases. Groups granted to this request go back to the queue."""
         if self._held.remove(request.client, cancel.request) is None:
             for lease in self._granted.pop((request.client, cancel.request), []):
                 self._give_back(lease, "cancelled")
@@ -621,7 +621,7 @@ class Admission:
 class BatchRequests:
     """Handles the operation `PlanBatch`.
 
-    Plans fail when filters have dropped the groups of ``max_filtered_steps`` learner steps in a row.
+    Plans fail when filters have dropped as many groups in a row as ``max_filtered_steps`` learner steps need.
     """
 
     def __init__(self, shared: Collaborators) -> None:

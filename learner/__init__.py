@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .verl_api import ActorWorker, CriticWorker, ReferenceWorker, RewardModelWorker
     from .worker import ModelWorker
 
-# The modules that define the names of `__all__`, in the order in which they are searched. The first are fast to import.
+# `__getattr__` searches these modules for the names of `__all__`, in this order. Modules that import fast come first.
 _HOMES = ("config", "types", "batching", "losses", "advantages", "model_folder", "trainer", "verl_api")
 
 __all__ = [

@@ -38,15 +38,18 @@ _BLOCK = 64
 
 
 class Scale(StrEnum):
-    """What the difference of a reward from its group's mean is divided by: the standard deviation, or nothing."""
+    """How the differences between rewards and the mean of their group are scaled.
+
+    ``std`` divides them by the group's standard deviation. ``none`` does not scale.
+    """
 
     std = "std"
     none = "none"
 
 
 OutcomeEstimator: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""A function from the rewards [B] and prompt group ids [B] int64 of trajectories from all ranks to advantages [B]. The
-trajectories of a group are sorted by their index in the group."""
+"""A function that gets the rewards [B] and the prompt group ids [B] int64 of trajectories from all ranks. It returns
+the advantages [B]. The trajectories of a group are sorted by their index in the group."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,8 +235,8 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
     """Use each token's discounted return as its advantage (REINFORCE++, arXiv 2501.03262, section 3).
 
-    The advantages are standardized over the tokens of all ranks. Deviation: the KL penalty uses the behavior policy.
-    The paper uses the policy before the update.
+    The advantages are standardized over the tokens of all ranks. Difference from the paper: the KL penalty uses the
+    behavior policy. The paper uses the policy before the update.
 
     Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577.
     """
@@ -294,7 +297,7 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
     """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values.
 
-    ``ends`` are the positions of the last tokens of the trajectories. After each of them, S counts as 0.
+    ``ends`` are the positions of the last tokens of the trajectories. After each of these positions, S counts as 0.
     """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
@@ -318,10 +321,10 @@ def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
 
 
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
-    """Subtract the mean from this rank's values, and divide by the standard deviation, both over all ranks.
+    """Standardize this rank's values with the mean and the standard deviation of the values of all ranks.
 
     ``values`` is [M] float64. ``total`` sums a tensor over the ranks. The divisor is the sample deviation (n - 1), at
-    least `MIN_DEVIATION`. Returns [M] float64; zeros if the values of all ranks are equal.
+    least `MIN_DEVIATION`. Returns [M] float64; zeros if all values of all ranks are equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     differences = values - sums / max(1.0, count)
@@ -339,9 +342,9 @@ class AdaptiveKLCoefficient:
     ``target`` is the wanted divergence in nats per token. ``horizon`` is a number of samples; with a larger horizon the
     coefficient changes more slowly.
 
-    Deviations: the divergence is the mean over a batch's tokens. The paper uses the sum over a response. verl takes
-    the mean per sequence first. A batch counts as at most ``horizon`` samples, so one update changes the coefficient by
-    at most a fifth.
+    Differences from the paper: the divergence is the mean over a batch's tokens. The paper uses the sum over a
+    response. verl uses the mean over sequences of each sequence's mean. A batch counts as at most ``horizon`` samples,
+    so one update changes the coefficient by at most a fifth.
     """
 
     def __init__(self, *, initial: float, target: float, horizon: int) -> None:
@@ -352,8 +355,8 @@ class AdaptiveKLCoefficient:
     def update(self, measured: float, num_samples: int) -> float:
         """Adapt the coefficient to the divergence of one step, and return the new coefficient.
 
-        ``measured`` is the divergence in nats per token. A non-finite divergence changes nothing. Example: 0.1 with
-        target 6 and horizon 10000, after 256 samples at 12 nats, becomes 0.100512.
+        ``measured`` is the divergence in nats per token. A non-finite divergence changes nothing. Example: with target
+        6 and horizon 10000, a divergence of 12 over 256 samples changes the coefficient 0.1 to 0.100512.
         """
         if math.isfinite(measured):
             error = min(max(measured / self._target - 1.0, -0.2), 0.2)
@@ -365,8 +368,8 @@ class BatchAdvantages:
     """Computes the tokens' advantages from the trajectories' rewards. All data-parallel ranks call a method together.
 
     The advantages do not depend on how the batch is divided among the ranks. The KL penalty in the rewards compares the
-    behavior policy, which sampled the tokens, with the reference, as AReaL does. Deviation: InstructGPT (arXiv
-    2203.02155) and verl compare the policy before the update.
+    behavior policy, which sampled the tokens, with the reference, as AReaL does. In InstructGPT (arXiv 2203.02155) and
+    verl, the penalty compares the policy before the update with the reference.
 
     Attributes:
         kl_coefficient: The coefficient of the KL penalty in the rewards. It changes only if ``algorithm.kl_target`` is
@@ -406,9 +409,9 @@ class BatchAdvantages:
             sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
-            Copies of the sequences with the column ``advantages`` (0 outside the loss), and with ``returns`` if the
-            estimator is for tokens or turns. Also the metrics of the KL penalty, equal on all ranks: ``reward_kl`` in
-            nats per token and ``kl_reward_coef``.
+            Copies of the sequences, and the metrics of the KL penalty. The copies have the column ``advantages`` (0
+            outside the loss). With a token-level or turn-level estimator they also have ``returns``. The metrics are
+            ``reward_kl`` in nats per token and ``kl_reward_coef``. They are equal on all ranks.
 
         Raises:
             ValueError: the estimator is turn-level, and a sequence does not name its turns.
@@ -443,7 +446,7 @@ class BatchAdvantages:
         return _with_column(assigned, "returns", estimated.returns), metrics
 
     def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
-        """Return a row per trajectory, [B, 3] int64: group id, index in the group, and number of its estimator."""
+        """Return one row per trajectory, [B, 3] int64: group id, index in the group, number of the estimator to use."""
         numbers = {group_id: self._numbers.get(source, 0) for group_id, source in sources.items()}
         rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -498,7 +501,7 @@ class BatchAdvantages:
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
-    """Return the turn's reward at the last token of each turn and 0 at the other tokens in the loss, [M] float64."""
+    """Return [M] float64: the turn's reward at the last token of each turn, and 0 at the other tokens in the loss."""
     rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
     return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 

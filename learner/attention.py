@@ -38,15 +38,16 @@ from .ulysses import (
 ATTENTION_NAME = "asyncrl_packed"
 
 MAX_PADDING = 0.25
-"""All sequences of a padded batch have at least the length ``longest * (1 - MAX_PADDING)``, with the length ``longest``
-of the batch's longest sequence. Or the batch has at most `FREE_PADDING_TOKENS` padding tokens."""
+"""Each sequence of a padded batch has at least the length ``longest * (1 - MAX_PADDING)``. ``longest`` is the length of
+the batch's longest sequence. Shorter sequences are allowed if the batch has at most `FREE_PADDING_TOKENS` padding
+tokens."""
 
 TOKENS_PER_CALL = 200
 """One more SDPA call costs as much as padding and unpadding this many tokens (measured on a CPU)."""
 
 FREE_PADDING_TOKENS = 128
-"""A padded batch may always have this many padding tokens. They cost less than one more SDPA call (measured on a CPU).
-"""
+"""A padded batch may always have up to this many padding tokens. They cost less than one more SDPA call (measured on a
+CPU)."""
 
 
 CAPPED_QUERIES = 512
@@ -54,7 +55,7 @@ CAPPED_QUERIES = 512
 
 BLOCK_QUERIES, MAX_BLOCK_QUERIES = 128, 1024
 """Smallest and largest number of queries per SDPA call with a sliding window or attention sinks. Between these limits,
-the number of queries is the window size."""
+the number of queries is the window size. Without a window, it is the padded length of the sequences."""
 MAX_FLASH_DIM = 256
 """Largest head size of SDPA's FlashAttention on CUDA."""
 
@@ -111,8 +112,8 @@ class PackedLayout:
     def padded(self) -> PaddedCalls:
         """The padded batches for torch's ``scaled_dot_product_attention`` (SDPA), one per call.
 
-        Layers without a variable-length kernel use them. At most a quarter of each batch is padding, or
-        `FREE_PADDING_TOKENS` if that is more.
+        Layers without a variable-length kernel use these batches. At most a quarter of a batch is padding, or
+        `FREE_PADDING_TOKENS` if this number is larger than a quarter.
         """
         sizes = np.asarray(self.lengths)
         starts = np.cumsum(sizes) - sizes
@@ -259,7 +260,7 @@ def packed_attention(
         dropout: Dropout of the attention weights.
         sliding_window: A token attends to this many tokens, including itself; None means all tokens before it.
         extra: Other arguments of the model. ``s_aux`` [H] are attention sinks (GPT-OSS). ``softcap`` c replaces each
-            score s by c · tanh(s ÷ c) (Gemma 2, arXiv 2408.00118).
+            score s by c · tanh(s / c) (Gemma 2, arXiv 2408.00118).
 
     Returns:
         [1, N, H, Dv], and None instead of the attention weights.
@@ -312,7 +313,10 @@ def _attended(
 
 
 def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:
-    """Return a layer's sliding window and chunk. Some models pass these only through the mask, which we do not use."""
+    """Return a layer's sliding window and the size of its attention chunks, in tokens; None without one.
+
+    Some models pass these sizes only through the attention mask, which asyncrl does not use.
+    """
     config = getattr(module, "config", None)
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = types[index] if types and index is not None and index < len(types) else None
@@ -394,7 +398,7 @@ def _windowed(
 ) -> Tensor:
     """Compute causal attention within a window: [count, H, L, Dv].
 
-    q, k and v have the shapes of `_capped`, ``sinks`` are [H].
+    q, k and v have the same shapes as in `_capped`. ``sinks`` are [H].
 
     A block of queries reads only the keys of its window, so no [L, L] mask is needed.
     """
@@ -423,7 +427,7 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
-    """Compute causal attention with soft-capped scores c · tanh(s ÷ c), in blocks of queries: [count, H, L, Dv].
+    """Compute causal attention with soft-capped scores c · tanh(s / c), in blocks of queries: [count, H, L, Dv].
 
     q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass recomputes each
     block, so that only the scores of one block are in memory.
@@ -444,8 +448,8 @@ def _blocks(
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
     """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
 
-    The keys of a window of at most two blocks are concatenated from blocks. Slicing them would need more memory,
-    because the gradient of a slice is as large as all keys.
+    If a window covers at most two blocks, its keys are concatenated from blocks of keys. A slice of all keys would need
+    more memory, because the gradient of a slice is as large as all keys.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):
@@ -462,8 +466,8 @@ def _blocks(
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
     """Add a key that all tokens attend to. Its score is the head's sink, and its value is zero.
 
-    Queries and keys get an additional dimension. It holds the sink in a query, 1 in the added key, and 0 in the other
-    keys. GPU kernels need a multiple of eight dimensions, so eight are added.
+    Queries and keys get eight more dimensions, because GPU kernels need a multiple of eight. The first new dimension
+    holds the sink in a query, 1 in the added key, and 0 in the other keys. The other seven hold 0.
 
     q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], and the mask [queries, L] bool. ``sinks`` [H]
     are divided by the scale of the scores.

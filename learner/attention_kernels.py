@@ -44,7 +44,7 @@ class AttentionShape:
         head_dim: Size of the queries and keys of a head.
         heads_per_kv_head: Number of query heads that share a key-value head.
         has_window: Whether some layers use a sliding window.
-        soft_cap: c if the model replaces each score s by c · tanh(s ÷ c); None without a soft cap.
+        soft_cap: c if the model replaces each score s by c · tanh(s / c); None without a soft cap.
     """
 
     head_dim: int = 64
@@ -74,7 +74,7 @@ def attention_kernel(
     """Return the attention kernel to use. ``asked`` is the option ``learner.attention``.
 
     ``auto`` gives the fastest kernel that passes `check_kernel` with this device, dtype and model, or ``sdpa`` if none
-    passes. ``sdpa`` is returned unchanged, and another kernel if it passes.
+    passes. ``sdpa`` is returned without a check. Any other kernel is returned if it passes `check_kernel`.
 
     Raises:
         ValueError: the requested kernel cannot be imported, cannot run on the device, or gives wrong results.
@@ -99,7 +99,7 @@ def first_right(
 ) -> AttentionKernel:
     """Return the first of ``kernels`` that passes `check_kernel`, or ``sdpa``. Log why other kernels failed.
 
-    Kernels without a soft cap are skipped if the model needs one.
+    If the model needs a soft cap, kernels that do not support it are skipped.
     """
     reasons: list[str] = []
     for kernel in (kernel for kernel in kernels if shape.soft_cap is None or takes_soft_cap(kernel)):
@@ -139,7 +139,7 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     remedy = "use learner.attention=auto"
     try:
         _function(kernel)
-    except Exception as error:  # a package built for another torch raises OSError or worse
+    except Exception as error:  # a package for another version of torch may raise OSError and others
         raise ValueError(
             f"learner.attention={kernel} needs {module}.{function}, which cannot be imported "
             f"({type(error).__name__}: {error}); {remedy}"

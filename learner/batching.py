@@ -18,16 +18,16 @@ from .config import AlgorithmConfig
 from .types import GroupShare, RankBatch, TokenSequence
 
 BALANCED = 1.02
-"""Prompt groups are split into samples until the highest cost of a part ÷ the mean cost is at most this number. The
-parts are the mini-batches, or the ranks' shares of a mini-batch."""
+"""Prompt groups are split into samples until the most expensive part costs at most this many times the mean cost of a
+part. The parts are the mini-batches, or the ranks' shares of a mini-batch."""
 
 QUADRATIC_TOKENS = 32_768
-"""Sequence length, in tokens, at which attention is assumed to cost as much as the rest of the model. It is about 8 ×
-the hidden size, here 4,096."""
+"""Sequence length, in tokens, at which attention is assumed to cost as much as the rest of the model. This is about 8
+times the hidden size; the value is for a hidden size of 4,096."""
 
 MAX_ATTENDED = 8
-"""In a micro-batch, attention may read at most this many times the token budget. It reads a shared prompt once per
-sequence, but the budget counts the prompt once."""
+"""In a micro-batch, attention may read at most this many times the token budget. Attention reads a shared prompt once
+per sequence, but the budget counts the prompt once."""
 
 _HALVINGS = 6
 
@@ -43,8 +43,9 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
         A list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
         Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A partition is a tuple: minus the difference between largest and smallest part (heapq pops the smallest entry), a
-    # tie-break, and the non-empty parts, largest first.
+    # Each entry of the heap is a partition, a tuple of three values. The first is the difference between the largest
+    # and the smallest part. It is negative, because heapq pops the smallest entry. The second value breaks ties. The
+    # third lists the non-empty parts, the largest part first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
@@ -63,9 +64,9 @@ _Parts = list[tuple[float, list[int]]]
 
 
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
-    """Join the largest part of one partition with the smallest part of the other, and so on.
+    """Join two partitions: the largest part of one with the smallest part of the other, and so on.
 
-    Missing parts count as empty.
+    Each partition has ``num_parts`` parts; its empty parts are not listed.
     """
     shared = max(0, len(left) + len(right) - num_parts)
     kept, rest = len(left) - shared, right[: len(right) - shared]
@@ -125,8 +126,8 @@ class GroupCost(NamedTuple):
 
     Attributes:
         prompt: Cost of the prompt. It counts once per rank that holds samples of the group.
-        samples: Cost of each sample: its tokens without the prompt, plus T² ÷ `QUADRATIC_TOKENS` for attention. T is
-            the number of tokens with the prompt.
+        samples: Cost of each sample: its tokens without the prompt, plus T² / `QUADRATIC_TOKENS` for attention. T is
+            the number of tokens of the prompt and the sample.
     """
 
     prompt: float
@@ -140,7 +141,7 @@ class GroupCost(NamedTuple):
 def group_cost(group: GroupSummary) -> GroupCost:
     """Estimate what the prompt and each sample of a group cost the learner.
 
-    A sample with several branches (paths through its turns) counts as if they were equally long.
+    If a sample has several branches (paths through its turns), the branches count as if they were equally long.
     """
     num_prompt = group.num_prompt_tokens
     tokens = group.branch_tokens or [num_prompt + length for length in group.response_lengths]
@@ -264,10 +265,10 @@ class PackItem(NamedTuple):
 def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
     """Assign items to micro-batches of at most ``budget`` packed tokens by first fit.
 
-    An item goes to a micro-batch that holds the item's prompt, else to the first with enough room, else to a new one.
-    Items with equal prompts are placed one after another, the largest first. The prompt with the most total tokens
-    comes first. In each micro-batch, attention reads at most `MAX_ATTENDED` times the budget. Each item must fit into
-    the budget.
+    An item goes to a micro-batch that holds the item's prompt and has room. Otherwise it goes to the first micro-batch
+    with room for the prompt and the item, or to a new micro-batch. Items with equal prompts are placed one after
+    another, the largest item first. The prompt whose items have the most tokens comes first. In each micro-batch,
+    attention reads at most `MAX_ATTENDED` times the budget. Each item must fit into the budget.
 
     Returns:
         One list per micro-batch, with the indices of its items in ``items``.

@@ -122,7 +122,7 @@ class ShardedCheckpointer:
         return final
 
     def finish(self) -> None:
-        """Wait until the last `save` is complete on disk. Raises `CheckpointError` if it failed."""
+        """Wait until the latest `save` is complete on disk. Raises `CheckpointError` if the save failed."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -136,8 +136,8 @@ class ShardedCheckpointer:
     def load(self, path: Path) -> int:
         """Restore the trainer from the checkpoint at ``path``, and return the checkpoint's policy version.
 
-        Any data-parallel and sequence-parallel sizes (dp × sp) may have saved it. If they are equal to the trainer's, a
-        run continues bit for bit. Otherwise the random state is not restored.
+        The ranks that saved the checkpoint may have had other data-parallel and sequence-parallel sizes. If both sizes
+        are equal to the trainer's sizes, a run continues bit for bit. Otherwise the random state is not restored.
 
         Raises:
             ValueError: there is no checkpoint at ``path``.
@@ -289,7 +289,7 @@ def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
         dtype: Dtype of the written weights, such as ``bfloat16``; empty means the dtype of the learner's computation.
 
     Returns:
-        Path of the exported checkpoint.
+        Path of the checkpoint that was read.
 
     Raises:
         ValueError: there is no checkpoint, or a file is missing or damaged.
@@ -341,7 +341,7 @@ def _read(checkpoint: Path, model: PreTrainedModel, names: Sequence[str]) -> dic
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``asyncrl export`` and return its exit status.
 
-    ``arguments`` are the command's arguments; None means those of the process.
+    ``arguments`` are the command's arguments; None means the arguments of the process.
     """
     parser = argparse.ArgumentParser(prog="asyncrl export", description="Export a checkpoint's policy.")
     parser.add_argument("checkpoint", type=Path, help="such as .../checkpoints/v00000100, or the folder that holds it")

@@ -24,8 +24,8 @@ _CHUNK_BYTES = 1 << 22
 class DigestingWriter(FileSystemWriter):
     """Writes the shards of a rank in DCP's format, and then the file ``digests_RANK.json``.
 
-    ``others`` are files that the rank has already written. ``digests_RANK.json`` has the xxh3 digests of the files of
-    shards and of ``others``.
+    ``others`` are files that the rank has already written. ``digests_RANK.json`` has the xxh3 digest of each file with
+    shards and of each file in ``others``.
     """
 
     def __init__(self, path: Path, rank: int, others: Iterable[Path]) -> None:
@@ -54,7 +54,7 @@ def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: i
         num_ranks: Number of ranks that call this function.
 
     Returns:
-        Whether the checkpoint has digests. Earlier versions of asyncrl wrote none.
+        Whether the checkpoint has digests. Checkpoints of earlier versions of asyncrl have no digests.
 
     Raises:
         CheckpointError: a file was changed, or a file of digests is missing.

@@ -61,7 +61,7 @@ def checkpoint_path(directory: Path, version: int) -> Path:
 
 
 def partial_path(final: Path) -> Path:
-    """Return the path of the folder to which a save writes, before it is renamed to ``final``."""
+    """Return the path of the temporary folder that a save writes, and later renames to ``final``."""
     return final.with_name(f".{final.name}.partial")
 
 
@@ -166,9 +166,9 @@ def lineage_of(checkpoint: Path) -> str:
 def keep_newest(newest: Path, keep: int) -> None:
     """Remove old checkpoints of the run that saved the checkpoint ``newest``.
 
-    Of the checkpoints up to ``newest`` that have all parts, the ``keep`` newest stay; -1 keeps all. Checkpoints of
-    other runs stay. Checkpoints after ``newest`` stay too. They exist if the run returned to an earlier version. If a
-    removal is interrupted, the next call completes it.
+    Of the checkpoints that have all parts, ``newest`` and the ``keep - 1`` checkpoints before it stay. If ``keep`` is
+    -1, all checkpoints stay. Checkpoints of other runs stay. Checkpoints with a later version than ``newest`` stay too;
+    they exist if the run returned to an earlier version. If a removal is interrupted, the next call completes it.
     """
     directory, lineage = newest.parent, lineage_of(newest)
     named = named_checkpoints(directory)

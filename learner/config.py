@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
-"""Environment variable with the path of a file over which the ranks of a single host find each other."""
+"""Environment variable with the path of a file through which the ranks of a single host find each other."""
 
 
 class Device(StrEnum):
@@ -91,14 +91,17 @@ class Aggregation(StrEnum):
 
 
 class Anchor(StrEnum):
-    """The policy in the denominator of the ratio that a policy loss clips."""
+    """The policy in the denominator of the ratio that a policy loss clips.
+
+    ``behavior`` is the policy that sampled the token. ``proximal`` is the policy before the learner step.
+    """
 
     behavior = "behavior"
     proximal = "proximal"
 
 
 class Weight(StrEnum):
-    """The importance weight that multiplies each token's loss: none, the token's own, or that of its trajectory."""
+    """The factor on each token's loss: no factor, the token's importance weight, or the weight of its trajectory."""
 
     none = "none"
     token = "token"
@@ -187,12 +190,12 @@ class AlgorithmConfig:
             ``module:function``.
         critic: Train a critic and pass its values to your own token-level or turn-level estimator. ``gae`` and
             ``turn_gae`` do not need this option.
-        advantage_by_source: Advantage estimators by data source, in place of ``advantage``. All of them must use one
-            reward per trajectory. Example: ``{gsm8k: rloo}``.
+        advantage_by_source: Advantage estimators by data source, in place of ``advantage``. These estimators must use
+            one reward per trajectory, and no greedy baseline. Example: ``{gsm8k: rloo}``.
         gamma: Discount of returns in [0, 1], per token, or per turn with a turn-level advantage.
         gae_lambda: Lambda of ``gae`` (per token) and ``turn_gae`` (per turn), in [0, 1].
-        whiten_advantages: Standardize advantages over the batch: of ``gae`` over tokens, of ``turn_gae`` over turns
-            with equal weight per trajectory.
+        whiten_advantages: Standardize the advantages of ``gae`` over the tokens of the batch, and the advantages of
+            ``turn_gae`` over the turns of the batch. All trajectories have equal weight with ``turn_gae``.
         clip_low: The loss clips the ratio of the policy to the ``anchor`` policy at 1 - clip_low.
         clip_high: The loss clips the ratio of the policy to the ``anchor`` policy at 1 + clip_high.
         dual_clip: Upper bound (> 1) of the ratio for negative advantages; 0 sets no bound.
@@ -201,11 +204,12 @@ class AlgorithmConfig:
             by this number of tokens, usually the length of the longest response.
         anchor: The policy in the denominator of the ratio. ``behavior`` is the policy that sampled the token.
             ``proximal`` is the policy before the step. With one update per step, ``proximal`` clips no token.
-        weight: Multiply a token's loss by proximal ÷ behavior: the probability of the token, or of its trajectory,
-            under the policy before the step ÷ that under the policy that sampled it.
+        weight: The factor on a token's loss. The importance weight of a token is its probability under the policy
+            before the step (proximal), divided by its probability under the policy that sampled it (behavior).
+            ``token`` takes this weight. ``sequence`` takes the product of the weights in the trajectory.
         weight_cap: Largest factor of ``weight``; 0 does not truncate.
-        masks: Rules on the importance weights, proximal ÷ behavior of each token, that leave tokens or trajectories out
-            of the loss. A token must pass all rules.
+        masks: Rules that leave tokens or trajectories out of the loss. The rules check the importance weights (see
+            ``weight``). A token must pass all rules.
         token_band: Bounds of ``masks=[token]``, for the importance weight of a token.
         sequence_band: Bounds of ``masks=[sequence]``, for the product of the importance weights in a trajectory.
         geometric_band: Bounds of ``masks=[geometric]``, for the geometric mean of the importance weights in a
@@ -220,8 +224,8 @@ class AlgorithmConfig:
         kl_estimator: Estimator of the KL penalty in the loss.
         kl_reward_coef: Weight of the KL penalty in the token rewards; 0 sets no penalty.
         kl_reward_estimator: Estimator of the KL penalty in the rewards.
-        kl_target: Target divergence, in nats per token, of an adaptive ``kl_reward_coef``; 0 keeps it fixed.
-        kl_horizon: Number of trajectories per which the adaptive coefficient changes by at most about a fifth.
+        kl_target: Target divergence, in nats per token, of an adaptive ``kl_reward_coef``; 0 keeps the weight fixed.
+        kl_horizon: The adaptive ``kl_reward_coef`` changes by at most about a fifth per this number of trajectories.
         mask_truncated: Leave samples that reach the length limit out of the loss (DAPO's overlong filtering).
         overlong_max_tokens: Response length at which DAPO's length penalty reaches 1; 0 sets no penalty.
         overlong_buffer_tokens: The penalty grows linearly over this many tokens before ``overlong_max_tokens``.
@@ -419,7 +423,8 @@ class OptimizerConfig:
         weight_decay: Decoupled weight decay, on matrices only.
         schedule: Shape of the learning rate after the warm-up.
         warmup_steps: Number of optimizer updates in which the learning rate grows linearly to its peak.
-        min_lr_ratio: Learning rate at the end of the run ÷ ``lr``; a constant schedule ignores it.
+        min_lr_ratio: The learning rate at the end of the run is ``lr`` times this number; a constant schedule ignores
+            this option.
         clip_grad_norm: Gradients with a larger global norm are scaled to this norm; 0 does not clip.
     """
 
@@ -441,13 +446,13 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """Options of the policy's low-rank adapters (LoRA). Supervised fine-tuning ignores them and trains all weights.
+    """Options of the policy's low-rank adapters (LoRA). Supervised fine-tuning has no adapters and trains all weights.
 
     Attributes:
         rank: Rank of the adapters; 0 trains all weights without adapters.
-        alpha: The scale of the adapters is alpha ÷ rank.
+        alpha: The scale of the adapters is alpha / rank.
         target_modules: Names, or suffixes of names, of the linear layers that get an adapter. ``all-linear``
-            means all except the output embedding.
+            means all linear layers except the output embedding.
         dropout: Dropout of the adapters' inputs during training. The model's own dropout is always off.
     """
 
@@ -467,7 +472,7 @@ class LoraConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RoleOptions:
-    """Options of the critic, reference or reward model (the role) that may differ from the actor's.
+    """Options of one role (critic, reference or reward model) that may differ from the actor's options.
 
     null means the value of the ``learner`` option with the same name.
 
@@ -485,8 +490,8 @@ class RoleOptions:
         resharding: When FSDP frees this role's gathered parameters.
         offload_policy: Whether to keep this role's parameters, gradients and optimizer state on the host.
         param_offload: Whether to move this role's parameters to the host after each use.
-        offload_at_transition_only: Whether to move this role to the host when engines on the same GPUs start to
-            generate.
+        offload_at_transition_only: Whether to move this role's tensors to the host only when engines on the same GPUs
+            start to generate.
     """
 
     sp_size: int | None = None
@@ -504,7 +509,7 @@ class RoleOptions:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The options that have a value here, by name. For the others (null), the ``learner`` options count."""
+        """The options that have a value here, by name. For options that are null, the ``learner`` options count."""
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is None}
         return {name: value for name, value in options.items() if value is not None}
 
@@ -521,7 +526,7 @@ class CriticConfig(RoleOptions):
     Attributes:
         path: Initial model in Hugging Face layout: a token classifier with one label, or a causal language model. A
             causal language model gets a value head of zeros. Empty means the run's initial policy.
-        warmup_steps: Number of first learner steps that train only the critic.
+        warmup_steps: Number of learner steps at the start of the run that train only the critic.
         value_clip: The critic's loss clips the change of a value within a learner step at this number; 0 does not clip.
         optimizer: The critic's own AdamW and schedule.
         activation_checkpointing: Recompute the critic's layers, see ``learner.activation_checkpointing``.
@@ -577,7 +582,7 @@ class RewardModelConfig(RoleOptions):
 
 
 ROLE_SECTIONS = {"critic": "critic", "ref": "reference", "rm": "reward_model"}
-"""By name of a role: the section of ``learner`` with the role's options. The actor uses ``learner`` itself."""
+"""The section of ``learner`` with a role's options, by the role's name. The actor uses ``learner`` itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -586,15 +591,16 @@ class LearnerConfig:
 
     Attributes:
         num_ranks: Number of processes (ranks) of the group, each with one device.
-        sp_size: Number of ranks that share each sequence (Ulysses). num_ranks ÷ sp_size is the data-parallel size.
+        sp_size: Number of ranks that share each sequence (Ulysses). num_ranks / sp_size is the data-parallel size.
         device: ``auto`` selects CUDA if there are enough GPUs for learner and engines, else the CPU.
         dtype: Dtype of parameters in the computation. Trained parameters are always stored in float32, and their
             gradients are reduced in float32.
-        frozen_dtype: Dtype in which frozen parameters are stored: reference, reward model, and the weights below
-            adapters. ``auto`` means ``dtype``.
+        frozen_dtype: Dtype in which frozen parameters are stored: the reference, the reward model, and with LoRA the
+            weights of the policy that are not adapters. ``auto`` means ``dtype``.
         attention: The attention kernel. On CUDA in half precision, ``auto`` takes the first correct kernel of:
-            flash-attn 3 or 4 on Hopper, 4 on Blackwell, flash-attn 2 (``flash_attn``), torch's variable-length kernel.
-            Otherwise it takes torch's scaled dot product attention (``sdpa``). A named kernel must be correct too.
+            flash-attn 3 and 4 on Hopper, flash-attn 4 on Blackwell, flash-attn 2 (``flash_attn``), torch's
+            variable-length kernel. If none is correct, on the CPU, and in float32, ``auto`` takes torch's scaled dot
+            product attention (``sdpa``). A kernel that you name must be correct too.
         max_tokens_per_micro_batch: Token budget of a micro-batch on one rank.
         freeze_vision: Do not train the vision tower and the layers that merge patches.
         share_prompts: Compute a prompt once for all its samples in a micro-batch, if this passes the model's self-test.
@@ -608,13 +614,14 @@ class LearnerConfig:
         skip_selftest: Reason for skipping the self-test of loaded models, such as ``checked by hand``; empty runs the
             self-test.
         fsdp_size: Number of ranks that share one copy of the parameters; -1 means all. Fewer ranks means HSDP with
-            num_ranks ÷ fsdp_size copies, for example one per node.
+            num_ranks / fsdp_size copies, for example one per node.
         gradient_sync: ``update`` sums gradients over the ranks once per optimizer update. Until then each rank holds
-            unsharded gradients in float32. ``micro_batch`` reduce-scatters them after each micro-batch, which needs
-            less memory. ``auto`` means ``micro_batch`` if unsharded gradients exceed 15% of the GPU's memory. HSDP
-            always sums over its copies once per update.
+            unsharded gradients in float32. ``micro_batch`` reduce-scatters the gradients after each micro-batch, which
+            needs less memory. ``auto`` means ``micro_batch`` if unsharded gradients exceed 15% of the GPU's memory.
+            HSDP always sums over its copies once per update.
         resharding: ``layer`` frees a layer's gathered parameters after its forward pass and after its backward pass.
-            ``update`` keeps them during all micro-batches of an update. This is faster and needs more memory.
+            ``update`` keeps the gathered parameters during all micro-batches of an update. This is faster and needs
+            more memory.
         offload_policy: Keep parameters, gradients and optimizer state on the host (FSDP's CPU offload policy). FSDP
             loads one layer at a time. ``param_offload``, ``optimizer_offload`` and ``offload_at_transition_only`` are
             then ignored with a warning.
@@ -626,9 +633,9 @@ class LearnerConfig:
         start_timeout_s: Seconds allowed for building the models; a run adds one second per 100 MB of the models.
         restarts: Largest number of restarts of the ranks after a rank died or hung. The ranks resume from the newest
             checkpoint. Without a checkpoint, or with 0, the run ends.
-        step_timeout_s: Deadline of a learner step and of a collective, in seconds. The controller doubles it for the
-            first step and for calls that save, load or publish. Later steps get ten times the duration of the longest
-            step so far, at least 120 s and at most the doubled deadline.
+        step_timeout_s: Deadline of a learner step and of a collective, in seconds. The controller doubles this deadline
+            for the first step and for calls that save, load or publish. The deadline of a later step is ten times the
+            duration of the longest step so far, at least 120 s and at most the doubled ``step_timeout_s``.
         optimizer: Options of AdamW and its schedule.
         lora: Options of the policy's adapters.
         critic: Options of the critic.

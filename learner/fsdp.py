@@ -1,4 +1,4 @@
-"""The ranks of a learner group as a dp × sp mesh, and the sharding of a model over it with FSDP2.
+"""The ranks of a learner group as a dp × sp mesh, and the sharding of a model over this mesh with FSDP2.
 
 dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. Each
 rank allocates and fills only its own shards of the parameters.
@@ -28,8 +28,8 @@ from transformers import PreTrainedModel
 from .config import RENDEZVOUS_FILE, Device, Dtype, GradientSync, LearnerConfig, Resharding, sums_each_micro_batch
 
 MIN_UNIT_NUMEL = 1_000_000
-"""A decoder layer with fewer parameters is sharded together with the root module. Separate collectives for such a layer
-would take longer than their overlap with computation saves."""
+"""A decoder layer with fewer parameters is sharded together with the root module. For such a layer, separate
+collectives would cost more time than they save by their overlap with computation."""
 
 
 def choose_device(device: Device) -> torch.device:
@@ -76,9 +76,9 @@ def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTyp
 
 
 def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.device) -> LearnerConfig:
-    """Return a copy of the options in which null and ``auto`` of the memory options have values.
+    """Return a copy of the options with values for this device and model in place of null and ``auto``.
 
-    ``activation_checkpointing`` and ``gradient_sync`` get the values for this device and model.
+    Only ``activation_checkpointing`` and ``gradient_sync`` change.
     """
     on_cuda = device.type == "cuda"
     card_bytes = torch.cuda.get_device_properties(device).total_memory if on_cuda else 0
@@ -147,7 +147,7 @@ class LearnerMesh:
 
     @cached_property
     def dp_group(self) -> ProcessGroup:
-        """The ranks with the same ``sp_rank``. Each trains on a different share of the batch."""
+        """The ranks with the same ``sp_rank``. Each of these ranks trains on a different share of the batch."""
         return self.device_mesh["dp"].get_group()
 
     @cached_property
@@ -200,8 +200,8 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
     """Join the process group of the learner, and return the mesh of its ranks.
 
     Uses the default process group if it exists. Otherwise several ranks need the environment variables ``RANK``,
-    ``WORLD_SIZE``, and `RENDEZVOUS_FILE` or ``MASTER_ADDR`` and ``MASTER_PORT``. Raises `ValueError` if the size of the
-    group is not ``learner.num_ranks``.
+    ``WORLD_SIZE``, and either `RENDEZVOUS_FILE`, or ``MASTER_ADDR`` and ``MASTER_PORT``. Raises `ValueError` if the
+    size of the group is not ``learner.num_ranks``.
     """
     device = choose_device(config.device)
     if device.type == "cuda":
@@ -244,7 +244,7 @@ def _join_group(backend: str, timeout: timedelta) -> None:
 
 
 def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
-    """Set the time-out of each axis's process group, which does not inherit it from the default group."""
+    """Set the time-out of each axis's process group. These groups do not inherit the default group's time-out."""
     for axis in range(mesh.ndim):
         _set_pg_timeout(timeout, mesh.get_group(axis))
     return mesh
@@ -256,8 +256,8 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     The parameters must have the dtypes in which they are stored. Afterwards, the parameters do not have defined values.
     Gradients are reduced in float32.
 
-    On a single rank, a model that is stored in the computation's dtype is not wrapped by FSDP, whose hooks take time.
-    With ``offload_policy``, every model is wrapped.
+    On a single rank, FSDP does not wrap a model that is stored in the computation's dtype, because FSDP's hooks take
+    time. With ``offload_policy``, FSDP wraps every model.
     """
     layers = decoder_layers(model)
     if compiles_layers(config, mesh.device):
@@ -289,14 +289,14 @@ def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
     """Return the dimension over which FSDP shards a parameter: 0, or 1 for some stacked experts.
 
     FSDP pads dimension 0 to a multiple of the number of shards. Thus 16 experts on 64 ranks would need the memory of 64
-    experts. FSDP does not pad dimension 1, so the number of shards must divide it.
+    experts. FSDP does not pad dimension 1, so the number of shards must divide dimension 1.
     """
     return int(len(shape) > 2 and shape[0] % num_shards > 0 and shape[1] % num_shards == 0)
 
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keep the parameter objects, for ties and FSDP
+    torch.__future__.set_swap_module_params_on_conversion(True)  # keep the parameter objects: FSDP and ties need them
     try:
         model.to_empty(device=home)
     finally:
@@ -304,7 +304,7 @@ def _allocate(model: nn.Module, home: torch.device) -> None:
 
 
 def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
-    """Return whether to compile the decoder layers: ``learner.torch_compile``, or on CUDA only if that is null."""
+    """Return whether to compile the decoder layers. If ``learner.torch_compile`` is null, only CUDA compiles layers."""
     return device.type == "cuda" if config.torch_compile is None else config.torch_compile
 
 
@@ -341,7 +341,7 @@ def drop_gradients(model: nn.Module) -> None:
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers inside a module, in order.
 
-    Each is compiled as one unit, and sharded as one unit if it has enough parameters.
+    Each layer is compiled as one unit. It is sharded as one unit if it has at least `MIN_UNIT_NUMEL` parameters.
     """
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {name for module in inner for name in module._no_split_modules or ()}
@@ -362,7 +362,7 @@ def own_part(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def is_first_rank() -> bool:
-    """Return whether this process is rank 0 or has no process group. It then writes the log lines for all ranks."""
+    """Return whether this process is rank 0 or has no process group. Such a process logs for all ranks."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 

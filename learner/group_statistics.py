@@ -9,20 +9,22 @@ import torch
 from torch import Tensor
 
 MIN_DEVIATION = 1e-4
-"""Differences from a mean are divided by the standard deviation, but by no less than this number, because smaller
-deviations are noise. The GRPO paper (arXiv 2402.03300, section 4.1.2) does not have a bound. Without a bound, noise of
-1e-7 in equal rewards gives advantages of size 1. TRL adds 1e-4 to the deviation. verl adds 1e-6, and 1e-8 to the
-variance of whitened tokens."""
+"""Differences from a mean are divided by the standard deviation, or by this number if the deviation is smaller, because
+smaller deviations are noise. The GRPO paper (arXiv 2402.03300, section 4.1.2) does not have such a bound. Without a
+bound, noise of 1e-7 in equal rewards gives advantages of size 1. TRL adds 1e-4 to the deviation. verl adds 1e-6 to the
+deviation, and 1e-8 to the variance of whitened tokens."""
 
 _RELATIVE_DEVIATION = 2.0**-23
-"""Lower bound of the standard deviation ÷ the group's largest absolute value: the resolution of float32 rewards."""
+"""The resolution of float32 rewards. If the deviation of a group is smaller than this number times the group's largest
+absolute value, this product takes its place."""
 
 
 def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the group of each number, and the sizes of the groups.
+    """Convert group ids to group indices, and count the members of each group.
 
-    The first result is [N] int64: the index of the number's group, from 0. The second is [number of groups] int64.
-    ``group_ids`` are [N], or [N, columns] with one id per row; equal ids form a group.
+    ``group_ids`` has N entries: [N], or [N, columns] with one id per row. Entries with equal ids form a group. The
+    first result is [N] int64: the index of each entry's group, from 0. The second result is [number of groups] int64:
+    the number of entries of each group.
     """
     _, group, counts = torch.unique(
         group_ids, dim=0 if group_ids.dim() > 1 else None, return_inverse=True, return_counts=True
@@ -59,7 +61,7 @@ def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor |
 
 
 def smallest_deviation(largest_value: Tensor) -> Tensor:
-    """Return the smallest standard deviation that a group may be divided by.
+    """Return the smallest standard deviation by which the differences of a group may be divided.
 
     ``largest_value`` is the group's largest absolute value.
     """

@@ -132,7 +132,7 @@ class LogProbHead(PackedHead):
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
         """Run the model on a micro-batch, and return the inputs of a policy loss.
 
-        They include entropies if ``entropy`` is set.
+        The inputs include entropies if ``entropy`` is set.
         """
         log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
@@ -141,8 +141,8 @@ class LogProbHead(PackedHead):
 class ValueHead(PackedHead):
     """Computes the critic's value before each token in the loss.
 
-    It does not apply the classifier's dropout. Otherwise the values in training would differ from those from which the
-    returns were computed.
+    The critic's model is a token classifier, which may have dropout before its last layer. This head does not apply the
+    dropout. With dropout, the values in training would differ from the values that the returns were computed from.
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -166,9 +166,9 @@ class RewardHead(PackedHead):
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
-    """Return the classifier's output at [M] packed positions, the same on all sp ranks, in float32.
+    """Return the classifier's output at [M] packed positions. The result is float32 and equal on all sp ranks.
 
-    bfloat16 would round 100.4 to 100.5, so small advantages would become zero.
+    With bfloat16, an output of 100.4 would be rounded to 100.5, so small advantages would become zero.
     """
     linear = cast("nn.Linear", getattr(head.pretrained, SCORE_HEAD))
 
@@ -207,7 +207,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss, so a rank needs only its own gradient of its own tokens, not a sum over ranks.
+    # All sp ranks compute the same loss, so each rank already has the whole gradient of its tokens. It needs no sum.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -226,10 +226,10 @@ def chunked_log_probs(
     """Compute the log-prob of each target, and the entropy of the distribution at its position.
 
     The distribution is softmax(logits / temperature), before any top-p or top-k. Logits are float32, because half
-    precision would change log-probs by up to 0.06 nats. The backward pass recomputes them.
+    precision would change log-probs by up to 0.06 nats. The backward pass recomputes the logits.
 
     If weight and bias are frozen, the forward pass also computes the derivatives with respect to ``hidden``. The
-    backward pass then recomputes logits only for a gradient of the entropies.
+    backward pass then recomputes the logits only if the loss depends on the entropies.
 
     Args:
         hidden: [M, h] of any float dtype, the states that predict the targets.
@@ -381,8 +381,9 @@ def _logits_gradient(
 ) -> Tensor:
     """Return the gradient for the logits: g (1[target] - p) from the log-prob, -g p (log p + H) from the entropy.
 
-    ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result overwrites ``logits`` [n, V] to save
-    memory.
+    g is the gradient of the loss with respect to the log-prob or the entropy, p are the probabilities, and H is the
+    entropy. ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result overwrites ``logits``
+    [n, V] to save memory.
     """
     slope = None if shape.soft_cap is None else shape.slope(logits)
     if temperature != 1.0:

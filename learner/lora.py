@@ -60,7 +60,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
 
 
 def fill_adapters(model: nn.Module) -> None:
-    """Set the first values of allocated adapters: A randomly like a linear layer, and B with 0.
+    """Set the initial values of allocated adapters: A is random, as in `nn.Linear`, and B is 0.
 
     Each rank draws every A completely and keeps only the rows of its shard. Thus the values do not depend on the number
     of ranks.
@@ -109,7 +109,7 @@ def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters' tensors, under the names of peft's files. ``weights`` has whole tensors by parameter."""
+    """Return the adapters' tensors, named as in peft's files. ``weights`` has whole tensors by parameter name."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)
@@ -172,7 +172,7 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Return alpha ÷ rank. peft's ``scaling`` is 0 while another thread has the adapters off."""
+    """Return alpha / rank. This does not read peft's ``scaling``, which is 0 while a thread has the adapters off."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
@@ -215,7 +215,7 @@ def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module computes a linear map. Llama 4's router inherits from `nn.Linear`, but returns more."""
+    """Return whether a module only computes a linear map. Llama 4's router is an `nn.Linear` that computes more."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

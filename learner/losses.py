@@ -1,9 +1,11 @@
 """Policy losses, off-policy corrections, KL estimators, and the training objectives of actor and critic.
 
 The loss of a batch is the sum of its token losses, weighted by `token_weights`. This sum does not depend on the
-division into micro-batches and ranks. The importance weight w of a token is its probability under the proximal policy
-(before the learner step) ÷ that under the behavior policy (which sampled the token), without gradient. In shapes, M is
-the number of tokens in the loss of a micro-batch.
+division into micro-batches and ranks. In shapes, M is the number of tokens in the loss of a micro-batch.
+
+The *behavior* policy sampled the token. The *proximal* policy is the policy before the learner step. The *anchor* is
+one of these two policies (``algorithm.anchor``). The importance weight w of a token is its probability under the
+proximal policy, divided by its probability under the behavior policy. It has no gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ MAX_LOG_WEIGHT = 20.0
 """The logarithms of ratios and weights are clamped to ± this number, so that values and gradients stay finite."""
 
 MAX_LOW_VARIANCE = 10.0
-"""Largest absolute value of the ``low_variance`` estimator."""
+"""Largest value of the ``low_variance`` estimator."""
 
 _SERIES_UP_TO = 0.05
 _SQUARE = "_squared"
@@ -102,7 +104,7 @@ class LossTerms:
 
     Attributes:
         per_token: [M] float32, the loss of each token, with gradient.
-        metrics: [M] float32 by name, without gradient. The learner reports the mean of each over the batch's tokens.
+        metrics: [M] float32 by name, without gradient. The learner reports each metric's mean over the batch's tokens.
     """
 
     per_token: Tensor
@@ -110,7 +112,7 @@ class LossTerms:
 
 
 PolicyLoss: TypeAlias = Callable[[LossInputs, AlgorithmConfig], LossTerms]
-"""A function from the inputs of a micro-batch and the algorithm's options to the loss of each token."""
+"""A function that gets the inputs of a micro-batch and the algorithm's options, and returns the loss of each token."""
 
 LOSSES: Registry[PolicyLoss] = Registry("algorithm.loss")
 
@@ -118,7 +120,7 @@ _BY_TOKEN: set[PolicyLoss] = set()
 
 
 def by_token(loss: PolicyLoss) -> PolicyLoss:
-    """Mark a loss that computes a token's loss from that token alone, and return it. Use this as a decorator.
+    """Mark a policy loss in which the loss of a token depends on this token alone. Use this function as a decorator.
 
     For other losses, all branches of a trajectory must fit into one micro-batch.
     """
@@ -129,7 +131,7 @@ def by_token(loss: PolicyLoss) -> PolicyLoss:
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """Return the tokens' log-probs under the policy that ``algorithm.anchor`` names, [M].
 
-    The policy is the one that sampled the token, or the one before the step.
+    This is the policy that sampled the token (``behavior``), or the policy before the step (``proximal``).
     """
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
@@ -141,14 +143,14 @@ def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
     -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with the advantage A and the ratio r = policy / anchor.
 
-    - Deviation: the paper's anchor is the policy before the update. With the default ``anchor=behavior``, the clip also
-      bounds the effect of lag.
+    - Difference from the paper: the paper's anchor is the policy before the update. With the default
+      ``anchor=behavior``, the clip also bounds the effect of lag.
     - ``anchor=proximal`` with ``weight=token`` is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv
       2505.24298).
     - ``clip_high > clip_low`` is clip-higher (DAPO, arXiv 2503.14476, section 3.1).
     - ``dual_clip`` c bounds the loss at -c A where A < 0 (arXiv 1912.09729).
 
-    Example: ratio 1.5, advantage 1, clip 0.2 gives -1.2 and no gradient; advantage -1 gives 1.5.
+    Example: ratio 1.5, advantage 1 and clip 0.2 give the loss -1.2 without gradient. Advantage -1 gives the loss 1.5.
     """
     advantages = inputs.columns["advantages"]
     return _clipped(bounded_exp(inputs.log_probs - anchor_log_probs(inputs, config)), advantages, config)
@@ -172,8 +174,8 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 
     The ratio of a trajectory is the geometric mean of its tokens' ratios (equations 7 and 14). Each token gets the
     trajectory's ratio, with the gradient of the token's own log-prob. The paper uses ``aggregation=sequence_mean``,
-    bounds near 3e-4 and 4e-4, and several updates per step. Such bounds need ``anchor=proximal``, because the log-probs
-    of engine and learner already differ by more.
+    bounds near 3e-4 and 4e-4, and several updates per step. Such bounds need ``anchor=proximal``, because log-probs of
+    engine and learner differ by more than these bounds, even with the same weights.
 
     Example: two tokens with ratios 4 and 1 both have ratio 2.
     """
@@ -188,8 +190,9 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Compute the REINFORCE loss of each token, weighted by the clipped ratio (CISPO, arXiv 2506.13585, equation 4).
 
-    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. sg stops the gradient, A is the advantage, and r is policy /
-    anchor. All tokens keep their gradient. In the paper, ``clip_low`` is 1.
+    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. sg stops the gradient, and A is the advantage. The ratio r
+    is the token's probability under the policy, divided by its probability under the anchor (`anchor_log_probs`). All
+    tokens keep their gradient. In the paper, ``clip_low`` is 1.
 
     Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
     """
@@ -206,7 +209,7 @@ def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Compute the loss of each token, -A log policy (Williams, 1992). A is the token's advantage.
 
-    Without a correction, this treats all batches as on-policy.
+    Without ``algorithm.weight`` and ``algorithm.masks``, this loss treats all batches as on-policy.
     """
     return LossTerms(per_token=-inputs.columns["advantages"] * inputs.log_probs)
 
@@ -251,9 +254,9 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
     """Return the factor that ``algorithm.weight`` gives the loss of each token, before masking.
 
     Args:
-        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of it.
+        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of this difference.
         inputs: The trajectory of each token.
-        config: ``weight`` selects the factor. ``weight_cap`` > 0 is its largest value.
+        config: ``weight`` selects the factor. ``weight_cap`` > 0 is the largest factor.
 
             - ``none``: 1.
             - ``token``: w. Without truncation, this is decoupled PPO (arXiv 2110.00641, equation 5; AReaL, arXiv
@@ -278,12 +281,13 @@ def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfi
     """Return which tokens of a micro-batch pass all rules of ``algorithm.masks``.
 
     A token that fails a rule has policy loss 0. Its KL penalty and entropy bonus remain. The factors of the other
-    tokens (`token_weights`) do not change, which follows IcePop. Deviation: verl divides by the number of kept tokens.
+    tokens (`token_weights`) do not change, as in IcePop. Difference from verl: verl divides by the number of kept
+    tokens.
 
     Args:
-        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of it.
+        log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of this difference.
         inputs: The trajectory of each token.
-        config: ``masks`` with their bounds.
+        config: ``masks`` lists the rules. Other options are their bounds.
 
             - ``token``: w is inside ``token_band`` (IcePop, arXiv 2510.18855, with [0.5, 5]).
             - ``sequence``: the product of w over the trajectory is inside ``sequence_band`` (masked importance
@@ -291,11 +295,12 @@ def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfi
             - ``geometric``: the geometric mean of w over the trajectory is inside ``geometric_band`` (verl, with
               [0.999, 1.001]). A mean of 1.01 over 100 tokens is a product of 2.7, so the band must be narrow.
             - ``k3``: the mean of w - 1 - log w over the trajectory is at most ``k3_max`` (trust region masking, arXiv
-              2512.23075; verl's ``seq_mean_k3``, with 0.01). It estimates KL(behavior ‖ proximal).
+              2512.23075; verl's ``seq_mean_k3``, with 0.01). This mean estimates KL(behavior ‖ proximal).
 
     Returns:
-        [M] bool. Example: w = 0.25, 1, 4 in one trajectory. ``token`` keeps the second and third, ``sequence`` and
-        ``geometric`` keep all (both are 1), ``k3`` none (its mean is 0.75).
+        [M] bool. Example: w = 0.25, 1, 4 in one trajectory. ``token`` keeps the second and the third token.
+        ``sequence`` and ``geometric`` keep all tokens, because product and mean are 1. ``k3`` keeps no token, because
+        its mean is 0.75.
     """
     kept = torch.ones_like(log_weights, dtype=torch.bool)
     if Mask.token in config.masks:
@@ -330,7 +335,7 @@ def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
-    """Return the effective sample size as a share of the batch, (E w)² ÷ E w² (Kong, 1992), in [0, 1].
+    """Return the effective sample size as a share of the batch, (E w)² / E w² (Kong, 1992), in [0, 1].
 
     ``mean_weight`` is E w, and ``mean_square`` is E w². The result is 0 if all weights are 0. Example: weights 2, 0, 0,
     0 give 0.25.
@@ -339,7 +344,7 @@ def effective_sample_size(mean_weight: float, mean_square: float) -> float:
 
 
 def bounded_exp(log_weights: Tensor) -> Tensor:
-    """Return exp of each entry, clamped to ± `MAX_LOG_WEIGHT` before. Clamped entries have no gradient."""
+    """Clamp each entry to ± `MAX_LOG_WEIGHT`, and return its exponential. Clamped entries have no gradient."""
     return log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
 
 
@@ -347,7 +352,7 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
     """Estimate the policy's KL divergence from the reference at each token, with a gradient for the policy.
 
     The estimators follow http://joschu.net/blog/kl-approx.html. If the policy sampled the tokens, the expected gradient
-    of ``k2`` is the gradient of the divergence. This does not hold for the others.
+    of ``k2`` is the gradient of the divergence. This does not hold for the other estimators.
 
     Args:
         log_probs: [M] policy log-probs.
@@ -357,7 +362,7 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
             - ``k1``: -d (unbiased, may be negative).
             - ``k2``: d² / 2.
             - ``k3``: exp(d) - 1 - d (unbiased, never negative). d is clamped to ±20, so that the loss stays finite.
-            - ``low_variance``: ``k3`` with the value also clamped to ±10.
+            - ``low_variance``: ``k3``, but at most 10.
 
     Returns:
         [M] nats. Example: policy -1, reference -2 give 1, 0.5, 0.368, 0.368.
@@ -414,7 +419,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
     def loss(inputs: LossInputs) -> LossTerms:
         # In a step's first update, the policy is still the proximal policy, so its log-probs may replace the column
-        # ``proximal_logprobs``. If there are later updates, these must have the column.
+        # ``proximal_logprobs``. Later updates of the step need the column.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
@@ -450,13 +455,15 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
-    """Return metrics, [M] each, of how far the policy is from the behavior policy, which sampled the tokens.
+    """Return metrics of the distance between the policy and the behavior policy: [M] tensors by name.
 
-    - ``ratio``: policy ÷ behavior. ``ratio_squared`` is its square.
+    - ``ratio``: the token's probability under the policy, divided by its probability under the behavior policy.
+      ``ratio_squared`` is the square of this ratio.
     - ``behavior_kl``: KL(behavior ‖ policy) in nats by the k3 estimator, >= 0.
     - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights. It is 0 at
-      tokens that an older version sampled (lag > 0), and missing without proximal log-probs or the column ``is_fresh``.
-    - ``fresh_tokens``: 1 at tokens of lag 0, else 0; missing if ``engine_gap`` is.
+      tokens that an older version sampled (lag > 0). It is missing without proximal log-probs, and without the column
+      ``is_fresh``.
+    - ``fresh_tokens``: 1 at tokens of lag 0, else 0. It is missing if ``engine_gap`` is missing.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
@@ -470,8 +477,9 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
     """Return a step's mean metrics with effective sample sizes in place of the mean squared weights.
 
-    ``effective_sample_size`` is for policy ÷ behavior, ``importance_sample_size`` for the weights of a correction. Both
-    are in [0, 1]. ``engine_gap`` becomes the mean over tokens of lag 0.
+    ``effective_sample_size`` is computed from ``ratio`` (`behavior_metrics`). ``importance_sample_size`` is computed
+    from the importance weights of ``algorithm.weight`` and ``algorithm.masks``. Both are in [0, 1]. ``engine_gap``
+    becomes the mean over tokens of lag 0.
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])

@@ -28,8 +28,8 @@ Span = tuple[int, int]
 def save_policy(model: PackedModel, directory: str) -> None:
     """Write model and tokenizer to a folder from which ``from_pretrained`` loads both. All ranks call this together.
 
-    The directory is created or replaced atomically. Adapters are merged. The tokenizer comes from the directory of the
-    loaded model. Only rank 0 needs access to both directories.
+    The files are written to a temporary folder, which replaces ``directory`` at the end. Adapters are merged. The
+    tokenizer comes from the directory of the loaded model. Only rank 0 needs access to both directories.
 
     Raises:
         WeightsError: a host does not have enough space. All ranks raise this error.
@@ -50,7 +50,7 @@ def save_policy(model: PackedModel, directory: str) -> None:
 
 @contextmanager
 def new_model_folder(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into. It replaces ``directory`` if the block does not raise."""
+    """Yield a temporary folder to write into. It replaces ``directory`` at the end of a block that does not raise."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:

@@ -125,7 +125,7 @@ class PretrainedShards:
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the configuration as JSON into ``folder``: peft's for ``Part.adapters``, else the model's."""
+        """Write peft's configuration (``Part.adapters``) or the model's configuration into ``folder``, as JSON."""
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:

@@ -32,9 +32,9 @@ _ALIGNMENT = 512
 
 
 class MovableTensors:
-    """Tensors that can be moved to the host and back in place. Each move to the host calls ``tensors`` to list them.
+    """Tensors that can be moved to the host and back in place.
 
-    If a move fails, the tensors stay where they were.
+    Each move to the host calls ``tensors`` for the list of tensors. If a move fails, the tensors stay where they were.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -114,12 +114,12 @@ class OffloadPolicy:
 
     ``param_offload`` and ``optimizer_offload`` move the model and the optimizer state to the host after each use.
     ``offload_at_transition_only`` moves both when engines on the same GPUs start to generate. The first two options
-    override the third with a warning. After each use, even if it failed, FSDP's gathered parameters are freed.
+    override the third with a warning. After each use, even if the use fails, FSDP's gathered parameters are freed.
 
     Attributes:
-        metrics: Device memory in bytes before and after the last switch to generation, as
-            ``rollout_device_bytes_before`` and ``rollout_device_bytes_after``, and to training, as
-            ``trainer_device_bytes_before`` and ``trainer_device_bytes_after``.
+        metrics: Device memory in bytes, before and after a switch. ``rollout_device_bytes_before`` and
+            ``rollout_device_bytes_after`` are from the latest switch to generation. ``trainer_device_bytes_before`` and
+            ``trainer_device_bytes_after`` are from the latest switch to training.
     """
 
     def __init__(self, config: LearnerConfig, model: nn.Module, optimizer: ModelOptimizer | None) -> None:
@@ -157,7 +157,7 @@ class OffloadPolicy:
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
-        """Return the bytes on the device: on CUDA all that torch has allocated, else those of model and optimizer."""
+        """Return the bytes that torch has allocated on a GPU. On the CPU, return the bytes of model and optimizer."""
         if self._device.type == "cuda":
             return torch.cuda.memory_allocated(self._device)
         return self._model.device_bytes() + self._optimizer.device_bytes()
@@ -165,8 +165,8 @@ class OffloadPolicy:
     def updating(self) -> AbstractContextManager[None]:
         """Return a context in which model and optimizer state are on the device, for an optimizer update.
 
-        On exit, the model moves to the host if ``param_offload`` is set, and the optimizer state if
-        ``optimizer_offload`` is.
+        On exit, the model moves to the host if ``param_offload`` is set. The optimizer state moves to the host if
+        ``optimizer_offload`` is set.
         """
         return self._on_device(optimizer=True, then_leave=(self._param_offload, self._optimizer_offload))
 
@@ -180,7 +180,7 @@ class OffloadPolicy:
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
         """Return a context in which the model, and with ``optimizer`` also the optimizer state, is on the device.
 
-        On exit, everything that was on the host before moves there again.
+        On exit, everything that was on the host before moves to the host again.
         """
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 

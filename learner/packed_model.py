@@ -58,7 +58,7 @@ class PackedBatch:
     def with_columns(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
         """Return a copy of the batch whose micro-batches have the columns of ``sequences``.
 
-        ``sequences`` are those that were packed, in the same order.
+        ``sequences`` are the packed sequences, in the same order.
         """
         return replace(self, micro_batches=[each.with_columns(sequences) for each in self.micro_batches])
 
@@ -69,11 +69,11 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings to build a model with a given mesh and attention kernel, such as a full-size model without a GPU.
+    """Settings to build a model with a given mesh and attention kernel. Example: a full-size model without a GPU.
 
     Attributes:
         mesh: This rank's position in an existing process group.
-        attention: The attention kernel to use. It is not tested.
+        attention: The attention kernel to use. `PackedModel` does not test this kernel.
         reads_weights: If False, the parameters do not get values, and the self-test is skipped.
     """
 
@@ -159,7 +159,7 @@ class PackedModel:
         """Return what the role's head computes for each of this rank's sequences: log-probs, values or a reward.
 
         There is one array per sequence, [T] float32, 0 for tokens outside the loss. A reward is at the last token.
-        ``packed`` may be the result of `pack_to_score` for the sequences.
+        ``packed`` may be the result of `pack_to_score` for the same sequences.
         """
         return self._run(sequences, packed)[0]
 
@@ -234,13 +234,13 @@ class PackedModel:
         keep_branches: bool = False,
         mesh: LearnerMesh | None = None,
     ) -> PackedBatch:
-        """Pack this rank's sequences into micro-batches without columns. All ranks get the same number.
+        """Pack this rank's sequences into micro-batches without columns. All ranks get equally many.
 
         Args:
             sequences: This rank's sequences.
             whole: Pack all tokens. If False, pack only the tokens before a sequence's last token in the loss.
             keep_branches: Raise `ValueError` if the branches of a trajectory do not fit into one micro-batch.
-            mesh: The ranks agree on the number over this mesh; None is the model's mesh.
+            mesh: The ranks agree on the number of micro-batches over this mesh; None is the model's mesh.
         """
         mesh = mesh or self.mesh
         self._check_lengths(sequences, mesh)

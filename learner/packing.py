@@ -36,7 +36,7 @@ class MicroBatch:
         image_rows: [N] int64, index of each image token's feature among the merged features of ``pixels``; -1 for
             text. None without images.
         pixels: [patches, …] uint8, the pixels of each image once; None without images.
-        grids: [images, 3] int64, the patches of each image in time, height and width; None without images.
+        grids: [images, 3] int64, number of patches of each image in time, height and width; None without images.
         predict_index: [M] int64 on the host, packed position of the token before each token in the loss.
         targets: [M] int64, the tokens in the loss.
         trajectory_index: [M] int64, index of each loss token's trajectory within this micro-batch.
@@ -79,7 +79,7 @@ class MicroBatch:
     def with_columns(self, sequences: Sequence[TokenSequence]) -> MicroBatch:
         """Return a copy of the micro-batch with all columns of the packed sequences, at their tokens in the loss.
 
-        ``sequences`` are those that were passed to `Packer.pack`, in the same order, with any columns.
+        ``sequences`` are the sequences that were passed to `Packer.pack`, in the same order, with any columns.
         """
         chosen = [sequences[index] for index in self.source]
         in_loss = np.flatnonzero(np.concatenate([sequence.loss_mask for sequence in chosen])) if chosen else []
@@ -123,7 +123,7 @@ class Packer:
     Attributes:
         max_tokens: Token budget: the largest number of packed tokens per micro-batch.
         whole: Pack all tokens. If False, pack only the tokens before a sequence's last token in the loss, at least one.
-            No prediction in the loss needs the rest.
+            No prediction in the loss needs the later tokens.
         together: Whether several sequences may share a micro-batch. If False, each sequence gets its own micro-batch,
             for models that cannot separate packed sequences.
         share_prompts: Whether sequences of a micro-batch share the tokens of a common prompt. The budget counts these
@@ -153,16 +153,16 @@ class Packer:
         Args:
             sequences: In any order; may be empty.
             columns: Fill the columns. If False, call `MicroBatch.with_columns` later.
-            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make: at
-                least as large, and equal on all ranks. Additional micro-batches hold one token outside the loss. A rank
-                whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
+            agree: Called once with the number of micro-batches that this rank needs. It returns the number to make,
+                which is not smaller and is equal on all ranks. Additional micro-batches hold one token outside the
+                loss. A rank whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
 
         Returns:
-            At least one micro-batch. Each sequence is in exactly one.
+            At least one micro-batch. Each sequence is in exactly one micro-batch.
 
         Raises:
-            ValueError: on all ranks, if a sequence exceeds the budget, or if the branches of a trajectory do not fit
-                together under ``keep_branches``.
+            ValueError: on all ranks, if a sequence exceeds the budget. With ``keep_branches``, also if the branches of
+                a trajectory do not fit into one micro-batch.
         """
         # ``rfind`` finds the last True of the mask. For sequences of usual lengths, it is faster than numpy.
         lengths = [len(s.input_ids) if self.whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
@@ -364,12 +364,13 @@ def _leading_tokens(
     prompts: Mapping[SampleKey, bytes],
     order: Sequence[int],
 ) -> np.ndarray | None:
-    """Map each token of the concatenated sequences to the token that is packed for it: [sum of ``packed``] int64.
+    """Return which token is packed in place of each token of the concatenated sequences, [sum of ``packed``] int64.
 
-    A token maps to itself or to the equal token of a sequence with the same beginning. That sequence is the first with
-    the same prompt, or a branch of the same trajectory. Returns None if no tokens are shared.
+    A token that is not shared gives its own index. A shared token gives the index of the equal token in an earlier
+    sequence. This sequence is another branch of the same trajectory, or the first sequence that holds the same prompt.
+    The argument ``order`` defines which sequences are earlier. A sequence shares at most `_num_leading` tokens.
 
-    A sequence shares only tokens before its first token in the loss, and only with sequences earlier in ``order``.
+    Returns None if no tokens are shared.
     """
     leads, shares, starts = np.arange(sum(packed)), False, [0, *accumulate(packed)]
     leaders: dict[bytes, tuple[int, np.ndarray]] = {}

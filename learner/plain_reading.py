@@ -40,10 +40,10 @@ _DTYPES = {str(value).removeprefix("torch.") for value in vars(torch).values() i
 
 
 def load_plain(state: dict[str, Any], path: Path, *, process_group: Any = None, no_dist: bool = False) -> None:
-    """Load the checkpoint at ``path`` into the tensors of ``state``, in place, without running code from it.
+    """Load the checkpoint at ``path`` into the tensors of ``state``, in place, without running code of the checkpoint.
 
-    The arguments are those of DCP's ``state_dict_loader.load``. Raises `CheckpointException` if a file is missing,
-    damaged, or contains code.
+    ``process_group`` and ``no_dist`` have the same meaning as in DCP's ``state_dict_loader.load``. Raises
+    `CheckpointException` if a file is missing, damaged, or contains code.
     """
     state_dict_loader.load(
         state,

@@ -3,8 +3,8 @@
 A thread fetches the batch's prompt groups from the replay buffer, and packs their sequences. Each process has one
 `BatchPreparer` with one thread, for all its roles (such as actor and critic). The controller announces a batch when it
 queues the learner step. The thread prepares a batch when a step has taken the previous batch, so a process holds the
-batches of at most two steps. A step waits until the thread has prepared the step's batch. The thread itself waits at
-most for the deadlines of the buffer's client and of the process groups.
+batches of at most two steps. A step waits until the thread has prepared the step's batch. Each wait of the thread ends
+at the latest at the deadline of the buffer's client or of the process group.
 
 The thread uses separate process groups (`LearnerMesh.on_host`) for its collectives. All ranks must announce and take
 the same batches in the same order.
@@ -64,7 +64,7 @@ class PreparedBatch:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The prompt groups of a step that a process has fetched for its roles. Only the preparer's thread uses it.
+    """The prompt groups of a step that a process has fetched for its roles. Used only in the preparer's thread.
 
     Attributes:
         found: The fetched groups by id.
@@ -77,8 +77,8 @@ class StepGroups:
     def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
         """Fetch the groups of a batch that are not in ``found`` yet. All ranks of the sp group call this together.
 
-        One rank of the sequence-parallel (sp) group fetches the groups that any of its ranks lacks, and sends them to
-        the other ranks. The other ranks pass None as ``buffer``.
+        One rank of the sequence-parallel (sp) group fetches the prompt groups that any rank of the sp group lacks. It
+        sends them to the other ranks, which pass None as ``buffer``.
         """
         is_missing = [group_id not in self.found for group_id in batch.group_ids]
         if mesh.sp_size > 1 and is_missing:
@@ -100,7 +100,7 @@ class StepGroups:
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
     """Fetch the groups that the buffer has.
 
-    Retry once after a `DeadlineError`, because the buffer may have noticed meanwhile that a store is dead.
+    Retry once after a `DeadlineError`, because the buffer may have noticed meanwhile that a store server is dead.
     """
     with suppress(UnknownGroup):
         try:
@@ -121,7 +121,11 @@ _Key = tuple[int, str, tuple[tuple[int, tuple[int, ...], int], ...]]
 
 
 class BatchPreparer:
-    """Prepares batches in one thread, in the order in which they are announced or taken. Thread-safe."""
+    """Prepares batches in one thread. The methods are thread-safe.
+
+    Announced batches are prepared in the order of their announcements. A batch that is taken without an announcement is
+    prepared after the announced batches of its version and of earlier versions.
+    """
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prepare")
@@ -149,8 +153,8 @@ class BatchPreparer:
     def take(self, role: str, batch: RankBatch, prepare: Prepare) -> PreparedBatch:
         """Return the prepared batch of a role, and drop the batches of earlier steps.
 
-        Waits for the thread. A batch that was not announced is prepared with ``prepare`` now. Raises what ``prepare``
-        raised.
+        Waits for the thread. If the batch was not announced, the thread prepares it with ``prepare`` now. Raises the
+        errors of ``prepare``.
         """
         key, version = _key(role, batch), batch.version
         with self._lock:

@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 SCORE_HEAD = "score"
 
 _MULTIPLIES_BY_LOGITS_SCALING = frozenset({"hyperclovax"})
-"""Model types that multiply logits by ``logits_scaling``. All others divide by it."""
+"""Model types that multiply logits by ``logits_scaling``. All other types divide logits by ``logits_scaling``."""
 
 _ADDS_TOKENS = frozenset({"cpmant"})
-"""Model types with a forward pass that adds tokens before a sequence. They are refused, because the learner runs only
-the backbone, which does not add these tokens."""
+"""Model types with a forward pass that adds tokens before a sequence. The learner refuses these models, because it runs
+only the backbone, which does not add the tokens."""
 
 _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 """Names of module attributes in transformers that hold dropout rates or noise levels."""
@@ -52,8 +52,8 @@ _RANDOM_WHILE_TRAINING = re.compile(r"drop|pdrop|jitter", re.IGNORECASE)
 def load_causal_lm(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build the causal language model of a folder in Hugging Face layout, on the meta device and in training mode.
 
-    Its parameters are of type ``dtype``, without values. Raises `ValueError` if there is no model at the path, or if
-    packed training does not support the model.
+    The parameters have the type ``dtype``, or float32 if the model family keeps them in float32. They have no values.
+    Raises `ValueError` if there is no model at the path, or if packed training does not support the model.
     """
     config = _config_of(model_path)
     if config.model_type in _ADDS_TOKENS:
@@ -90,10 +90,10 @@ def parameter_sizes(model_path: str) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitShape:
-    """Computes logits from z, the product of hidden state and embedding: c · tanh(scale · z ÷ c).
+    """Computes logits from z, the product of hidden state and embedding: c · tanh(scale · z / c).
 
     Attributes:
-        scale: Factor on z: 1 ÷ ``logits_scaling`` for Granite, ``logit_scale`` for Cohere.
+        scale: Factor on z: 1 / ``logits_scaling`` for Granite, ``logit_scale`` for Cohere.
         soft_cap: c, such as 30 in Gemma 2 (arXiv 2408.00118, section 2). None means that the logits are scale · z.
     """
 
@@ -122,8 +122,8 @@ def logit_shape(config: PreTrainedConfig) -> LogitShape:
 def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build a token classifier with one label, on the meta device and in training mode, without values.
 
-    The path may hold a causal language model. Raises `ValueError` if there is no model, or if the model has another
-    number of labels.
+    The path may hold a causal language model. Raises `ValueError` if there is no model, or if a stored classifier does
+    not have one label.
     """
     return _load_classifier(GenericForTokenClassification, model_path, dtype)
 
@@ -131,7 +131,7 @@ def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 def load_reward_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
     """Build a sequence classifier with one label, on the meta device and in training mode, without values.
 
-    Raises `ValueError` if there is no model, if the head's weights are missing, or if it has another number of labels.
+    Raises `ValueError` if there is no model, if the head's weights are missing, or if the head does not have one label.
     """
     stored, score = stored_weights(model_path), f"{SCORE_HEAD}.weight"
     if stored and score not in stored:
@@ -237,8 +237,8 @@ def _prepared(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
 def _deterministic(model: PreTrainedModel) -> PreTrainedModel:
     """Put the model in training mode and switch off its dropout and noise.
 
-    The loss compares log-probs of training with those of sampling, so both need the same policy. Configuration and
-    files do not change.
+    The loss compares log-probs of training with log-probs of sampling, so both need the same policy. The model's
+    configuration and files do not change.
     """
     found: dict[str, float] = {}
     for module in model.train().modules():

@@ -1,7 +1,8 @@
 """Recurrent layers (linear attention, state spaces, convolutions) on packed sequences.
 
-On packed tokens, such a layer would carry the state of one sequence into the next. Kernels with sequence boundaries
-(flash-linear-attention, causal-conv1d) therefore get the boundaries. Other implementations get right-padded sequences.
+On packed tokens, a recurrent layer would carry the state of one sequence into the next sequence. Some kernels accept
+sequence boundaries (flash-linear-attention, causal-conv1d), and get the boundaries. Other implementations get
+right-padded sequences.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .packing import on_device
 from .ulysses import gather_sequence, get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
 _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
-"""Recurrent layers without a convolution. All others are recognized by their convolution."""
+"""Recurrent layers without a convolution. All other recurrent layers are recognized by their convolution."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,7 @@ class RecurrentLayers:
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Use the layout in a decoder layer's arguments.
 
-        Activation checkpointing may call the layer again after the next `use`.
+        Activation checkpointing may call the layer again after `use` has set the layout of the next micro-batch.
         """
         self._layout = kwargs.get("packed", self._layout)
 

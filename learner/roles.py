@@ -42,7 +42,8 @@ class Role:
         objective: Makes the training objective from the options; None for a frozen role.
         optimizer: Selects the options of AdamW and its schedule; None for a frozen role.
         reads: Names of the computed columns that a learner step of the role needs.
-        measured_steps: Number of first learner steps that only measure the role and do not train it.
+        measured_steps: Number of learner steps at the start of the run that compute the role's metrics, but do not
+            train the role.
         adapters: Whether the role gets the adapters of ``learner.lora``.
     """
 
@@ -84,7 +85,7 @@ class Role:
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that calls a function of this package. The first call imports its module, which loads torch."""
+    """Return a function that calls the function ``name`` of ``module``. The first call imports the module and torch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
         return getattr(import_module(f".{module}", __package__), name)(*arguments, **options)

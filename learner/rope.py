@@ -7,8 +7,8 @@ from typing import Any
 
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
 """Rope types that change the frequencies of all tokens when the largest position exceeds the original length.
-transformers uses the largest position of a call (``dynamic_rope_update``), and SGLang the largest of a batch. The
-log-probs of a sequence that is longer than the original length therefore depend on the other sequences."""
+transformers uses the largest position of a call (``dynamic_rope_update``). SGLang uses the largest position of a batch.
+The log-probs of a sequence that is longer than the original length therefore depend on the other sequences."""
 
 
 def rope_limit(settings: Mapping[str, Any]) -> int | None:

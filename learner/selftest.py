@@ -1,4 +1,4 @@
-"""Self-test of a loaded model: compares packed random sequences with Hugging Face's forward of single sequences.
+"""Self-test of a loaded model: compares the packed forward pass with Hugging Face's forward pass of single sequences.
 
 The test runs before training, with the mesh, dtype and attention kernel of the run. Each decision depends on the
 largest difference over all ranks, so that all ranks decide the same and enter the same collectives.
@@ -48,8 +48,8 @@ LENGTHS = (23, 11, 11, 7, 3, 2)
 """Lengths of the test's sequences, in tokens. Sequences of equal length share a padded batch."""
 
 THRESHOLDS = ("sliding_window", "attention_chunk_size")
-"""Options of models that limit attention to a number of tokens. If the limit is not below the longest test sequence,
-the test sets it to `LOWERED`."""
+"""Options of models that limit attention to a number of tokens. If a limit is not below the longest test sequence, the
+test sets the limit to `LOWERED`."""
 
 LOWERED = 5
 
@@ -60,7 +60,7 @@ FIRST_TOKENS = 4
 sequence boundaries changes only these tokens."""
 
 TOLERANCE = {torch.float32: 2e-3, torch.float16: 0.03, torch.bfloat16: 0.12}
-"""Largest accepted relative difference of hidden states between kernels, by the dtype of the run."""
+"""Largest accepted relative difference of hidden states from Hugging Face's forward pass, by the dtype of the run."""
 
 LEAK_TOLERANCE = {torch.float32: 2e-4, torch.float16: 3e-3, torch.bfloat16: 0.012}
 """Largest accepted relative change of a sequence's hidden states when other sequences of the micro-batch change."""
@@ -106,7 +106,7 @@ class SelfTest:
         self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})
 
     def _place_images(self, rng: np.random.Generator) -> tuple[GroupImages, dict[str, list[np.ndarray]]]:
-        """Put random images into the first sequences. Return the images, and the image columns of each sequence."""
+        """Put random images into the first three sequences. Return the images, and each sequence's image columns."""
         processor = PixelFormat.of(load_processor(self._name))
         size = processor.merge_size
 
@@ -135,9 +135,9 @@ class SelfTest:
     def run(self) -> SelfTestResult:
         """Find out whether sequences may share micro-batches and prompts, and return the result.
 
-        The parameters do not change. Recurrent layers keep the setting that is correct,
-        `RecurrentLayers.takes_boundaries`. Raises `ValueError` if no way is correct. The message names the layer that
-        differs, and a remedy.
+        The parameters do not change. `RecurrentLayers.takes_boundaries` keeps the value that passes the test. Raises
+        `ValueError` if the results are wrong even with one sequence per micro-batch, or if training and scoring differ.
+        The message names the layer that differs, and a remedy.
         """
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
@@ -244,7 +244,7 @@ class SelfTest:
 
         return run
 
-    # Each method below runs the model in another way. The result is hidden states [N, h] float32, sequence by sequence.
+    # The methods below run the model in different ways. They return hidden states [N, h] float32, sequence by sequence.
 
     def _plain(self) -> Tensor:
         return torch.cat(
@@ -342,7 +342,7 @@ class SelfTest:
     # The methods below compare hidden states.
 
     def _difference(self, found: Tensor, expected: Tensor) -> float:
-        """Return the mean relative difference at all tokens, or at the sequences' first tokens if that is larger."""
+        """Return the larger of two mean relative differences: at all tokens, and at each sequence's first tokens."""
         if found.shape != expected.shape:
             raise ValueError(
                 self._message(
@@ -435,9 +435,10 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
 
 @contextmanager
 def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
-    """Lower windows and chunks that are longer than the test's sequences.
+    """Reduce the sizes of attention windows and attention chunks to `LOWERED`, and restore the sizes on exit.
 
-    The test would otherwise need sequences of thousands of tokens.
+    Sizes below the longest test sequence do not change. With larger sizes, the test would need sequences of thousands
+    of tokens.
     """
     modules = list(pretrained.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
@@ -471,8 +472,8 @@ class _FirstExperts(TorchDispatchMode):
 def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
     """Route all tokens of a mixture of experts to the first experts.
 
-    In half precision, rounding may select other experts in the packed forward than in Hugging Face's. Both results
-    would be correct.
+    In half precision, rounding may select different experts in the packed and in Hugging Face's forward pass. Both
+    results would be correct.
     """
     parts = dict(pretrained.named_modules())
     experts = {name.rpartition(".")[0] for name in expert_tensors(pretrained)}

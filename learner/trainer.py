@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # this import takes a second; without it here, the first optimizer step would do it
+import torch._dynamo  # takes a second; without this line, the first optimizer step would import it
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -35,8 +35,9 @@ from .types import TokenSequence
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
     """Return the learning rate of one optimizer update. ``update`` is the number of earlier updates.
 
-    A linear warm-up reaches the peak at update ``warmup_steps``. A linear or cosine schedule then lowers the rate to
-    ``min_lr_ratio`` of the peak at ``total_updates``. The rate stays there. A constant schedule keeps the peak.
+    A linear warm-up reaches the peak at update ``warmup_steps``. A linear or cosine schedule then reduces the rate to
+    ``min_lr_ratio`` times the peak at update ``total_updates``. Afterwards, the rate does not change. A constant
+    schedule keeps the peak.
     """
     if update < config.warmup_steps:
         return config.lr * (update + 1) / (config.warmup_steps + 1)
@@ -76,7 +77,7 @@ class ModelOptimizer:
         """Clip the gradients, update the parameters and clear the gradients.
 
         If a gradient is not finite, the parameters do not change, because the update would destroy them. If all
-        gradients are zero, they do not change either, because only momentum and weight decay would act.
+        gradients are zero, the parameters do not change either, because only momentum and weight decay would act.
 
         Returns:
             ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite
@@ -106,10 +107,10 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Return the norm of the gradients of whole parameters, over the ranks of the mesh ``shards``.
+    """Return the norm of the gradients of whole parameters.
 
-    These ranks share one copy of the parameters; None means that the parameters are not sharded. Either all gradients
-    are plain tensors, or all are sharded in the same way.
+    ``shards`` is the mesh of the ranks that share one copy of the parameters; None means that the parameters are not
+    sharded. Either all gradients are plain tensors, or all gradients are sharded in the same way.
     """
     gradients = _local_gradients(parameters)
     if not gradients:
@@ -146,7 +147,7 @@ class Trainer(PackedModel):
         config, model_path, temperature, setup: The arguments of `PackedModel` with these names.
         role: The role to train, such as actor or critic.
         total_updates: Number of optimizer updates of the run, for the learning rate's schedule.
-        seed: Seed for the adapters' first values and their dropout.
+        seed: Seed for the initial values and the dropout of the adapters.
 
     Raises:
         ValueError: the role is frozen.
@@ -173,7 +174,7 @@ class Trainer(PackedModel):
     def trains_as_it_scores(self) -> bool:
         """Whether a training forward pass gives the same log-probs as `scores`.
 
-        It is False without a self-test, or if the adapters have dropout.
+        This is False without a self-test, or if the adapters have dropout.
         """
         lora = self.config.lora
         return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
@@ -195,7 +196,7 @@ class Trainer(PackedModel):
         ``packed`` may be the result of `pack_to_train`.
 
         Returns:
-            The same dict on each rank: ``loss`` and the loss's own metrics (means over the batch's tokens, before
+            The same dict on each rank: ``loss``, the loss's own metrics (means over the batch's tokens, before
                 ``Objective.summarize``), ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``,
                 ``grad_norm``, ``lr``, ``skipped_updates``, ``empty_updates``.
         """
@@ -232,7 +233,7 @@ class Trainer(PackedModel):
     ) -> dict[str, float]:
         """Compute loss and metrics of the sequences of all ranks without training.
 
-        Returns the metrics of `update`, except those of the optimizer.
+        Returns the metrics of `update`, without the metrics of the optimizer.
         """
         self._set_training(False)
         batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
@@ -263,8 +264,8 @@ class PackedStep:
     """The micro-batches of a learner step, without columns such as advantages.
 
     Attributes:
-        scored: The packed sequences that need a forward pass for their proximal log-probs (under the policy before the
-            step); None if no sequences need it.
+        scored: The packed sequences that need a forward pass before the first update, which computes their proximal
+            log-probs (under the policy before the step). None if no sequences need this pass.
         updates: The packed sequences of each mini-batch. A step that is only measured has one entry with all sequences.
     """
 
@@ -280,9 +281,9 @@ class PackedStep:
 class LearnerStep:
     """One learner step: one optimizer update per mini-batch.
 
-    If the objective needs proximal log-probs (under the policy before the step), a forward pass before the first update
-    computes them. If ``Trainer.trains_as_it_scores`` is True, this pass omits the first mini-batch, because the first
-    update computes the same log-probs.
+    The objective may need proximal log-probs (under the policy before the step). Then a forward pass before the first
+    update computes these log-probs. If ``Trainer.trains_as_it_scores`` is True, this pass omits the first mini-batch,
+    because the first update computes the same log-probs.
     """
 
     def __init__(self, trainer: Trainer, objective: Objective, *, num_mini_batches: int = 1) -> None:
@@ -312,8 +313,9 @@ class LearnerStep:
     def run(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """Make one learner step on this rank's sequences: one optimizer update per mini-batch.
 
-        First compute ``proximal_logprobs`` if the objective needs them. The sequences must have the other columns that
-        the objective reads. ``packed`` may be the result of `pack`. Returns the metrics of `update`.
+        Before the updates, this method computes the column ``proximal_logprobs`` if the objective needs it. The
+        sequences must have all other columns that the objective reads. ``packed`` may be the result of `pack`. Returns
+        the metrics of `update`.
         """
         packed = packed or self.pack(sequences)
         if packed.scored is None:
@@ -346,7 +348,7 @@ class LearnerStep:
         return self._objective.summarize(_merged(updates))
 
     def measure(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
-        """Return the metrics that the batch has without an update, except those of the optimizer."""
+        """Return the metrics of the batch without an update. They do not include the metrics of the optimizer."""
         batch = None if packed is None else packed.updates[0]
         return self._objective.summarize(self._trainer.evaluate(sequences, self._objective, packed=batch))
 

@@ -1,8 +1,8 @@
 """A log of the trajectories that learner steps train on: one parquet file per step and data-parallel rank.
 
 A file has one row per branch (path through the turns of a trajectory). With ``record_trajectories``, a run logs all
-trajectories that it trains on. With `TokenLogOptions`, the run also logs a few sequences with the learner's log-probs
-next to the engine's.
+trajectories that it trains on. With `TokenLogOptions`, the run also logs a few sequences with two log-probs of each
+token: of the engine and of the learner.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class TrajectoryLog:
         """Write the samples of one step and data-parallel rank to a file, atomically, and return its path.
 
         Args:
-            batch: The rank's batch. Its rewards are written, because a reward model may have replaced those of the
-                groups.
+            batch: The rank's batch. The rewards in the batch are written, because a reward model may have replaced the
+                rewards in the groups.
             groups: The batch's groups by id.
             sequences: One sequence per branch, in the order of the batch's shares, with ``advantages``. If there are
                 fewer sequences, only their branches are written.
@@ -105,7 +105,8 @@ def trained_groups(
 
     - ``versions``: number of trained tokens by policy version.
     - ``digest``: the sum of `token_digest` over the trained turns.
-    - ``in_loss``: number of tokens in the loss. Only this field omits trajectories that ``mask_truncated`` leaves out.
+    - ``in_loss``: number of tokens in the loss. Trajectories that ``mask_truncated`` leaves out of the loss count only
+      in the other fields.
 
     ``sequences`` has one sequence per branch.
     """

@@ -1,8 +1,8 @@
 """Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
 
-A turn may have several next turns if the history was branched. The estimators then average over the next turns, because
-each is a sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path from
-the prompt. Turns of a prompt, a tool or an environment were not sampled, and do not have an advantage.
+At a branch, a turn has several next turns. The estimators then average over the next turns, because each next turn is a
+sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path from the prompt.
+Turns of a prompt, a tool or an environment were not sampled, and do not have an advantage.
 
 The reward of a sampled turn includes the rewards of the unsampled turns up to the next sampled turn. The KL penalty of
 the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome, which is its reward
@@ -24,9 +24,9 @@ from .group_statistics import centered, group_deviations, group_sums, members
 from .types import SampleKey, TokenSequence
 
 TurnRows = tuple[Tensor, Tensor]
-"""Sampled turns as rows of two tensors. Columns of [K, 4] int64: group id, index of the trajectory in the group, index
-of the turn in the group, index of the previous turn (-1 for the first). Columns of [K, 3] float64: reward, critic's
-value, number of tokens in the loss."""
+"""Sampled turns as rows of two tensors. The first tensor is [K, 4] int64. Its columns are group id, index of the
+trajectory in the group, index of the turn in the group, index of the previous turn in the group (-1 for a first turn).
+The second tensor is [K, 3] float64. Its columns are reward, critic's value, number of tokens in the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class TurnRewards:
         rewards: [K] float64, reward of each turn. The last turn of each path includes the trajectory's outcome.
         values: [K] float64, the critic's value before the turn's first token; zeros without a critic, NaN for a turn
             without a token in the loss.
-        num_tokens: [K] int64, number of tokens in the loss. Turns with 0 still count in the baselines of other turns.
+        num_tokens: [K] int64, number of tokens in the loss. A turn without tokens in the loss still counts in the
+            baselines of other turns.
         previous: [K] int64, position in these arrays of the previous turn on the path; -1 for a first turn.
         trajectories: [K] int64, a number that identifies the trajectory of each turn.
         group_ids: [K] int64, id of each turn's prompt group.
@@ -87,7 +88,7 @@ def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
     value before the first token of turn k. γ is ``gamma`` and λ is ``gae_lambda``. After the last turn of a path, V and
     A are 0. ``whiten_advantages`` standardizes the advantages over the batch, with the same weight for each trajectory.
 
-    Deviations: Turn-PPO clips the ratio of a whole turn. ArCHer trains a separate critic off-policy.
+    Differences from the papers: Turn-PPO clips the ratio of a whole turn. ArCHer trains a separate critic off-policy.
 
     Example: turns with rewards 0, 1 and values 0.5, 0.6, with γ = 1 and λ = 0.5, give 0.3, 0.4.
     """
@@ -113,13 +114,14 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     """Compare the return of a turn with the returns of all turns of the same index in its prompt group.
 
     The index of a turn is the number of sampled turns before it on its path. The return of turn k is Σ γ^(j - k) r_j
-    over the turns j >= k of the path. The advantage is (return - mean) ÷ sample standard deviation, or (return - mean)
-    without ``has_deviation``. Mean and deviation are over the group's trajectories with a turn of this index. If a
-    trajectory has n turns of this index, each has the weight 1 ÷ n. If no other trajectory has a turn of this index,
-    the turn gets the advantage of the previous turn on its path. A first turn gets 0.
+    over the turns j >= k of the path. The advantage is return - mean. With ``has_deviation``, this difference is
+    divided by the sample standard deviation. Mean and deviation are over the group's trajectories with a turn of this
+    index. If a trajectory has n turns of this index, each has the weight 1/n. If no other trajectory has a turn of this
+    index, the turn gets the advantage of the previous turn on its path. A first turn gets 0.
 
     Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
-    Deviation: both add the advantage of the whole trajectory with a weight. Here, the return contains the outcome.
+    Difference from the papers: both add the advantage of the whole trajectory with a weight. Here, the return contains
+    the outcome.
 
     Example: a group of three trajectories with turns of rewards (0, 1), (0, 0) and (0.5). The returns are 1, 0, 0.5 for
     index 0, and 1, 0 for index 1. Without ``has_deviation``, the advantages are (0.5, 0.5), (-0.5, -0.5) and (0).
@@ -166,8 +168,8 @@ def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
 def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, float]) -> TurnRows:
     """Return the turns of a rank's sequences as two tensors with one row per turn, in the order of the sequences.
 
-    The columns are those of `TurnRows`. The sequences need the column ``penalties`` (KL penalty per token) and, with a
-    critic, ``values``. ``rewards`` has the reward of each trajectory, including the rewards of its turns.
+    `TurnRows` lists the columns of both tensors. The sequences need the column ``penalties`` (KL penalty per token)
+    and, with a critic, ``values``. ``rewards`` has the reward of each trajectory, including the rewards of its turns.
 
     Raises:
         ValueError: a sequence has tokens in the loss and does not name its turns.

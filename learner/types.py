@@ -99,7 +99,8 @@ class SequenceImages:
     Attributes:
         group: All images of the sequence's prompt group.
         indices: [T] int64, the index of each token's image in ``group``; -1 for text.
-        rows: [T] int32, the row of each token's merged feature among those of all images in ``group``; -1 for text.
+        rows: [T] int32, the row of each token's merged feature among the merged features of all images in ``group``;
+            -1 for text.
         positions: [T, 3] int32, each token's position in time, height and width, for rotary embeddings.
         compared: [T] int32, the id of each text token, and a negative number for each token of an image. Equal entries
             of two sequences mean equal tokens or equal images.
@@ -146,7 +147,7 @@ class TokenSequence:
         trajectory: Key of the trajectory that this sequence is a branch of (a path through the turns); by default a new
             trajectory.
         token_rewards: [T] float32, the reward of each turn in ``turns`` at the turn's last token, 0 elsewhere; None
-            without such rewards. The trajectory's reward includes them.
+            without such rewards. The trajectory's reward includes the rewards of its turns.
         turns: The sampled turns that this sequence trains on, in order, including turns that ``mask_truncated`` leaves
             out of the loss. Empty outside RL.
         images: The images in the sequence; None for text.
@@ -163,7 +164,7 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32. Two sequences may share leading tokens where their arrays begin with the same numbers."""
+        """[T] int32. Two sequences may share leading tokens as far as these arrays of the sequences are equal."""
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:
@@ -206,8 +207,8 @@ def group_sequences(
         mini_batch: Index of the optimizer update that trains on the sequences.
         mask_truncated: Leave a trajectory out of the loss if its last branch reached the length limit.
         all_columns: Add all token columns of the group, not only ``behavior_logprobs``.
-        version: The learner's policy version. It adds the column ``is_fresh``: 1 at tokens that this version sampled,
-            else 0. None adds no column.
+        version: The learner's policy version. The sequences get the column ``is_fresh``: 1 at tokens that this version
+            sampled, else 0. With None, they do not get this column.
     """
     branches = branches_of(group, range(group.num_trajectories) if samples is None else samples)
     if not branches:

@@ -62,7 +62,7 @@ def gather_seq_scatter_heads(
     """Exchange this rank's tokens with all heads for all tokens with this rank's heads (all-to-all).
 
     Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]. H must be a multiple of sp.
-    Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 keeps all.
+    Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 removes no tokens.
     """
     group = _shared(group)
     if group is None:
@@ -96,9 +96,9 @@ def gather_outputs_and_unpad(
     """Return the tokens of all sp ranks, in rank order.
 
     Args:
-        x: This rank's tokens along ``gather_dim``. All ranks must have the same number.
+        x: This rank's tokens along ``gather_dim``. All ranks must have the same number of tokens.
         gather_dim: Dimension of the tokens.
-        unpad_dim: Dimension to remove padding from; None keeps it.
+        unpad_dim: Dimension to remove padding from; None keeps the padding.
         padding_size: Number of entries to remove from the end of ``unpad_dim``.
         grad_scaler: Multiply the gradient by sp, for a loss that is later averaged over the sp ranks.
         group: The sp ranks; None is the default group.
@@ -115,8 +115,8 @@ def gather_outputs_and_unpad(
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
     """Return the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
 
-    ``x`` holds this rank's tokens along ``dim``. All ranks must have the same number. The gradient of a token is the
-    sum of the gradients from all ranks.
+    ``x`` holds this rank's tokens along ``dim``. All ranks must have the same number of tokens. The gradient of a token
+    is the sum of the gradients from all ranks.
     """
     group = _shared(group)
     return x if group is None else _Gather.apply(group, x, dim, "sum")  # type: ignore[return-value]
@@ -168,9 +168,10 @@ def ulysses_pad_and_slice_inputs(
 
 
 def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: ProcessGroup | None = None) -> Tensor:
-    """Return this rank's contiguous slice of ``x`` along ``dim``. ``padding`` first adds zeros to a multiple of sp.
+    """Return this rank's contiguous slice of ``x`` along ``dim``.
 
-    Raises `ValueError` if the size is not a multiple of sp and ``padding`` is False.
+    With ``padding``, zeros are first added at the end of ``dim``, so that sp divides its size. Without ``padding``,
+    `ValueError` is raised if sp does not divide the size.
     """
     num_ranks = get_ulysses_sequence_parallel_world_size(group)
     if padding:
@@ -248,7 +249,7 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``.
 
-    If one of the two is the first dimension of size > 1, the tensor is copied at most once.
+    If one of these two dimensions is the first dimension of size > 1, the tensor is copied at most once.
     """
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:

@@ -1,4 +1,4 @@
-"""verl's worker methods on top of the learner's trainer. A call takes a `DataProto`, and waits for the returned one.
+"""verl's worker methods on top of the learner's trainer. A call takes a `DataProto`, and waits for the result.
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
@@ -130,7 +130,7 @@ class ReferenceWorker(ModelWorker):
 
 
 class RewardModelWorker(ModelWorker):
-    """One rank of the reward model. It uses the policy's tokenizer."""
+    """One rank of the reward model. The reward model must use the policy's tokenizer."""
 
     def __init__(self, config: LearnerConfig, algorithm: AlgorithmConfig, **options: Any) -> None:
         super().__init__(REWARD_MODEL, config, algorithm, **options)
@@ -178,9 +178,9 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
     """Return one sequence per row of ``data``, to train on.
 
-    Attended response tokens are in the loss, except where ``response_mask`` is 0. ``columns`` names the columns that
-    the sequences get, each with the name of its [B, R] tensor in ``data``. Each of the ``num_mini_batches`` optimizer
-    updates trains on the same number of neighboring rows. Raises the errors of `scored_sequences`.
+    Attended response tokens are in the loss, except where ``response_mask`` is 0. ``columns`` maps the name of each
+    column of the sequences to the name of its [B, R] tensor in ``data``. Each of the ``num_mini_batches`` optimizer
+    updates trains on about the same number of neighboring rows. Raises the errors of `scored_sequences`.
     """
     attended = _attended_responses(data)
     mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
@@ -239,7 +239,7 @@ def response_rows(data: DataProto, values: Sequence[np.ndarray]) -> Tensor:
 
 
 def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarray]) -> list[TokenSequence]:
-    """Return one sequence per row, of its attended tokens. The response tokens in ``mask`` [B, R] are in the loss."""
+    """Return the attended tokens of each row as a sequence. The response tokens in ``mask`` [B, R] are in the loss."""
     input_ids, attention = _array(data, "input_ids"), _array(data, "attention_mask").astype(bool)
     _check_positions(data, attention)
     num_prompt = input_ids.shape[1] - mask.shape[1]

@@ -25,7 +25,7 @@ class VisionTower:
 
     Args:
         model: Qwen3-VL without its output layer.
-        pixel_format: The format of pixels, which can be converted to the tower's input.
+        pixel_format: The format of the pixels. It converts pixels to the tower's input.
     """
 
     def __init__(self, model: nn.Module, pixel_format: PixelFormat) -> None:

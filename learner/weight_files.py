@@ -44,7 +44,7 @@ BLOCK_BYTES = 32 << 20
 """Bytes of a parameter to read at a time."""
 
 _OLD_NAMES = (r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
-"""Name patterns of buffers in older checkpoints. No warning if they are unused: current models compute the buffers."""
+"""Name patterns of buffers in older checkpoints. They cause no warning: current models compute these buffers."""
 
 
 class StoredWeight(Protocol):
@@ -232,8 +232,8 @@ def _sources(
 ) -> dict[str, _Source]:
     """Map each parameter's name to its stored tensors.
 
-    Parameters that are stored as one tensor have one entry, under the first name. This also stores the conversions in
-    the model, because saving the model reverts them.
+    Several parameters that are stored as one tensor have one entry, with the name of the first parameter. This function
+    also stores the conversions in the model, because a later save of the model reverts the conversions.
     """
     conversions = get_model_conversion_mapping(model)
     converters = [entry for entry in conversions if isinstance(entry, WeightConverter)]

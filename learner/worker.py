@@ -73,8 +73,8 @@ def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> t
 
 
 PER_DP_RANK = {"dispatch_fn": _share_of_each_rank, "collect_fn": lambda _group, results: results}
-"""How the methods that a run calls are called on the ranks: each positional argument is a list with one entry per
-data-parallel rank. All ranks get the same keyword arguments."""
+"""How a run calls a method on the ranks: each positional argument is a list with one entry per data-parallel rank. All
+ranks get the same keyword arguments."""
 
 
 def _recorded(method: Callable[..., T]) -> Callable[..., T]:
@@ -93,7 +93,7 @@ class BatchCache:
     """Data that the roles of one process share within a learner step: the prepared batches and each role's scores.
 
     Attributes:
-        open_roles: Names of the roles that have not stopped. The last role to stop destroys the process group.
+        open_roles: Names of the roles that have not stopped. When no role is left, the process group is destroyed.
         preparer: Prepares the batches of all roles.
         lost: Ids of the prompt groups that this process did not find in the replay buffer.
         most_lost: The largest number of lost groups on one rank. If it is not 0, calls that need a batch raise
@@ -132,13 +132,13 @@ class ModelWorker(Worker):
     Args:
         role: The role to run.
         config: Options of the learner group; ``num_ranks`` is the number of ranks of the role's pool. The role's own
-            options override them (`LearnerConfig.of_role`).
+            options override the group's options (`LearnerConfig.of_role`).
         algorithm: Options of the algorithm.
         model_path: Directory in Hugging Face layout.
         total_steps: Number of learner steps of the run, for the learning rate's schedule.
         temperature: Softmax temperature at sampling, also used for the worker's log-probs.
         connect_buffer: Connects this rank to the replay buffer; None if only verl's methods are called.
-        seed: Seed for the adapters' first values and their dropout.
+        seed: Seed for the initial values and the dropout of the adapters.
         snapshot_dir: Folder for published weights, readable by the engines of this host. None means that the worker
             does not publish weights.
         publish: Options for publishing weights.
@@ -232,7 +232,7 @@ class ModelWorker(Worker):
         """Let the process's thread prepare the batch of a queued step, while this rank computes.
 
         Returns immediately. The controller must announce the batches of a step in the order in which the roles of a
-        process use them.
+        process use these batches.
         """
         self.cache.preparer.announce(self.role.name, batch, partial(self._prepared, batch))
 
@@ -243,7 +243,7 @@ class ModelWorker(Worker):
 
         With ``send``, the first sp rank returns one row per trajectory: ``sample_key`` [B, 2] int64 (group id, index in
         the group) and the role's column, [tokens in the loss] float32 each. The other sp ranks return None. Without
-        ``send``, the scores stay in this process for its other roles. Raises `ValueError` if the role is an actor
+        ``send``, the scores stay in this process for other roles. Raises `ValueError` if the role is an actor
         without adapters, and `BatchLost` if a rank needs a group that the buffer does not have.
         """
         scores = self._scored(batch)
@@ -278,9 +278,10 @@ class ModelWorker(Worker):
             The same dict on each rank, with the step's metrics and these entries:
 
             - ``digest``, only of the actor: `receipts.token_digest` of the tokens that all ranks have trained on;
-            - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds to wait for the batch, to prepare it and to compute,
-              each of the slowest rank;
-            - ``started_at`` of the first rank and ``ended_at`` of the last rank, in seconds since the epoch;
+            - ``fetch_s``, ``prepare_s`` and ``train_s``: seconds to wait for the batch, to prepare the batch, and to
+              compute; each number is from the slowest rank;
+            - ``started_at`` and ``ended_at``: when the earliest rank started the step, and when the latest rank ended
+              it, in seconds since the Unix epoch;
             - ``lag_max``: the step's version minus the oldest version that sampled a token of the batch.
 
         Raises:
@@ -363,7 +364,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def finish_publish(self) -> None:
-        """Wait until the version of the last `publish_weights` can be loaded by engines.
+        """Wait until engines can load the version of the latest `publish_weights`.
 
         Raises `WeightsError` if publishing failed.
         """
@@ -372,7 +373,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def forget_batch(self) -> list[int]:
-        """Drop a lost batch and the batches after it. The next calls compute again.
+        """Drop a lost batch and the batches after it. Later calls compute batches again.
 
         Returns the ids of the groups that this process did not find in the buffer, ascending.
         """
@@ -382,7 +383,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> None:
-        """Publish the weights if the role does that, and free device memory for engines on the same device.
+        """Publish the weights if the role publishes weights. Free device memory for engines on the same device.
 
         The options of `OffloadPolicy` say what moves to the host. Returns when rank 0 has offered the version to the
         engines. All ranks offload before the offer, because engines may load an offered version immediately.
@@ -411,8 +412,8 @@ class ModelWorker(Worker):
     def save_checkpoint(self, directory: str, version: int = 0, wait: bool = True, **options: Any) -> str:
         """Save a checkpoint of this role's training state, and return the checkpoint's folder.
 
-        ``options`` are those of `ShardedCheckpointer.save`. Raises `ValueError` for a frozen role, and `BatchLost` if
-        the step before this call raised `BatchLost`.
+        ``options`` are other arguments of `ShardedCheckpointer.save`. Raises `ValueError` for a frozen role, and
+        `BatchLost` if the step before this call raised `BatchLost`.
         """
         self._check_turn(version)
         checkpoints = self._checkpoints_in(directory)
@@ -439,7 +440,10 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def stop(self) -> None:
-        """Finish the background work, and disconnect from the buffer. The last role leaves the process group."""
+        """Finish the background work, and disconnect from the buffer.
+
+        When all roles of the process have stopped, the process group is destroyed.
+        """
         for checkpoints in self._checkpoints.values():
             checkpoints.finish()
         self.cache.preparer.close()
@@ -545,7 +549,7 @@ class ModelWorker(Worker):
     def _taken(self, batch: RankBatch) -> PreparedBatch:
         """Return the prepared batch.
 
-        If the batch is lost, this call and later calls for the batch raise `BatchLost` on all ranks.
+        If the batch is lost, this call and all later calls raise `BatchLost` on all ranks, until `forget_batch`.
         """
         cache = self.cache
         with record.span(SpanKind.fetch, step=batch.version):
@@ -644,7 +648,10 @@ def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) 
 
 
 def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int:
-    """Return the largest lag of the batch's groups; 0 without groups."""
+    """Return the largest lag of the batch's groups; 0 without groups.
+
+    Raises `StalenessError` if a lag exceeds the batch's bound.
+    """
     lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:

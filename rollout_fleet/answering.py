@@ -63,8 +63,8 @@ class AnsweringParts:
             seed: Random seed of the engine.
             rank: Number of the rollout worker, from 0. It is part of log and file names.
             log_dir: Folder of the engine's log.
-            episode_context: Largest number of tokens from the start of a prompt to the end of a last answer, in
-                rollouts of several turns. 0 if no prompt has an environment.
+            episode_context: Largest number of tokens on a path of an episode, from the start of the prompt to the
+                path's end. 0 if no prompt has an environment.
             sample_dir: Folder for decoded samples that people read; empty to save none.
 
         Raises:

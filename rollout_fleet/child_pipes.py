@@ -20,7 +20,7 @@ LENGTH = struct.Struct("<Q")
 READY = "ready"
 """The first message of a child: it can take requests now."""
 MARK = "ASYNCRL_CHILD"
-"""Name of the environment variable by which a child and all its descendants are found."""
+"""Name of the environment variable that marks a child and all its descendants. `kill_marked` finds them by it."""
 _ROUNDS = 20
 
 

@@ -128,7 +128,7 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
     """Return an error message with a hint, if a child process may have failed because it lacks a secret.
 
-    The hint is added if ``message`` contains the name of a secret variable that children do not get. It names the
+    The hint is added if ``message`` contains the name of a secret variable that children do not get. The hint names the
     option that passes the variable. ``who`` names the kind of processes. Example: ``"environments"``.
     """
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())

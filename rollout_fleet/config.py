@@ -78,7 +78,8 @@ class SamplingConfig:
         temperature: Softmax temperature of sampling and of behavior log-probs.
         top_p: Nucleus mass; 1.0 keeps all tokens. Evaluation only.
         top_k: Number of most probable tokens to sample from; -1 keeps all tokens. Evaluation only.
-        min_p: Smallest probability of a token, as a share of the largest one; 0.0 keeps all tokens. Evaluation only.
+        min_p: Smallest probability of a token, as a share of the largest probability; 0.0 keeps all tokens. Evaluation
+            only.
         max_new_tokens: Longest response, in tokens.
         stop: Texts that end a response. The tokens of the stop text stay in the response.
         stop_token_ids: Token ids that end a response, in addition to the model's end-of-sequence tokens.
@@ -224,7 +225,7 @@ class RolloutFleetConfig:
         engine: Kind of the engines.
         device: Where the engines compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on
             the CPU.
-        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. Its run starts when
+        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. The run starts when
             ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
         min_engines: The run ends if failed engines are not replaced and fewer engines than this are left. An elastic
             fleet first waits ``no_engine_timeout_s`` for other engines to join.
@@ -244,17 +245,17 @@ class RolloutFleetConfig:
         judge_model: Folder of a frozen model for the reward ``judge`` without a ``url``. Each rollout worker serves it
             with SGLang. ``${model.path}`` names the run's initial model. Only with engines on CPUs.
         pass_secrets: Secret environment variables that reward processes and inference servers get. Other secrets are
-            withheld: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and those in
-            `rollout_fleet.engines.process_guard`. Example: ``[OPENAI_API_KEY]`` for a judge.
+            withheld: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and further names that
+            `rollout_fleet.engines.process_guard` lists. Example: ``[OPENAI_API_KEY]`` for a judge.
         reward_processes: Scoring processes per worker and reward; built-in rewards that cannot hang need none.
         reward_timeout_s: Deadline of scoring one prompt group.
         on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
-            ``drop_trajectory``: only the response is dropped, and the learner trains on the others, at least two. This
-            may bias training, because a response's content can make the reward fail.
+            ``drop_trajectory``: only the response is dropped, and the learner trains on the group's other responses. At
+            least two must remain. This may bias training, because a response's content can make the reward fail.
         max_attempts: A prompt group is dropped and counted after this many failures, on all workers together. A failure
             is a failed reward, or an abort by the engine itself. Evictions do not count.
         max_failures_in_a_row: The run ends after this many failures on one worker, without a stored group between them.
-            If the last failure is an abort by the engine, only this worker ends, and is replaced.
+            If the latest failure is an abort by the engine, only this worker ends, and is replaced.
         max_image_pixels: Largest number of pixels of an image. A larger image is scaled down with its aspect ratio. The
             model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for patches of 16 pixels.
         start_timeout_s: Deadline for an engine to start and to generate its first tokens. A run adds a second per 100
@@ -264,8 +265,8 @@ class RolloutFleetConfig:
         silence_timeout_s: How long an engine with running requests may produce no token at all. Then the engine must
             answer a probe. An engine that does not answer, or is silent for three periods in a row, has failed.
         restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. After the next
-            failure it is not replaced. Other workers continue its prompt groups after their saved tokens, unless
-            ``save_progress=never``. 0 replaces nothing.
+            failure it is not replaced. Other workers continue the lost worker's prompt groups after the saved tokens,
+            unless ``save_progress=never``. 0 replaces nothing.
         restart_window_s: Seconds for which a failure counts towards ``restarts``.
         restart_backoff_s: Pause before the second replacement within ``restart_window_s``. Each further replacement
             doubles the pause, up to a minute.
@@ -276,8 +277,8 @@ class RolloutFleetConfig:
         renew_every_s: Seconds between renewals of a worker's leases (its rights to generate groups); a third of
             ``buffer.lease_s`` is usual.
         save_progress: ``at_stop`` saves running groups when a worker stops, and another worker continues them.
-            ``at_updates`` also aborts, saves and continues them at each weight update, so a sudden death loses only the
-            tokens since then. ``never`` saves nothing.
+            ``at_updates`` also aborts, saves and continues running groups at each weight update. Then a worker that
+            dies loses only the tokens since the latest update. ``never`` saves nothing.
         environment: Code that calls the policy turn by turn, such as a game. By default a rollout is a single answer.
         sampling: How training rollouts are sampled.
         sampling_by_source: Other ``max_new_tokens``, ``stop`` and ``stop_token_ids`` for the prompts of a data source.
@@ -374,7 +375,7 @@ class RolloutFleetConfig:
     def update_timeout_s(self, num_bytes: int) -> float:
         """Return the seconds that a worker may take to load new weights of ``num_bytes`` bytes.
 
-        They include copying the weights to the worker's machine, and the wait for running samples.
+        This time includes the copy of the weights to the worker's machine, and the wait for running samples.
         """
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
@@ -385,7 +386,7 @@ class RolloutFleetConfig:
 
     @property
     def reward_names(self) -> list[str]:
-        """The names of all rewards that the run uses, without repetitions, as in ``rollout_fleet.reward``."""
+        """The names of all rewards that the run uses, in the form of ``rollout_fleet.reward``, without repetitions."""
         sources = (dict(map(_weighted, entries)) for entries in self.rewards_by_source.values())
         return list(dict.fromkeys(name for weights in (self.reward_weights, *sources) for name in weights))
 
@@ -395,7 +396,7 @@ class RolloutFleetConfig:
         return self.reward_weights if entries is None else dict(map(_weighted, entries))
 
     def sampling_for(self, data_source: str) -> SamplingConfig:
-        """Return the sampling options for a data source: ``sampling``, with its entry of ``sampling_by_source``."""
+        """Return the sampling options for a data source: ``sampling``, changed by ``sampling_by_source``."""
         return replace(self.sampling, **self.sampling_by_source.get(data_source, {}))
 
     def _check_sampling(self) -> None:
@@ -417,9 +418,9 @@ class RolloutFleetConfig:
         return dict(self.reward_options.get(reward_label(reward), {}))
 
     def check_reward_options(self) -> None:
-        """Raise `ValueError` if a key of ``reward_options`` is not the name of a reward that this run uses.
+        """Raise `ValueError` if an entry of ``reward_options`` is wrong.
 
-        The same holds for an entry whose value is not a mapping of options.
+        The key must be the name of a reward that this run uses, and the value must be a mapping of options.
         """
         labels = [reward_label(name) for name in self.reward_names]
         for label, options in self.reward_options.items():

@@ -25,7 +25,10 @@ from .rewards import Rollout, Scores
 logger = logging.getLogger(__name__)
 
 _ROUNDS = 2
-"""How often one engine answers a prompt whose tokens mix policy versions. Then another engine must answer it."""
+"""One engine answers a prompt up to this number of times, until all tokens of the answers have the right version.
+
+After that, another engine must answer the prompt.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +45,8 @@ class _Answer:
 class HeldOutAnswers:
     """Answers held-out prompts on one engine, sampled and greedily, and scores the answers.
 
-    ``sampling`` returns the sampling options for the prompts of a data source. If ``parts.samples`` is set, all answers
-    are saved with it.
+    ``sampling`` returns the sampling options for the prompts of a data source. ``parts.samples`` saves all answers,
+    unless it is None.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:
@@ -56,8 +59,8 @@ class HeldOutAnswers:
         """Sample ``num_samples`` answers and one greedy answer to each prompt, and compute their rewards.
 
         Returns one entry with rewards per answered prompt; an entry may report a failed reward instead. A prompt is
-        left out if policy versions other than ``version`` sampled some of its tokens, because the engine's weights
-        changed. The prompts must have distinct group ids. Several calls may run at once.
+        left out if the engine's weights changed, so that some tokens of its answers have another version than
+        ``version``. The prompts must have distinct group ids. Several calls may run at once.
 
         Raises `EngineError` if the engine does not serve ``version`` at the beginning. Errors of `Engine.generate` are
         raised too.

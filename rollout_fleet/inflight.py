@@ -31,12 +31,15 @@ from .reward_protocol import Rollout
 from .rewards import Scores
 
 FULL_CACHE = 0.9
-"""Used share of the KV cache from which on the limit of groups shrinks."""
+"""The limit on groups shrinks if at least this share of the KV cache is used."""
 ROOMY_CACHE = 0.75
-"""Used share of the KV cache below which the limit of groups may grow."""
+"""The limit on groups may grow if less than this share of the KV cache is used."""
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
-"""Number of load reports of a full engine in a row that shrink the limit. One may be due to new samples, which wait."""
+"""The limit shrinks after this number of load reports in a row that show a full engine.
+
+A single such report may only show new samples that do not run yet.
+"""
 
 
 class GroupPhase(Enum):
@@ -179,7 +182,7 @@ class InflightGroup:
 
     @property
     def is_done_here(self) -> bool:
-        """Whether the engine has answered all requests of the group, and no environment can send more."""
+        """Whether the engine has answered all requests of the group, and no environment can send more requests."""
         return not self._outstanding and not (
             self.is_playing and self.phase is GroupPhase.generating and self.end is None
         )
@@ -326,7 +329,7 @@ class GroupLimit:
     def note(self, load: EngineLoad, *, num_held: int) -> bool:
         """Adapt the limit to a reported ``load`` of the engine. Returns whether the limit changed.
 
-        ``num_held`` is the number of groups on the engine. The limit grows only if ``num_held`` has reached it.
+        ``num_held`` is the number of groups on the engine. The limit grows only if ``num_held`` has reached the limit.
         """
         before = self.value
         is_full = load.num_waiting > 0 or load.cache_use >= FULL_CACHE
@@ -387,8 +390,7 @@ class InflightGroups:
     def num_on_engine(self) -> int:
         """Number of groups on the engine, or paused for a weight update, to compare with the limit.
 
-        For groups with running environments, only unfinished turns count: as many turns as a group has samples count as
-        one group.
+        Groups with running environments count by unfinished turns: ``samples_per_group`` turns count as one group.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -398,8 +400,8 @@ class InflightGroups:
     def num_free(self) -> int:
         """Number of further groups that this worker may lease now.
 
-        It is the room on the engine, but no more than the room for groups of the worker in total (``most_held``).
-        Groups that are being scored, or whose tools run, take room only in the total.
+        Two limits apply: the limit of groups on the engine, and the limit of all groups of the worker (``most_held``).
+        Groups that are being scored, or whose tools run, count only for the second limit.
         """
         most = self._most_held or 2 * self._limit.value
         return max(0, min(self._limit.value - self.num_on_engine, most - len(self._groups)))
@@ -421,7 +423,7 @@ class InflightGroups:
         record.level(LevelName.capacity, self._limit.value * self._samples_per_group)
 
     def note_places(self) -> None:
-        """Record in the run's profile how many samples are in each state, once per iteration of the event loop."""
+        """Record in the run's profile how many samples are in each state, at most once per event loop iteration."""
         if not self._is_noting and record.current() is not None:
             self._is_noting = True
             asyncio.get_running_loop().call_soon(self._note_places)

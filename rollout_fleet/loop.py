@@ -8,16 +8,17 @@ The tasks of the loop wait for the following events. Every change of the loop's 
 condition ``_changed``.
 
 - `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine ends the first wait. The
-  buffer ends the second. The request for leases is withdrawn at a new version, when the device is released, or when the
-  worker is to leave.
+  buffer ends the second wait. The loop withdraws its request for leases at a new version, when the device is released,
+  or when the worker must leave.
 - `_generate` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
-- `_settle` (one task per group) waits for earlier groups, the reward, and the buffer. Each of them wakes it.
-- `load_next` waits for weights. The buffer wakes it when it offers a version.
-- `_obey` waits for a revoked lease, or for the request to hand groups to another worker. The buffer wakes it.
+- `_settle` (one task per group) waits until earlier groups have settled, then for the reward, then for the buffer. The
+  end of each of the three wakes the task.
+- `load_next` waits for weights. The buffer's offer of a version wakes it.
+- `_obey` waits for a revoked lease, or for a request to hand groups to another worker. The buffer wakes it.
 - `_keep_fitting` and `_keep_renewing` wait for their timers.
 - `run` waits for `stop` or for the first failure of a task. One of the tasks is `Engine.wait_failed`.
 - `load_weights`, `release_device` and `stop` wait until groups leave the engine or the loop. `_generate` and `_settle`
-  wake them.
+  wake these three methods.
 
 A stop, a weight update or a failure of the engine can cut a group off. The group's tokens are then saved with its
 lease. After an update, this worker continues the group. After a stop or a failure, the next holder of the lease
@@ -191,8 +192,8 @@ class RolloutLoop:
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait until weights newer than the policy version ``after`` are published, and load them into the engine.
 
-        ``after`` is -1 for any version. The replay buffer is told which version the engine serves now. If ``keeps_on``
-        is true, this repeats as long as `run` runs.
+        ``after`` is -1 for any version. After the load, the method tells the replay buffer which version the engine
+        serves. With ``keeps_on``, the method repeats both steps as long as `run` runs.
 
         Raises the errors of `Engine.load_weights`, and `WeightsError` if the learner could not publish a version.
         """
@@ -268,8 +269,10 @@ class RolloutLoop:
         """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
 
         No new groups are leased until the next weights are loaded. Groups that do not finish within ``drain_timeout_s``
-        are aborted, and continue after that load. A running load of weights finishes first, and so does the first load.
-        If a new learner has replaced a dead one, pass its ``incarnation`` (the number of restarts of the learner). Then
+        are aborted, and continue after the next load. The release waits for a running load of weights. Without
+        ``incarnation`` it also waits for the engine's first load.
+
+        If a new learner has replaced a dead learner, pass ``incarnation``, the number of restarts of the learner. Then
         weights of earlier incarnations are refused.
 
         Raises `DeadlineError` if the engine does not abort its groups.
@@ -361,7 +364,7 @@ class RolloutLoop:
     async def _keep_leasing(self) -> None:
         """Keep one lease request outstanding while the engine has room for a group.
 
-        If the policy version changes or the limit shrinks, cancel the request and send it again.
+        If the policy version changes or the limit on groups shrinks, cancel the request and send a new request.
         """
         while True:
             await self._until(lambda: self._may_lease and self._groups.num_free > 0)
@@ -469,7 +472,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _keep_renewing(self) -> None:
-        """Renew all leases every ``renew_every_s`` seconds. Raise the third of three failures in a row."""
+        """Renew all leases every ``renew_every_s`` seconds. After three failures in a row, raise the third failure."""
         num_failures = 0
         while True:
             await asyncio.sleep(self._config.renew_every_s)
@@ -567,7 +570,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # first let the tasks run that send the engine its next requests
+        async with self._settling_turns:  # the tasks that send the next requests to the engine run first
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -602,7 +605,7 @@ class RolloutLoop:
         return not uncut
 
     async def _abort_all(self, phase: GroupPhase) -> None:
-        """Abort the requests of all groups in ``phase`` until no group is in it.
+        """Abort the requests of all groups in ``phase`` until no group is in this phase.
 
         An engine ignores an abort that arrives before its request, so the abort is repeated.
         """
@@ -616,7 +619,7 @@ class RolloutLoop:
     # The end
 
     async def _let_settle(self) -> None:
-        """Wait until finished groups of the failed engine are stored, and the others are saved and released."""
+        """Wait until finished groups of the failed engine are stored, and unfinished groups are saved and released."""
         for group in self._groups:
             if group.phase is GroupPhase.parked or (group.phase in ON_ENGINE and not group.outstanding):
                 await self._end(group, GroupEnd.engine_failed)

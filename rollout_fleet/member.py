@@ -11,9 +11,10 @@
                                                     └──▶ left       the member was asked to leave
     ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
 
-This module does not wait and does no I/O. The driver of a member passes the time in, does the work of each state, and
-reports the result. An epoch of a member lasts until its next fault. Each report names the epoch when its work began.
-Reports of older epochs have no effect.
+This module does not wait and does no I/O. The code that uses a `Member` does the work of each state, and reports the
+result and the time. This code is in `asyncrl/run/fleet_member.py` for the controller, and in `worker.py` and `loop.py`
+for the worker. An epoch of a member lasts until the member's next fault. Each report names the epoch in which the
+reported work began. Reports of older epochs have no effect.
 """
 
 from __future__ import annotations
@@ -100,10 +101,10 @@ class Member:
 
     Attributes:
         name: Name of the member in the run. Example: ``"engine-3"``.
-        epoch: Number of faults so far. A report that was begun before the last fault has no effect.
-        version: Policy version whose weights the member has verified or is loading; -1 before the first.
-        deadline: Time at which the current state must have ended, on the driver's clock; infinite for no deadline.
-        reason: Cause of the last fault; empty before the first.
+        epoch: Number of faults so far. A report on work that began before the latest fault has no effect.
+        version: Policy version whose weights the member has verified or is loading; -1 before the first load.
+        deadline: Time at which the current state must have ended, on the clock of ``now``; infinite for no deadline.
+        reason: Cause of the latest fault; empty before the first fault.
         on_enter: Function that is called with each new state and the epoch.
     """
 
@@ -145,11 +146,11 @@ class Member:
     def seconds_left(self, now: float) -> float | None:
         """Return the seconds from ``now`` to the deadline of the current state; None if the state has no deadline.
 
-        ``now`` is a time in seconds, like that given to the constructor.
+        ``now`` is a time in seconds, on the same clock as the ``now`` of the constructor.
         """
         return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
 
-    # Reports from the member itself
+    # Reports of the member's progress
 
     def unplaced(self, epoch: int) -> None:
         """Record that the cluster has no resources (such as GPUs) for the member yet. State: ``pending``."""
@@ -178,7 +179,7 @@ class Member:
         self.version = version
 
     def skipped(self, epoch: int, version: int) -> None:
-        """Record that the version to load was removed. The member goes on with ``version``, its last (-1: none)."""
+        """Record that the version to load was removed. The member keeps its earlier ``version`` (-1: none)."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -198,7 +199,7 @@ class Member:
         if self.accepts(epoch) and self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)
 
-    # Reports from the member's driver
+    # Reports of faults, and requests to leave
 
     def fault(self, epoch: int, reason: str, now: float) -> bool:
         """Record that the member died, hangs, or holds weights that could not be verified. State: ``fenced``.
@@ -219,8 +220,8 @@ class Member:
     def stopped(self, now: float) -> None:
         """Record that the member's processes have ended after a fault.
 
-        The member then waits for its restart (``backoff``), has ``left`` if it was asked to, or has ``failed`` for good
-        after too many faults.
+        The member then waits for its restart (``backoff``). If it was asked to leave, it has ``left``. After too many
+        faults it has ``failed`` for good.
         """
         if self.state is not MemberState.fenced:
             return
@@ -241,7 +242,8 @@ class Member:
     def drain(self, now: float) -> None:
         """Ask the member to leave the run.
 
-        A member that serves weights first finishes or gives back its groups (``draining``). Any other has left at once.
+        A member that serves weights first finishes or gives back its groups (``draining``). A member in any other state
+        has left at once.
         """
         self._is_leaving = True
         if self.state in SERVING:

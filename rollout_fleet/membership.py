@@ -6,7 +6,7 @@
                                 ◀─words─                                          ◀──answer──
 
 Every process that can connect to the run's Ray cluster can send requests. Only Ray's authentication
-(``RAY_AUTH_MODE=token``) restricts them.
+(``RAY_AUTH_MODE=token``) restricts which processes can connect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 class Presence(StrEnum):
-    """The state of a worker's rank that has an engine. A rank without an engine is absent.
+    """The state of the engine of a worker's rank. A rank without an engine is absent.
 
     ::
 
@@ -59,7 +59,7 @@ class Roster:
 
     @property
     def ranks(self) -> list[int]:
-        """Numbers of the rollout workers that have an engine, also one that is coming or leaving; ascending."""
+        """Ranks of the rollout workers whose engine is coming, present or leaving, in ascending order."""
         return sorted(self._presence)
 
     @property
@@ -133,7 +133,7 @@ class Roster:
 
 
 class Action(Enum):
-    """What a request asks for: to add engines, to remove one, or to describe the fleet."""
+    """What a request asks for: to add engines, to remove an engine, or to describe the fleet."""
 
     join = "join"
     leave = "leave"
@@ -142,7 +142,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class FleetRequest:
-    """A request to the engines of a run.
+    """A user's request about the engines of a run.
 
     Attributes:
         num_engines: For ``join``: number of engines to add.
@@ -165,7 +165,7 @@ class FleetAnswer:
 
 
 class FleetDesk:
-    """An asynchronous Ray actor that passes requests to the run's controller, and answers from the controller back."""
+    """An asynchronous Ray actor. It passes users' requests to the run's controller, and returns the answers."""
 
     def __init__(self) -> None:
         self._requests: asyncio.Queue[tuple[int, FleetRequest]] = asyncio.Queue()

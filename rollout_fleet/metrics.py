@@ -20,7 +20,7 @@ class EpisodeCount(StrEnum):
 
     unknown_keys = "unknown_keys"  # requests with an unknown key
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
-    lost_answers = "lost_answers"  # answers that the client did not get, because it had disconnected
+    lost_answers = "lost_answers"  # answers that the client did not get, because the client had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
     failed_environment = "failed_environment"  # the five kinds of failed episodes
     failed_tool = "failed_tool"
@@ -123,9 +123,9 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """Record each later state of a member (a worker of the run) in the run's profile, and its number of faults.
+    """Record in the run's profile each state that a member of the fleet enters, and the member's number of faults.
 
-    ``lane`` is the row of the profile that shows them. This replaces ``member.on_enter``.
+    ``lane`` is the row of the profile that shows the states. This function replaces ``member.on_enter``.
     """
     span = record.NO_SPAN
 

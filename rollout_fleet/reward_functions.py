@@ -75,9 +75,9 @@ def numeric(prompt: Prompt, response_text: str, *, relative: float = 1e-4, absol
 class Length:
     """The soft overlong punishment of DAPO (arXiv 2503.14476, equation 13), between -1.0 and 0.0.
 
-    A response of up to ``max_tokens - buffer_tokens`` tokens gets 0. Beyond that the value falls linearly to -1 at
-    ``max_tokens``. Example: ``max_tokens=100`` and ``buffer_tokens=20`` give 0, -0.5 and -1 for 80, 90 and 100 tokens.
-    The tokens of all sampled turns count.
+    A response of up to ``max_tokens - buffer_tokens`` tokens gets 0. For longer responses the value falls linearly to
+    -1 at ``max_tokens``. Example: ``max_tokens=100`` and ``buffer_tokens=20`` give 0, -0.5 and -1 for 80, 90 and 100
+    tokens. The tokens of all sampled turns count.
     """
 
     def __init__(self, *, max_tokens: int, buffer_tokens: int) -> None:
@@ -136,7 +136,8 @@ class MathVerify:
     """Gives 1.0 if the response's final expression is mathematically equal to the ground truth, else 0.0.
 
     Args:
-        timeout_s: Seconds for parsing an expression, and for comparing two. A slower comparison counts as different.
+        timeout_s: Limit in seconds to parse an expression, and to compare two expressions. If the comparison takes
+            longer, the expressions count as different.
     """
 
     def __init__(self, *, timeout_s: int = 5) -> None:

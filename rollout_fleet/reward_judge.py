@@ -93,7 +93,7 @@ class Judge:
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
         """Let the model grade one response, and return its score, scaled to 0.0 to 1.0.
 
-        Raises `ConnectionError` or `ValueError` if the model gives no score, also after all retries.
+        Raises `ConnectionError` or `ValueError` if the model gives no score after all retries.
         """
         if not self._base:
             raise ValueError("the judge has no server here: only a run serves rollout_fleet.judge_model; set its url")

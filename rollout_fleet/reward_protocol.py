@@ -28,7 +28,7 @@ class Rollout:
     """One finished rollout: the input of reward functions.
 
     Attributes:
-        text: The text to score, without special tokens: the last turn, or the answer that the environment named.
+        text: The text to score, without special tokens: `Outcome.answer`, or if it is empty the last sampled turn.
         turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
         num_tokens: Tokens that the policy wrote in all turns; None if they were not counted.
         is_truncated: Whether the last turn ended because it reached its largest length.
@@ -54,7 +54,7 @@ class Score:
     """The result of a reward function that also rewards turns. Other functions may return a number.
 
     Attributes:
-        reward: Reward of the outcome.
+        reward: Reward of the whole rollout, without ``turn_rewards``.
         turn_rewards: Additional rewards of single turns, by the turn's index in `Rollout.turns`.
     """
 
@@ -106,7 +106,7 @@ class BoundReward:
         is_async: Whether the function is a coroutine function.
 
     Raises:
-        ValueError: the function does not exist, or its options do not fit. The message names them.
+        ValueError: the function does not exist, or its options do not fit.
     """
 
     def __init__(self, name: str, options: Mapping[str, Any] | None = None, *, is_made: bool = True) -> None:

@@ -1,7 +1,8 @@
 """Computes the rewards of rollouts, in the rollout worker or in scoring processes.
 
-Reward functions that can hang, and those of users, run in scoring processes (``python -m rollout_fleet.rewards NAME
-PARENT_PID OPTIONS``). The rollouts of a prompt wait for a free process. Their deadline starts after this wait.
+Users' reward functions, and built-in rewards that can hang, run in scoring processes (``python -m rollout_fleet.rewards
+NAME PARENT_PID OPTIONS``). The rollouts of a prompt wait for a free process. The deadline to score them starts after
+this wait.
 """
 
 from __future__ import annotations
@@ -163,7 +164,7 @@ class Scores:
     """The scores of a prompt group.
 
     Attributes:
-        total: [G] float32, the weighted sum of the outcomes' rewards.
+        total: [G] float32, for each rollout the weighted sum of its rewards, without the rewards of single turns.
         parts: For each reward's label, its [G] float32 values, including the rewards of turns. Empty if the run has
             only one reward.
         turn_rewards: For each of the G rollouts, the weighted sum of each turn's rewards, by the turn's index in the
@@ -251,7 +252,10 @@ class WeightedRewards:
 
 
 async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], bool], answers: list[Answer]) -> None:
-    """Let a process score rollouts. Append each answer on arrival, so the caller sees which rollout was the last."""
+    """Let a process score rollouts. Append each answer when it arrives.
+
+    If the process fails, the caller knows from the number of ``answers`` which rollout it was scoring.
+    """
     await process.send(question)
     _, rollouts, may_fail = question
     for _ in rollouts:
@@ -295,7 +299,7 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
 
 
 if __name__ == "__main__":
-    # Imported by its name, so a user's module and this process use the same registry of rewards.
+    # This module is imported by its name, so a user's module and this process use the same registry of rewards.
     from rollout_fleet import rewards
 
     rewards.main()

@@ -1,6 +1,7 @@
 """Decodes samples, and saves samples for people to read as parquet files in the run's ``samples/``.
 
-In training, the first groups that finish in each interval of policy versions are saved. In evaluations, all answers.
+In training, the first groups that finish in each interval of policy versions are saved. In evaluations, all answers are
+saved.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ class SampleLog:
     ) -> None:
         """Save the samples of a finished training prompt, if this interval of policy versions still needs samples.
 
-        The file is written when ``num_groups`` prompts of the interval are there. ``texts`` are the decoded samples.
-        ``runs`` are the rollouts of several turns that the samples belong to; empty for single answers.
+        The file is written when ``num_groups`` prompts of the interval have been added. ``texts`` are the decoded
+        samples. If the samples are episodes, ``runs`` has one run per sample; empty for single answers.
         """
         version = max(int(sample.versions[-1]) for sample in samples)
         if not self._config.every_steps or version < self._next_version:
@@ -109,8 +110,8 @@ class SampleLog:
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
         """Write the answers of an evaluation to files: the sampled and the greedy answers separately.
 
-        ``version`` is the policy version that answered. ``rows`` come from `rows`. Each prompt has ``per_prompt`` rows
-        in sequence, and the last of them is the greedy answer.
+        ``version`` is the policy version that answered. ``rows`` are the joined results of the method `rows` for
+        several prompts. Each prompt has ``per_prompt`` rows. The last row of each prompt is the greedy answer.
         """
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1

@@ -1,7 +1,7 @@
 """Sandboxes for code that the policy wrote.
 
 A program has no network, a read-only system, its own scratch folder, and limits. A sandbox exists for one program. All
-its processes end when the program ends, or when the owner of the sandbox ends. The kinds of sandboxes are:
+processes of a sandbox end when the program ends, or when the owner of the sandbox ends. The kinds of sandboxes are:
 
 - ``bubblewrap``: ``bwrap`` isolates the program by namespaces. Some machines allow only ``bwrap`` to make user
   namespaces.
@@ -73,7 +73,7 @@ class EndedBy(StrEnum):
 class SandboxLimits:
     """The limits of one program, with all processes that it starts.
 
-    A program that exceeds them gets an error from the system (memory, processes, disk), or is killed.
+    A program that exceeds a limit gets an error from the system (memory, processes, disk), or is killed.
 
     Attributes:
         wall_time_s: Seconds from the program's start to its end.
@@ -106,8 +106,8 @@ class SandboxResult:
     Attributes:
         exit_status: Exit status of the program, or the negative number of the signal that ended it. -9 if it exceeded a
             limit.
-        stdout: Standard output, as UTF-8 with replacements; the first ``output_bytes`` of both streams together.
-        stderr: Standard error, in the same form.
+        stdout: Standard output, decoded as UTF-8. Invalid bytes are replaced.
+        stderr: Standard error, in the same form. Both streams together have at most `SandboxLimits.output_bytes` bytes.
         seconds: Seconds from the start to the end of the program.
         ended_by: Why the program ended.
     """
@@ -150,9 +150,9 @@ class Sandbox:
         self._is_started = False
 
     async def start(self) -> SandboxKind:
-        """Choose the kind of isolation, and return it: the first kind that confines a hostile test program.
+        """Choose the first kind of isolation that confines a hostile test program, and return this kind.
 
-        `run` calls this if needed.
+        `run` calls this method if needed.
 
         Raises:
             SandboxError: no kind that isolates a program works on this machine. The message has the reasons.
@@ -335,7 +335,10 @@ class _Output:
         ]
 
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
-        """Send the job and wait. Returns the reason why the process must be killed, or None if it has ended."""
+        """Send the job to the sandbox and wait until it ends, exceeds ``timeout_s`` or prints too much.
+
+        Returns the reason why the sandbox's process must be killed, or None if the process has ended.
+        """
         waiting = [asyncio.create_task(one) for one in (self._work(job), self._is_over.wait())]
         try:
             await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
@@ -363,7 +366,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # If the process ended early, closing its standard input fails. Python < 3.11.4 logs this unless it is awaited.
+        # If the process ended early, its standard input cannot be closed. Python < 3.11.4 logs this error if no code
+        # awaits it.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -376,7 +380,7 @@ class _Output:
 
 
 async def _kill(kind: SandboxKind, process: Process) -> None:
-    """Kill a sandbox. Without namespaces, the sandbox's first process kills the others."""
+    """Kill a sandbox. Without namespaces, the sandbox's first process kills its other processes."""
     with suppress(ProcessLookupError):
         if kind is SandboxKind.limits:
             process.terminate()
@@ -398,7 +402,7 @@ def _environment(python: str, scratch: str) -> dict[str, str]:
 
 
 def _unused_uid() -> int | None:
-    """Return a unique user id if this process is root, otherwise None.
+    """Return a random high user id if this process is root and may use at least 65,536 user ids, otherwise None.
 
     The program gets this user id, because the kernel does not limit the number of root's processes.
     """
@@ -463,7 +467,10 @@ def _interpreter_folders(python: str) -> list[str]:
 
 
 OTHERS_PROCESSES = 256
-"""Number of processes added to a program's limit by the kind ``limits``, as the kernel counts all of the user's."""
+"""Number of further processes that the test program of `Sandbox.start` tries to start with the kind ``limits``.
+
+With this kind, the kernel counts all processes of the user, and some of these may end during the test.
+"""
 
 _PROBE = """\
 import os, socket, sys

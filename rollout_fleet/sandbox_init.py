@@ -22,7 +22,10 @@ POLL_S = 0.05
 SCRATCH = "/tmp"
 """Folder of the program's files inside the namespaces, a file system in memory."""
 _BASE = "/sys"
-"""Folder in which the new root is built. No folder below it is bound into the root, so nothing is hidden."""
+"""Folder in which the new root is built.
+
+A mount hides the old content of this folder. The new root needs nothing from this content.
+"""
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 36, 38
 MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
@@ -32,7 +35,7 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# Refused system calls: those that are not for files, memory and processes, and those whose memory no limit counts.
+# Refused system calls: calls that do not serve files, memory or processes, and calls for memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
@@ -90,10 +93,11 @@ def enter_namespaces(*, user: bool) -> None:
 
 
 def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> None:
-    """Replace the file system's root by one with read-only system folders, devices, ``/proc`` and a scratch folder.
+    """Replace the root of the file system. The new root has read-only system folders, ``/proc`` and a scratch folder.
 
     Args:
-        entries: The folders, devices and links of the new root, as (kind, path inside, path or target outside).
+        entries: The folders, devices and links of the new root, as (kind, path in the new root, path outside or target
+            of the link).
         limits: Limits of the program; ``disk_bytes`` and ``files`` bound the scratch folder.
         owner: User id that owns the scratch folder.
     """
@@ -127,7 +131,7 @@ def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> 
 def refuse_system_calls() -> None:
     """Make the kernel refuse some system calls of this process and its children, by a seccomp filter.
 
-    Refused are sockets, namespaces, mounts, and memory that no limit counts.
+    Examples of refused calls are those for sockets, namespaces, mounts, and memory that no limit counts.
     """
     machine = platform.machine()
 

@@ -27,7 +27,10 @@ from .metrics import FleetMeter
 logger = logging.getLogger(__name__)
 
 FEWEST_SAMPLES = 2
-"""Fewest scored responses of a group that can be trained on, because an advantage compares responses."""
+"""The learner can train only on groups with at least this number of scored responses.
+
+The reason is that an advantage compares the responses of a group.
+"""
 
 
 class Settlement:
@@ -63,10 +66,10 @@ class Settlement:
         self._num_failures_in_a_row = 0
 
     async def settle(self, group: InflightGroup, *, engine_failure: Exception | None = None) -> None:
-        """Score and store a finished group, or save and release an unfinished one for another worker.
+        """Score and store a finished group, or save and release an unfinished group for another worker.
 
-        ``engine_failure`` is the failure of the engine, if it has failed. A group whose reward or environment fails is
-        released. If this is the ``max_failures_in_a_row``-th failure in a row, its error is raised.
+        ``engine_failure`` is the failure of the engine, or None if the engine has not failed. A group whose reward or
+        environment fails is released. After ``max_failures_in_a_row`` failures in a row, the latest error is raised.
         """
         if group.end is GroupEnd.revoked:
             await self.release(group, group.end)
@@ -211,7 +214,10 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Record which versions sampled ``tokens`` in the run's receipts, before the buffer gets the tokens."""
+        """Record in the run's receipts which versions sampled ``tokens``.
+
+        Call this before the buffer gets the tokens.
+        """
         (group_id, attempt), sampled = group.key, receipts.counts_of(tokens.policy_versions)
         receipts.note(
             receipts.Act.sampled,

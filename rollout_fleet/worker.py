@@ -41,10 +41,9 @@ class RolloutWorker(Worker):
         samples_per_prompt: Group size G.
         connect_buffer: Function that `start` calls with the worker's rank. It returns the connection to the buffer.
         copy_weights: Copy full weight versions to ``staging_dir``. Otherwise full versions are linked, and only
-            deltas (changes from another version) are copied.
+            deltas (changes since an earlier version) are copied.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
-        episode_context: Largest number of tokens from the start of an episode's prompt to the end of a last turn; 0 if
-            no prompt has an environment.
+        episode_context: Largest number of tokens on a path of an episode; 0 if no prompt has an environment.
         sample_dir: Folder in which samples are saved as text; empty to save none.
 
     Raises:
@@ -100,7 +99,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def start(self) -> str:
-        """Start the engine and connect to the replay buffer. Returns the name that the buffer knows the worker by.
+        """Start the engine and connect to the replay buffer. Returns the worker's name in the buffer.
 
         Call `load_first` next. Raises the errors of `Engine.start`.
         """
@@ -108,7 +107,7 @@ class RolloutWorker(Worker):
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # garbage collections skip the objects loaded so far, so they stay short
+        gc.freeze()  # later garbage collections skip the objects loaded so far, and stay short
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -161,8 +160,8 @@ class RolloutWorker(Worker):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
 
-        If a new learner has replaced a dead one, ``incarnation`` is the number of its restarts, and weights of earlier
-        learners are refused (`RolloutLoop.release_device`).
+        If a new learner has replaced a dead learner, ``incarnation`` is the number of restarts of the learner, and
+        weights of earlier learners are refused (`RolloutLoop.release_device`).
         """
         await self._started().release_device(incarnation)
 

@@ -71,7 +71,7 @@ def group_of(nodeid):
 
 
 def _rank(item):
-    """Sort the longest groups first, so that no process waits long for the other process at the end."""
+    """Return a test's place in the order. The longest groups come first, so both processes end at similar times."""
     if (group := group_of(item.nodeid)) in _GROUPS.values():
         return list(_GROUPS.values()).index(group)
     return len(_GROUPS) + (item.path.parent.name not in ("rollout_fleet", "learner"))

@@ -225,7 +225,7 @@ class OneEngine:
     """One engine in this process, with the interface of a fleet of engines.
 
     Attributes:
-        failure: The last error that the engine raised; None if there was none.
+        failure: The latest error that the engine raised; None if there was none.
     """
 
     def __init__(self, answers: HeldOutAnswers) -> None:

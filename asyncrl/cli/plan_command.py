@@ -1,8 +1,7 @@
 """``asyncrl plan RUN | SPEC.yaml | --fit MODEL``: predict the effect of other options, or which layouts fit on GPUs.
 
 RUN is the folder of a run, which may still be in progress. SPEC.yaml describes a run to simulate: its sizes, speeds and
-options (docs/planning.md). The command
-writes ``plan.json``, the chart ``plan.png`` and, for a run, ``advice.json``.
+options (docs/planning.md). The command writes ``plan.json``, the chart ``plan.png`` and, for a run, ``advice.json``.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class Ending:
         status: Exit status, or minus the number of the fatal signal. Example: -9.
         own: Whether the run ended by itself, and reported its end to the supervisor.
         late: Whether the supervisor killed the run, because the run did not stop in time after a signal.
-        fault: The last fault that the run reported, if ``own`` is False; otherwise empty.
+        fault: The text of the faults that the run reported, if ``own`` is False; otherwise empty.
     """
 
     status: int
@@ -261,7 +261,7 @@ class Stopping:
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
-        """Ignore all these signals from now on. Call this after the run has ended."""
+        """Ignore the signals of `listen` from now on. Call this after the run has ended."""
         loop = asyncio.get_running_loop()
         for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)

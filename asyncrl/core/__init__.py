@@ -1,1 +1,1 @@
-"""Code that all packages share: types, errors, protocols, a profile. Importing it does not load torch or ray."""
+"""Code that all packages share: types, errors, protocols, the recorder. Importing it loads neither torch nor ray."""

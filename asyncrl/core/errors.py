@@ -75,7 +75,7 @@ class EpisodeOverflow(AsyncRLError):
 
 
 class EpisodeEnded(AsyncRLError):
-    """An episode gets no more turns: it has ended, or the rollout worker no longer generates its prompt group."""
+    """An episode gets no more turns: it has ended, or its rollout worker no longer generates the prompt group."""
 
 
 class WeightsError(AsyncRLError):
@@ -110,11 +110,11 @@ class StoreFull(ReplayBufferError):
 
 
 class StoreLost(ReplayBufferError):
-    """A store of the replay buffer has lost a group's trajectories. The sender must send them again."""
+    """A store of the replay buffer has lost a group's trajectories. The sender must send the group again."""
 
 
 class LeaseExpired(ReplayBufferError):
-    """A worker sent trajectories of a group, but its lease (the right to generate this group) has ended."""
+    """A worker sent trajectories of a group, but the worker's lease (the right to generate the group) has ended."""
 
 
 class UnknownGroup(ReplayBufferError):
@@ -152,21 +152,22 @@ class RateExceeded(ReplayBufferError):
 class UsageError(TypeError, ValueError, AssertionError):
     """A worker group, a dispatch mode or a resource pool was used in a way that it does not support.
 
-    The class is also an AssertionError, because code written for verl may catch that.
+    The class is also an AssertionError, because code written for verl may catch AssertionError.
     """
 
 
 class BatchError(ValueError, AssertionError):
-    """The fields of a `DataProto` do not match each other or the request.
+    """The columns of a `DataProto` do not fit together, or do not fit the arguments of the called function.
 
-    Like `UsageError`, it is also an AssertionError.
+    Like `UsageError`, this class is also an AssertionError.
     """
 
 
 def root_cause(error: BaseException) -> BaseException:
     """Return the exception that caused ``error``: unpack exception groups and Ray's wrappers.
 
-    From an exception group, choose one exception: an `AsyncRLError` first, a missed deadline last.
+    From an exception group, choose an `AsyncRLError` if there is one. Choose a missed deadline only if the group has no
+    other exceptions.
     """
     if isinstance(error, BaseExceptionGroup):
         return min((root_cause(inner) for inner in error.exceptions), key=_rank)
@@ -184,7 +185,7 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
     """Decorate the main function of a command-line program: turn its exceptions into a message and an exit status.
 
     The status is 1 after an `AsyncRLError`. It is 2 after a user's mistake (`ValueError`) or after a file could not be
-    read or written (`OSError`). Without an exception, it is the function's own result.
+    read or written (`OSError`). Without an exception, the status is the result of the function.
     """
 
     @wraps(command)

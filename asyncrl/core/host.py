@@ -86,7 +86,7 @@ def check_owned(folder: Path) -> None:
 
 
 def socket_base(longest: str) -> str:
-    """Return the path of a folder for Unix sockets: the system's temporary folder, or ``/tmp`` if that is too long.
+    """Return the path of a folder for Unix sockets: the temporary folder, or ``/tmp`` if the former path is too long.
 
     ``longest`` is the longest path of a socket, relative to the folder. Linux limits the whole path to 107 bytes.
     """
@@ -144,7 +144,7 @@ def own_python() -> dict[str, str]:
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables by which torchrun describes a torch process group, such as ``RANK``. Return their names.
+    """Remove the variables with which torchrun describes a torch process group, such as ``RANK``. Return their names.
 
     If the variables stayed, the processes of a run would try to join that process group.
     """
@@ -178,8 +178,8 @@ def visible_gpus(environment: Mapping[str, str] = os.environ) -> int:
 def gpu_memory_bytes(environment: Mapping[str, str] = os.environ) -> int:
     """Return the total memory, in bytes, of the smallest GPU that CUDA shows to a process with this environment.
 
-    Returns 0 if there is no GPU, if one is a MIG instance, or if the driver does not report the memory. Raises the
-    errors of `visible_gpus`.
+    Returns 0 if there is no GPU, if one of the GPUs is a MIG instance, or if the driver does not report the memory.
+    Raises the errors of `visible_gpus`.
     """
     uuids, tool = _visible_uuids(environment), shutil.which("nvidia-smi")
     if tool is None or not uuids:
@@ -257,7 +257,7 @@ def leave_stop_to_owner() -> None:
 def keep_stop_blocked() -> None:
     """Keep SIGINT and SIGTERM blocked if this process has inherited a blocked SIGTERM; otherwise do nothing.
 
-    To keep them blocked, call `leave_stop_to_owner`.
+    The function calls `leave_stop_to_owner`, because a start of the resource tracker would unblock both signals.
     """
     if signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, ()):
         leave_stop_to_owner()
@@ -277,8 +277,8 @@ def release_resource_tracker() -> None:
 def outlive_stop() -> None:
     """Ignore SIGTERM in this process. Its child processes still obey SIGTERM and SIGINT.
 
-    The function does not use a signal mask, because subprocesses would inherit it. Call it in the main thread, before
-    other threads start.
+    The function does not use a signal mask, because subprocesses would inherit the mask. Call the function in the main
+    thread, before other threads start.
     """
     term = {signal.SIGTERM}
     let_through = partial(signal.pthread_sigmask, signal.SIG_UNBLOCK, term)

@@ -206,7 +206,7 @@ class ImageReader:
         return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
 
     def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:
-        """Assign each image to its run of the model's placeholder tokens in ``token_ids``, [T] ints.
+        """Assign each image to its adjacent placeholder tokens in ``token_ids``, [T] ints.
 
         Returns each image with the index of its first placeholder token. `place_images` describes the errors.
         """
@@ -253,7 +253,7 @@ def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str
 
 
 def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, where: str) -> tuple[PlacedImage, ...]:
-    """Assign each image to its run of placeholder tokens in a sequence of token ids.
+    """Assign each image to its adjacent placeholder tokens in a sequence of token ids.
 
     Returns each image with the index of its first placeholder token, in the order of ``images``. ``token_id`` is the
     id of the placeholder. ``where`` names ``token_ids`` in error messages.

@@ -1,7 +1,7 @@
 """Images of prompts and tool results. Each image is a grid of patches with 8-bit pixels.
 
-In the token sequence, an image is a run of placeholder tokens, one per ``merge_size``² patches. The model's vision
-tower computes one vector per placeholder, a *merged feature*, which replaces the embedding of the placeholder.
+In the token sequence, an image is a number of adjacent placeholder tokens, one per ``merge_size``² patches. The model's
+vision tower computes one vector per placeholder, a *merged feature*, which replaces the embedding of the placeholder.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def group_columns(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Convert the images of a prompt group's turns to columns.
 
-    Equal images are stored once. Each argument has one entry per turn, a sequence of tokens in a tree.
+    Equal images are stored once. Each argument has one entry per turn (a sequence of tokens in a tree of turns).
 
     Args:
         lengths: Number of tokens of each turn.

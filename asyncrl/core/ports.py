@@ -32,12 +32,13 @@ class RolloutBuffer(Protocol):
         """Wait until this worker may generate at least one prompt group; return up to ``max_groups`` leases.
 
         A lease is the right to generate one group. ``engine_version`` is the policy version that the worker's engine
-        serves. Returns an empty list if the server's long-poll period ends first. Then call again.
+        serves. If the server's waiting period ends before a group may be generated, the list is empty. Then call
+        this method again.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend the leases (rights to generate a group) that are still valid, and ignore the others.
+        """Extend those leases (rights to generate a group) that are still valid. Ignore the invalid leases.
 
         `revocation` reports the leases that the buffer has revoked.
         """
@@ -109,9 +110,9 @@ class RolloutBuffer(Protocol):
         ...
 
     async def next_offer(self, after: int) -> WeightOffer:
-        """Wait until weights newer than policy version ``after`` (-1: any) exist, and say where to load the newest.
+        """Wait until weights newer than policy version ``after`` exist, and return the offer of the newest weights.
 
-        Raises `WeightsError` if a version could not be published.
+        With ``after=-1``, all policy versions are newer. Raises `WeightsError` if a version could not be published.
         """
         ...
 
@@ -170,8 +171,8 @@ class ControlBuffer(Protocol):
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts for the rollout workers. Wait while the queue is full. A group id is queued only once.
 
-        With ``wants_outcomes``, the call returns summaries of the groups that workers have finished since the last call
-        with ``wants_outcomes``, including groups that a filter dropped. Otherwise it returns no groups. Without
+        With ``wants_outcomes``, the call returns summaries of the groups that workers have finished since the previous
+        call with ``wants_outcomes``, including groups that a filter dropped. Otherwise it returns no groups. Without
         prompts, the call does not wait.
         """
         ...
@@ -195,7 +196,7 @@ class ControlBuffer(Protocol):
         ...
 
     async def finished(self) -> list[tuple[int, int]]:
-        """Return the ids of the groups that were trained on or dropped, as sorted ranges (start, end), without end."""
+        """Return the ids of the groups that were trained on or dropped, as sorted half-open ranges (start, end)."""
         ...
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
@@ -211,7 +212,7 @@ class ControlBuffer(Protocol):
 
         Tokens that the worker neither stored nor released count as lost. ``worker`` is the name from
         `RolloutBuffer.enter`. Returns the number of tokens that the worker has generated: the larger of
-        ``num_generated`` and the number in the worker's last heartbeat. A repeated call has no effect.
+        ``num_generated`` and the number in the worker's latest heartbeat. A repeated call has no effect.
         """
         ...
 
@@ -306,11 +307,11 @@ class LearnerPort(Protocol):
         ...
 
     async def finish_publish(self) -> None:
-        """Wait until engines can load the last published version. Raises `WeightsError` if publishing failed."""
+        """Wait until engines can load the latest published version. Raises `WeightsError` if publishing failed."""
         ...
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start to train the critic on the batch of the last `update`. Return an awaitable of its metrics by name.
+        """Start to train the critic on the batch of the latest `update`. Return an awaitable of metrics by name.
 
         Without a critic, there are no metrics.
         """
@@ -341,7 +342,7 @@ class LearnerPort(Protocol):
 
 
 class ColocatedLearnerPort(LearnerPort, Protocol):
-    """A learner that shares its GPUs with the engines, and can free the GPU memory for them."""
+    """A learner that shares its GPUs with the engines, and can free the GPU memory for the engines."""
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
         """Publish the weights as policy version ``version`` and move the learner's tensors off the devices.
@@ -390,7 +391,7 @@ class FleetPort(Protocol):
 
 
 class ColocatedFleetPort(FleetPort, Protocol):
-    """A rollout fleet that shares its GPUs with the learner, and can free the GPU memory for it."""
+    """A rollout fleet that shares its GPUs with the learner, and can free the GPU memory for the learner."""
 
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups end. Then free the engines' GPU memory until new weights are offered.

@@ -44,10 +44,11 @@ class ProfileConfig:
 
     Attributes:
         enabled: Record spans, levels and group stamps in the run's ``profile/``.
-        advice: After the last step, simulate the run to find one option that would have made it faster.
+        advice: After the final step, simulate the run to find one option that would have made the run faster.
         torch_steps: Learner steps with a torch.profiler trace per rank. Example: ``[10, 11]``.
         max_file_bytes: Maximum size of the profile of one process. Further records are dropped and counted.
-        directory: Folder of the profile; the run sets this option to its ``profile/``. If empty, nothing is recorded.
+        directory: Folder of the profile; the run sets this option to its folder ``profile/``. If empty, nothing is
+            recorded.
     """
 
     enabled: bool = True
@@ -79,7 +80,7 @@ class Pool(StrEnum):
 class SpanKind(StrEnum):
     """What the process (or the part of a process) that a lane stands for does during an interval.
 
-    Spans of a lane may overlap. `asyncrl.profile.attribution` then chooses one of them for each point in time.
+    Spans of a lane may overlap. `asyncrl.profile.attribution` then chooses one of the spans for each point in time.
     """
 
     # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
@@ -96,8 +97,8 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the GPU that it shares with the engine
-    # Fleet members: lane ``engine-0/worker`` for a rollout worker, ``engine-0/member`` for its engine
-    member = "member"  # the worker or engine is in the `MemberState` that ``cause`` names
+    # Members: lane ``engine-0/worker`` for the member's state in the controller, ``engine-0/member`` in its worker
+    member = "member"  # the member is in the `MemberState` that ``cause`` names
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
     # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` for its publisher thread
@@ -112,14 +113,14 @@ class SpanKind(StrEnum):
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
     publish_copy = "publish_copy"  # the rank copies its weights and is blocked
     publish = "publish"  # in the background: the copied weights are written or sent, until engines can load them
-    publish_stage = "publish_stage"  # a phase of `publish`, or of preparing it; ``cause`` names the phase
+    publish_stage = "publish_stage"  # a phase of a publish or of its preparation; ``cause`` names the phase
 
 
 class LevelName(StrEnum):
     """The name of a count that changes over time. A recorded value is valid until the next value."""
 
     # Per engine, in samples. ``capacity`` is the largest number of samples that the engine handles at the same time;
-    # the sum of the counts from ``running`` to ``parked`` is not larger.
+    # the sum of the counts from ``running`` to ``parked`` is at most ``capacity``.
     capacity = "capacity"
     running = "running"  # samples with a request in the engine
     tail = "tail"  # finished samples of groups with unfinished samples
@@ -137,7 +138,7 @@ class LevelName(StrEnum):
     budget = "budget"  # number of groups that workers may start now
     full = "full"  # 1 while workers may not start groups, because the buffer's limit on bytes is reached
     bytes = "bytes"  # bytes of stored trajectories and of saved unfinished groups
-    # Per rollout worker and per engine, on the lanes of `SpanKind.member`
+    # Per member, on the lanes of `SpanKind.member`
     epoch = "epoch"  # number of faults so far
     # Per process, on its own lane, once per step
     cpu = "cpu"  # microseconds of processor time since the start
@@ -166,11 +167,14 @@ class Tag(IntEnum):
     level = 3  # name, lane, time, value
     stamp = 4  # event, group, attempt, lane, time, version, details
     clock = 5  # reference clock, time, offset, error
-    dropped = 6  # number of records lost since the last record
+    dropped = 6  # number of records lost since the previous record of this type
 
 
 class OpenSpan:
-    """An interval that has begun. `close`, or the end of its ``with`` block, ends it. Further calls have no effect."""
+    """An interval that has begun. `close` or the end of a ``with`` block ends the interval.
+
+    Further calls of `close` have no effect.
+    """
 
     __slots__ = ("_number", "_recorder")
 
@@ -307,7 +311,7 @@ class Recorder:
         ``attempt`` counts the times that a worker began to generate the group; it is -1 if the event does not belong
         to one attempt. ``event`` is a `GroupEvent`. Each event has its own details:
 
-        - lease: ``version`` of the engine when the worker may start, ``deadline``: the last learner version that may
+        - lease: ``version`` of the engine when the worker may start, ``deadline``: the latest learner version that may
           train on the group, ``inherited``: number of tokens that an earlier attempt has saved.
         - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
           first_token is the first token of this attempt.
@@ -383,9 +387,9 @@ _recorder: Recorder | None = None
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
     """Start to record spans, counts and events of this process to a file in ``config.directory``.
 
-    Do not start a second recording, and none if the options disable recording. If the folder is not writable, log a
-    warning and go on without a recording. In each case, if ``config.directory`` is set, also enable the receipts and
-    the stack files of this process (modules `receipts` and `stacks`).
+    Record nothing if the options disable recording. If this process records already, go on with that recording. If the
+    folder is not writable, log a warning and record nothing. In each case, if ``config.directory`` is set, also enable
+    the receipts and the stack files of this process (modules `receipts` and `stacks`).
     """
     global _recorder
     if config.directory:

@@ -89,7 +89,8 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
     Raises:
         DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. For
-            references and futures, it also names the late workers and ends with the log of the first late worker.
+            references and futures, the message also names the late workers and ends with the log of the first late
+            worker.
     """
     call, left_s = asyncio.ensure_future(pending), timeout_s
     try:
@@ -172,7 +173,7 @@ class StepDeadline:
 def translated(error: Exception) -> Exception:
     """Return a `WorkerDiedError` for an error of Ray that the death of a worker or of a node caused.
 
-    Other errors are returned unchanged. So is the error of a worker that this process does not know.
+    Other errors are returned unchanged. Errors of a worker that this process does not know are also returned unchanged.
     """
     from ray.exceptions import ObjectLostError, RayActorError, RayTaskError
 

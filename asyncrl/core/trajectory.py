@@ -93,7 +93,8 @@ class Trajectory:
     """One rollout of a prompt: a tree of turns, and its rewards.
 
     Attributes:
-        turns: The turns, each one after its parent. The first is the prompt, which all trajectories of a group share.
+        turns: The turns, each one after its parent. The first turn is the prompt, which all trajectories of a group
+            share.
         reward: Reward of the whole trajectory.
         turn_rewards: Additional rewards of single turns, by index in ``turns``.
         metrics: Numbers to report in the run's metrics, by name.
@@ -149,7 +150,9 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Convert a prompt's trajectories to a group with arrays over all tokens. ``attempt`` is its number of starts.
+        """Convert a prompt's trajectories to a group with arrays over all tokens.
+
+        ``attempt`` is the number of earlier attempts to generate the group.
 
         Raises `ValueError` if there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
         """
@@ -200,7 +203,7 @@ class TrajectoryGroup:
         return group
 
     def check(self) -> None:
-        """Check the dtypes and lengths of all columns, and that the turns form trees below the shared prompt.
+        """Check the dtypes and lengths of all columns, and that the turns form trees and begin with the prompt.
 
         Raises:
             ValueError: a column or a turn is wrong. The message names the column or turn.
@@ -418,7 +421,8 @@ class TrajectoryGroup:
     def earned(self) -> list[float]:
         """Reward of each sampled turn, plus the rewards of the tool and environment turns after it, [M] float.
 
-        A turn that was not sampled has the value 0: its reward is added to its nearest sampled ancestor's, if any.
+        A turn that was not sampled has the value 0. Its reward is added to the value of its nearest sampled ancestor,
+        if there is one.
         """
         earned = [0.0] * len(self.turns)
         if "turn_rewards" in self.turn_columns:
@@ -539,7 +543,7 @@ class TrajectoryGroup:
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         """Return per trajectory [G]: tokens after the prompt, tokens of all branches, and number of branches.
 
-        The last two are empty if each trajectory has a single branch.
+        The second and the third tuple are empty if each trajectory has a single branch.
         """
         trajectories, parents, own_lengths, _, _ = zip(*self._rows, strict=True)
         if trajectories[1:] == (*range(self.num_trajectories),) and not any(parents[1:]):

@@ -58,8 +58,8 @@ class AnsweredPrompt:
 
     Attributes:
         sampled: Reward of each answer at the training temperature.
-        greedy: Reward of the greedy answer; None if there is none.
-        response_lengths: Number of tokens of each answer; the greedy answer is last.
+        greedy: Reward of the greedy answer; None without a greedy answer.
+        response_lengths: Number of tokens of each answer; the greedy answer comes last.
         num_truncated: Number of answers that reached the length limit.
         reward_failure: Why the reward function failed; empty if it succeeded. A failure leaves no rewards.
     """
@@ -80,7 +80,8 @@ class Lease:
     Attributes:
         attempt: How many leases for the same prompt were given before. The buffer refuses results of older attempts.
         engine_version: The policy version that the worker's engine served when the lease was given.
-        deadline_version: ``engine_version`` + ``buffer.max_lag``: the last learner version that may train on the group.
+        deadline_version: ``engine_version`` + ``buffer.max_lag``: the latest learner version that may train on the
+            group.
     """
 
     prompt: Prompt
@@ -95,7 +96,7 @@ class GroupSummary:
 
     Attributes:
         group_id: The prompt's index in the run's prompt order.
-        attempt: How many leases for this prompt were given before the one that produced the group.
+        attempt: How many leases for this prompt were given before the lease that produced the group.
         response_lengths: [G] ints, number of tokens after the prompt, from the policy and from the environment.
         num_tokens: Number of tokens that the policy sampled in all trajectories.
         oldest_version: Policy version of the group's oldest token.
@@ -179,7 +180,7 @@ class BufferStats:
 
     Attributes:
         learner_version: Number of finished learner steps.
-        groups: Number of groups by state: queued (waits for a worker), leased (a worker generates it), stored,
+        groups: Number of groups by state: queued (waits for a worker), leased (a worker generates the group), stored,
             planned (in a batch), consumed (trained on), dropped. A consumed group that waits for a further use also
             counts as stored or planned.
         tokens_trained: Policy tokens of consumed groups, once per group.
@@ -193,7 +194,7 @@ class BufferStats:
         mean_length_dropped: Mean response length of dropped samples, in tokens; 0 if none were dropped.
         mean_length_dropped_by_reason: ``mean_length_dropped`` per reason for dropping whole groups.
         groups_dropped: Number of dropped groups by reason: a filter's name, or ``stale``.
-        filtered_in_a_row: Number of finished groups that filters dropped since the last stored group.
+        filtered_in_a_row: Number of finished groups that filters dropped after the latest stored group.
         held_bytes: All bytes of the buffer: trajectories, saved unfinished groups and prompts.
         disk_bytes: Bytes of trajectories that are only on disk; 0 without ``buffer.max_memory_bytes``.
         tokens_reused: Policy tokens of consumed groups, once for each use after the first.
@@ -229,8 +230,8 @@ class Carrier(StrEnum):
     """How the bytes of a published policy version reach an engine.
 
     - ``folder``: the version is in files, which the engine's host reads.
-    - ``host_stream``: the learner sends the bytes to the engine's host. The engine loads them afterwards.
-    - ``engine_stream``: the learner sends the bytes to the engine, which loads them while they arrive.
+    - ``host_stream``: the learner sends the bytes to the engine's host. The engine loads the bytes afterwards.
+    - ``engine_stream``: the learner sends the bytes to the engine. The engine loads the bytes while they arrive.
     """
 
     folder = "folder"
@@ -255,7 +256,8 @@ class WeightOffer:
         manifest: Path of the manifest (the file that lists the version's tensors), readable by the engine. For a
             streamed version: host and port of learner rank 0. Example: ``"10.0.0.5:41234"``.
         digest: Digest of the manifest's bytes, by `digest_of`.
-        num_bytes: Bytes of all tensors; for adapters, with the frozen weights. Loading deadlines depend on this number.
+        num_bytes: Bytes of all tensors; for adapters, including the frozen weights. Loading deadlines depend on this
+            number.
         carrier: How the bytes reach the engine.
         kind: What the version holds. The engine's host turns a delta into a full version before loading.
         base_version: The version that a delta changes; `FROZEN` for adapters, None for a full version.

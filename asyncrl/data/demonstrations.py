@@ -19,7 +19,8 @@ class Demonstration:
 
     Attributes:
         token_ids: [T] int32.
-        learned: [T] bool, True at the tokens in the loss: the assistant's, with the end token. Never the first token.
+        learned: [T] bool, True at the tokens in the loss: the assistant's tokens with the end token. The first token is
+            never in the loss.
         where: Name of the example's row for error messages.
     """
 

@@ -54,7 +54,7 @@ class PromptStream:
         """Read and tokenize the training files.
 
         If ``has_environment``, all prompts have messages. ``images`` reads image files; it is None for a text model.
-        The stream reads these files now, to count tokens, and again when it returns their prompt.
+        The stream reads these files now, to count tokens, and again when it returns the prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``. The message names it.
@@ -321,7 +321,7 @@ class _PromptReader:
         return messages, texts
 
     def _plain(self, rows: Rows, environments: Sequence[str]) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """Return messages and text of each row, without a template. A row without an environment has no messages."""
+        """Return the messages and the text of rows of plain text. A row without an environment has no messages."""
         texts = [_text(value, self._place(rows, row)) for row, value in enumerate(rows.column(self._config.prompt_key))]
         asks = zip(texts, environments, strict=True)
         has_environment = self._has_environment
@@ -355,7 +355,7 @@ def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) ->
 
 
 def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
-    """Read a column of mappings with string keys, or of their JSON text. Null and an empty ``key`` give {}."""
+    """Read a column of mappings, or of their JSON texts. A null gives {}. An empty ``key`` gives {} for all rows."""
     if not key:
         return [{}] * len(rows)
     values = [{} if value is None else value for value in rows.structures(key, is_json=True)]

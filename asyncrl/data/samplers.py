@@ -148,7 +148,7 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """Return the index of the next row: the oldest in the pool of the next data source, or its next in order."""
+        """Return the index of the next row: the oldest in the next source's pool, or the source's next in order."""
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]
         explores = math.floor(number * self._explore) > math.floor((number - 1) * self._explore)
@@ -174,7 +174,7 @@ class DifficultySampler(WeightedSampler):
             pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
-        """Return the counts, the estimated success rates and the pools of rows, as JSON values."""
+        """Return as JSON values: how many rows were taken of each source, the rows' success rates, and the pools."""
         pools = {name: list(pool) for name, pool in self._pools.items()}
         return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
 
@@ -205,7 +205,8 @@ def make_sampler(
         options: Further arguments of the class.
 
     Raises:
-        ValueError: a source has no weight, a weight has no rows, or the class does not take the ``options``.
+        ValueError: a source has no weight, a source with a weight has no rows, or the class does not take the
+            ``options``.
     """
     found = dict.fromkeys(sources)
     given = weights or dict.fromkeys(found, 1.0)

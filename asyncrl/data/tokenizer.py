@@ -31,7 +31,7 @@ class Tokenizer(Protocol):
 def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     """Load the tokenizer of a model directory.
 
-    With ``chat_template``, transformers loads a tokenizer that can render conversations. Without, the library
+    With ``chat_template``, transformers loads a tokenizer that can render conversations. Otherwise, the library
     ``tokenizers`` loads a tokenizer of the class ``PreTrainedTokenizerFast``, because transformers would import torch.
     Transformers loads all other classes.
     """

@@ -157,7 +157,7 @@ class Alarms:
         )
 
 
-# The functions below check the records of the last `WINDOW` steps for one condition each. They return the alarm's
+# The functions below check the records of the newest `WINDOW` steps for one condition each. They return the alarm's
 # message, or an empty text if there is no alarm.
 
 

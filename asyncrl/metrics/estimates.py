@@ -71,7 +71,7 @@ class Evaluation:
         sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
         num_failed: Number of prompts for which the reward function failed. The means do not include these prompts.
-        num_missing: Number of prompts without an answer, because engines were lost. The means do not include them.
+        num_missing: Number of prompts without an answer, because engines were lost. The means exclude these.
         incomplete: Why answers are missing: for each lost engine, the reason as a text.
         estimates: Results by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
         by_source: The same results for each ``data_source``, if there are several.

@@ -41,7 +41,7 @@ class StepRecord:
         lag_mean: Mean lag of the batch's groups: learner steps between the sampling policy and the trained one.
         lag_max: Largest lag of the batch's groups, in learner steps.
         generated_tokens: Policy tokens that the fleet has generated since the start of training.
-        rollout_tokens_per_s: Policy tokens generated per second since the last record.
+        rollout_tokens_per_s: Policy tokens generated per second since the previous record.
         learner_tokens_per_s: Policy tokens of the batch per second of the update.
         buffer_groups: Number of finished groups that wait for a batch.
         leased_groups: Number of groups that the fleet is generating.
@@ -57,10 +57,10 @@ class StepRecord:
         engine_version: Every engine serves this policy version or a newer one.
         plan_wait_s: Seconds that the controller waited for the batch.
         update_s: Seconds of the update on the slowest rank.
-        publish_s: Seconds until the slowest engine had the last published weights.
+        publish_s: Seconds until the slowest engine had the latest published weights.
         buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
         buffer_on_disk: Share of the stored groups' bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
-        slowest_engine: Policy tokens of the slowest engine in the last few steps, as a share of the median engine's; 1
+        slowest_engine: Policy tokens of the slowest engine in the latest steps, as a share of the median engine's; 1
             with fewer than two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
@@ -157,8 +157,8 @@ class PoolUse:
         name: ``learner`` or ``fleet``.
         capacity: Number of learner ranks, or of samples that the fleet can generate at the same time.
         busy_s: Busy seconds, summed over the ranks or samples in ``capacity``.
-        idle_s: Idle seconds by cause, summed like ``busy_s``. Together with ``busy_s``, this is capacity × time.
-        recent: Shares of the time of the last learner steps: busy time (key `BUSY`), and idle time by cause.
+        idle_s: Idle seconds by cause, summed like ``busy_s``. Busy and idle seconds sum to ``capacity`` times the time.
+        recent: Shares of the time of the latest learner steps: busy time (key `BUSY`), and idle time by cause.
     """
 
     name: str
@@ -260,7 +260,7 @@ class MetricsWriter:
     """Writes the metrics of a run to ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard.
 
     If the learner returns to a checkpoint, it repeats the later steps. Then the lines of these steps move to
-    ``metrics.lost.jsonl``, and those of later evaluations to ``evaluations.lost.jsonl``.
+    ``metrics.lost.jsonl``, and the lines of later evaluations to ``evaluations.lost.jsonl``.
 
     Attributes:
         steps: The written records of learner steps, without lost steps.
@@ -277,8 +277,8 @@ class MetricsWriter:
     def write(self, record: StepRecord) -> None:
         """Write the metrics of one learner step to ``metrics.jsonl`` and to TensorBoard.
 
-        If the step is not newer than the last one, the learner has returned to a checkpoint. Then first move the lines
-        of the lost steps to ``metrics.lost.jsonl``.
+        If the step is not newer than the previous one, the learner has returned to a checkpoint. Then first move the
+        lines of the lost steps to ``metrics.lost.jsonl``.
 
         Raises:
             DiskError: the file cannot be written; the message names the process and the path.
@@ -346,7 +346,7 @@ class ScalarEvents:
         self._file = self._open()
 
     def add(self, scalars: Mapping[str, float], step: int) -> None:
-        """Queue the scalars of one step, by tag. The writer's thread writes them to the file within about 10 s."""
+        """Queue the scalars of one step, by TensorBoard tag. A thread writes them to the file within about 10 s."""
         values = [self._summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._file.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 

@@ -1,6 +1,6 @@
 """Shows the progress of a run: a live view on a terminal, otherwise one line of metrics every few seconds.
 
-Both also print a line when a part of the run, such as the learner, is ready.
+In both cases it also prints a line when a part of the run, such as the learner, is ready.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class TerminalView:
         ]
 
     def _rates(self) -> tuple[float, float]:
-        """Return the tokens per second of the fleet and of the learner's updates over the last steps."""
+        """Return the tokens per second of the fleet and of the learner's updates over the newest steps."""
         first, last = self._records[0], self._records[-1]
         if first is last or last.time_s <= first.time_s:
             return last.rollout_tokens_per_s, last.learner_tokens_per_s

@@ -145,7 +145,7 @@ class Trackers:
 def numbers_of(event: Event) -> dict[str, float]:
     """Return the numbers of an event by name, with slashes like in TensorBoard. Example: ``use/fleet/publish_pause``.
 
-    The names with ``use`` have the shares of each pool's time since the start of training, from 0 to 1.
+    Values whose names begin with ``use`` are shares of a pool's time since the start of training, from 0 to 1.
     """
     if isinstance(event, StepRecord):
         return {name.replace(".", "/"): value for name, value in event.flat().items()}

@@ -211,7 +211,7 @@ class _Reading:
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
         engine, learner = scenario.engine, scenario.learner
-        used = min(1.0, rank_s / self._step_s)  # the rank's CPU seconds ÷ the seconds of the update
+        used = min(1.0, rank_s / self._step_s)  # a rank's CPU seconds, divided by the wall seconds
         return replace(
             scenario,
             settle_s=0.0,

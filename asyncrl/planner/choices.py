@@ -303,9 +303,9 @@ def advise(
 
 
 def misses(replayed: Prediction, measured_step_s: float) -> bool:
-    """Return whether a simulation cannot predict changes of a run.
+    """Return whether the simulated and the measured step time of a run differ by more than `MAX_REPLAY_ERROR`.
 
-    This is so if the simulated step time of the run differs from ``measured_step_s`` by more than `MAX_REPLAY_ERROR`.
+    If they do, the simulation cannot predict the effect of changes. ``measured_step_s`` is in seconds.
     """
     return abs(replayed.outcome.step_s / measured_step_s - 1) > MAX_REPLAY_ERROR
 
@@ -319,7 +319,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
     for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
-    # Exchange so many engines for ranks that the number of ranks stays a multiple of `ranks_at_once`.
+    # `moved` is the smallest number of engines for which the number of ranks stays a multiple of `ranks_at_once`.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
         ranks = scenario.num_devices - engines * scenario.devices_per_engine

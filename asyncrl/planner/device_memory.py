@@ -62,8 +62,8 @@ class ModelSize:
         hidden: Width of the residual stream.
         intermediate: Width of the MLP. For a mixture of experts: total width of the experts per token, including shared
             experts.
-        query: Query heads × head size.
-        key: Key heads × head size.
+        query: Number of query heads times head size.
+        key: Number of key heads times head size.
         cached: Values per token in the KV caches of all layers together.
         cache_heads: Largest number of devices that can divide a KV cache; 1 for latent attention.
         linear_rows: Sum of the input and output widths of all linear layers. Adapters of rank 1 have this number of
@@ -109,8 +109,8 @@ class ModelSize:
         Without safetensors files, this method loads torch and builds the model on the meta device.
 
         Raises:
-            ValueError: ``config.json`` is missing or lacks the sizes under their usual names, or the learner does not
-                support the model.
+            ValueError: ``config.json`` is missing or lacks the usual key of a size, or the learner does not support the
+                model.
         """
         if not Path(path, "config.json").is_file():
             raise ValueError(f"{path} holds no config.json: the memory of its model cannot be estimated")
@@ -134,7 +134,7 @@ class ModelSize:
         ``stored`` maps the name of each parameter to its number of values. These numbers replace the computed numbers.
 
         Raises:
-            ValueError: the settings lack a size under its usual names. The message contains ``name``.
+            ValueError: ``settings`` lacks the usual key of a size, such as ``hidden_size``. The message has ``name``.
         """
         try:
             hidden, num_layers, vocabulary = (
@@ -281,7 +281,7 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 
 
 def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
-    """Return the temporary memory at each moment of the backward pass, as kind → bytes."""
+    """Return the temporary memory at each moment of the backward pass, as dicts from kind to bytes."""
     size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
     reduced = gathers * (not setup.whole_gradients) * _FLOAT32_BYTES
@@ -344,7 +344,7 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
 
     - A norm keeps its input once in float32 and twice in the dtype of the computation.
     - The MLP keeps gate, activation, up projection and their product.
-    - A mixture also keeps the input and the output of each expert.
+    - A mixture of experts also keeps the input and the output of each expert.
     - Attention keeps queries, keys, values and its output once. With normalized queries and keys, it also keeps them
       in float32 and before the rotary embedding.
     """

@@ -89,7 +89,7 @@ class DeviceUse:
     Attributes:
         name: The kind of device: ``learner rank (POOL)`` or ``engine``.
         parts: Bytes by kind of memory, such as ``optimizer``.
-        card_bytes: Memory of the GPU; 0 if there is no GPU or it is unknown.
+        card_bytes: Memory of the GPU; 0 if there is no GPU or its memory is unknown.
     """
 
     name: str
@@ -259,7 +259,7 @@ class Layout:
 
     Attributes:
         sp_size: Number of ranks that divide a sequence among them.
-        num_engines: Engines on the other GPUs.
+        num_engines: Number of engines, which use the GPUs without a rank.
         tp_size: GPUs per engine.
         budget: Largest ``learner.max_tokens_per_micro_batch`` that fits, in tokens.
     """
@@ -290,7 +290,7 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
         ),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
         placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
-        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # so many groups fill any token budget
+        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # this number of groups fills any token budget
     )
     tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]
     engines = ((size, device_uses(with_options(on_cuda, {_TP_SIZE: size}), model, card)[-1]) for size in tp_sizes)

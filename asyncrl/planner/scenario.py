@@ -92,7 +92,8 @@ class EngineModel:
         takes_batches: Whether the engine finishes a batch before it starts the next one, as the in-process engine does.
             Otherwise a sample starts as soon as the engine has room.
         batch_s: Time of a batch without its decoding steps.
-        variation: Recorded time ÷ expected time of each recorded batch. The simulated times vary in the same way.
+        variation: For each recorded batch, the recorded time divided by the expected time. The simulated times vary in
+            the same way.
     """
 
     step_s: float = 0.02
@@ -116,13 +117,14 @@ class LearnerModel:
 
     Attributes:
         step_s: Time of a step that does not depend on its number of tokens.
-        rank_s_per_token: Rank-seconds for one token, including prompt tokens; the ranks share the tokens.
+        rank_s_per_token: Time that one rank needs for one token. Prompt tokens count too. The ranks share the tokens.
         copy_s: Pause of the ranks to copy the weights of a new version.
         publish_s: Time from the end of the copy until engines can load the version. Training and generation continue.
         load_s: Pause of an engine to load the version.
         on_update: What an engine does with the KV cache of running samples after an update.
         shares_learner: Whether the ranks also pause for ``publish_s`` and ``load_s``.
-        variation: Recorded time ÷ expected time of each recorded step. The simulated times vary in the same way.
+        variation: For each recorded step, the recorded time divided by the expected time. The simulated times vary in
+            the same way.
     """
 
     step_s: float = 1.0
@@ -152,8 +154,8 @@ class HostModel:
             other fields have no effect.
         settle_s: CPU time of an engine's process to score and store a group; it replaces ``Scenario.settle_s``.
         publish_s: CPU time of a rank's process per published version, after the rank has copied the weights.
-        group_s: CPU time of the other processes per group: buffer and rewards.
-        step_s: CPU time of the other processes per step: the controller.
+        group_s: CPU time of the other processes per group, such as the buffer.
+        step_s: CPU time of the other processes per step, such as the controller.
     """
 
     is_shared: bool = False
@@ -190,7 +192,8 @@ class Scenario:
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
         queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. Above it,
             the buffer drops the oldest group and requeues its prompt. 0, as in a real run, is no limit.
-        warm_up_steps: Number of first steps that are left out of the step time, the rate and the lags.
+        warm_up_steps: Number of steps at the start of the run that do not count in the step time, the rate, the lags
+            and the waits.
         hands_on: Whether workers save running groups if the buffer asks, so that other workers continue the groups.
             False for ``rollout_fleet.save_progress=never``.
         whole_groups: Simulate only the longest sample of a group. Its load on the engine is the mean load of the whole

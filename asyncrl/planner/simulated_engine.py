@@ -1,7 +1,7 @@
 """Simulated engines and shared CPU cores.
 
 Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
-progress of all samples: the tokens of an imaginary sample that runs since the start of the simulation.
+progress of all samples: the tokens of an imaginary sample that has run since the start of the simulation.
 """
 
 from __future__ import annotations
@@ -54,7 +54,13 @@ class SimulatedGroup:
 
 @dataclass(order=True, slots=True)
 class _Running:
-    """A running sample. It ends when the engine's progress reaches ``ends_at``. It counts as ``weight`` samples."""
+    """A running sample.
+
+    Attributes:
+        ends_at: The engine's progress (see the module) at the end of the sample, in tokens.
+        place: Number of the sample in the order of the starts.
+        weight: Number of samples for which this sample counts in the engine's load; 1 without ``whole_groups``.
+    """
 
     ends_at: float
     place: int
@@ -99,7 +105,7 @@ class SimulatedEngine:
         self._running: list[_Running] = []
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
         self._load = 0.0  # sum of the weights of all running samples
-        self._begun = 0.0  # sum over these samples: weight × the engine's progress at the start of the sample
+        self._begun = 0.0  # sum over running samples: weight × progress at the sample's start
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
         self._is_loading = False
@@ -244,7 +250,7 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Return the tokens that each sample had at ``moment``. Call this at the end of the batch."""
+            """Return how many tokens each sample had at ``moment``. Call this at the end of the batch."""
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
 

@@ -42,7 +42,8 @@ class SimulatedRun:
     Attributes:
         tokens_per_s: Trained response tokens per second.
         learner_idle: Idle share of the ranks' time, by cause, with the names of `asyncrl.profile.attribution`.
-        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is time × number of group slots.
+        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is the time times the number of group
+            slots.
         stored_bytes: Largest number of bytes in the buffer.
         dropped: Share of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
@@ -119,7 +120,10 @@ class SimulatedWorker:
         self._ask()
 
     def account(self) -> None:
-        """Add the idle time since the previous call to ``idle``, by cause, in seconds × idle group slots."""
+        """Update ``idle`` with the time since the previous call of this method.
+
+        ``idle`` maps a cause to seconds, summed over the idle group slots.
+        """
         now = self._env.now
         passed, self._seen_at = now - self._seen_at, now
         if not passed:
@@ -349,7 +353,10 @@ class SimulatedLearner:
             self._buffer.request(_CONTROLLER, commands.Enqueue(tuple(range(first, first + missing)), (0,) * missing))
 
     def account(self) -> None:
-        """Add the seconds that the ranks waited for a batch since the previous call to ``idle``, by cause."""
+        """Update ``idle`` with the time since the previous call of this method.
+
+        ``idle`` maps a cause to the seconds that the ranks waited for a batch.
+        """
         now = self._env.now
         if self._is_waiting:
             self.idle[self._cause] += now - self._seen_at
@@ -448,12 +455,13 @@ class Simulation:
 
     Attributes:
         capacity: Largest number of groups in flight on all workers.
-        host: The CPU core of all engines and that of all ranks; None if each engine and rank has its own device.
+        host: The core that all engines share, and the core that all ranks share. None if each engine and rank has its
+            own device.
         lengths: An iterator over response lengths, with one list for each new group.
         rewards: Random numbers for the lengths, and for the choice of groups with equal rewards.
         rng: Random numbers that choose where `variation` starts in the recorded ratios.
-        saved: Unfinished groups that a worker has handed over, by group id. A value is a pair of lists: the final and
-            the missing number of tokens of each sample.
+        saved: Unfinished groups that a worker has handed over, by group id. A value is a pair of lists: the final
+            number of tokens of each sample, and the missing number of tokens of each unfinished sample.
     """
 
     def __init__(self, scenario: Scenario, *, seed: int = 0) -> None:
@@ -496,10 +504,10 @@ class Simulation:
             return self._outcome()
 
     def stored(self, group: SimulatedGroup) -> None:
-        """Note that the buffer has stored ``group``.
+        """Record that the buffer has stored ``group``.
 
-        If the scenario limits the finished groups that wait for a batch (``queue_groups``), drop the oldest ones above
-        the limit.
+        If the scenario limits the finished groups that wait for a batch (``queue_groups``), drop the oldest
+        groups above the limit.
         """
 
         def bound_queue() -> None:
@@ -516,7 +524,7 @@ class Simulation:
         self.learner.account()
 
     def planned(self, group_ids: set[int]) -> None:
-        """Note that the groups of a batch no longer wait. ``group_ids`` are the groups that the batch took."""
+        """Record that groups no longer wait for a batch. ``group_ids`` are the groups that a batch took."""
         for group_id in group_ids & self._queue.keys():
             del self._queue[group_id]
 

@@ -108,7 +108,7 @@ class PoolTime:
 
     Attributes:
         capacity: The busy time plus all idle time.
-        idle: The idle time by cause, largest first.
+        idle: A dict from cause to idle time, largest time first.
     """
 
     capacity: int = 0
@@ -122,11 +122,11 @@ class PoolTime:
 
     @property
     def utilisation(self) -> float:
-        """Busy time ÷ capacity, 0 to 1; 0 if the capacity is 0."""
+        """Busy time divided by the capacity, from 0 to 1. It is 0 if the capacity is 0."""
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """Return how much of ``duration`` the pool ``pool`` would need alone, in the unit of ``duration``.
+        """Return the part of ``duration`` that the pool ``pool`` would need if it never waited for the other pool.
 
         Idle time that depends on the other pool does not count (see `OWN_CAUSES`).
         """
@@ -184,12 +184,12 @@ class Series:
     """The values of an integer over time. The integer is 0 before its first change."""
 
     def __init__(self, changes: Iterable[tuple[int, int]] = ()) -> None:
-        """Take (time, new value) pairs in any order. The last of several pairs with the same time counts."""
+        """Take (time, new value) pairs in any order. If pairs have the same time, the one that comes last counts."""
         self.changes = sorted(changes, key=lambda change: change[0])
 
     @classmethod
     def covering(cls, intervals: Iterable[tuple[int, int]]) -> Self:
-        """Return a series of how many of the ``intervals``, pairs (start, end), contain each time."""
+        """Return a series that counts, at each time, the pairs (start, end) in ``intervals`` that contain the time."""
         deltas: Counter[int] = Counter()
         for start, end in intervals:
             deltas[start] += 1
@@ -211,8 +211,8 @@ class Series:
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
     """Split ``window``, a pair (start, end), at each time at which one of the series changes.
 
-    Yield start and end of each interval, and a dict from the name of each series to its value in the interval. All
-    intervals have the same dict, which the generator changes in place.
+    Yield start and end of each interval, and a dict from the name of each series to its value in the interval. The
+    generator yields the same dict each time, and changes it in place.
     """
     start, end = window
 
@@ -368,8 +368,8 @@ def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -
 
     The cause is ``batch_tail`` if two conditions hold:
 
-    - at most half of the step's peak number of samples are running
-    - the staleness bound keeps places free.
+    - some samples are running, but at most half of the largest number so far in this step
+    - the staleness bound keeps some places free.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:
@@ -444,7 +444,13 @@ def _pool_time(stretches: Iterable[Stretch]) -> PoolTime:
 
 @dataclass(frozen=True)
 class LagSplit:
-    """Mean lag of the groups of a step: in total, until the buffer stored the group, and from then to the training."""
+    """Mean lag of the trained groups, in learner steps.
+
+    Attributes:
+        mean: The whole lag.
+        before_queue: The part of the lag that arose before the buffer stored the group.
+        in_queue: The part of the lag that arose while the stored group waited for its training.
+    """
 
     mean: float = 0.0
     before_queue: float = 0.0
@@ -483,7 +489,7 @@ class Figures:
 
     @property
     def efficiency(self) -> float:
-        """Ideal seconds per step ÷ measured seconds per step; 1 is perfect overlap."""
+        """Ideal seconds per step divided by measured seconds per step. 1 is perfect overlap."""
         return self.ideal_step_s / self.step_s if self.duration else 0.0
 
     @property
@@ -502,7 +508,10 @@ class Figures:
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as nested dicts for JSON. Values under ``_ns`` names are nanoseconds times places."""
+        """Return the figures as nested dicts for JSON.
+
+        A value whose name ends in ``_ns`` is a sum over all places, in nanoseconds.
+        """
         pools = {
             pool: {
                 "lanes": self.num_lanes[pool],
@@ -536,7 +545,7 @@ class OverlapReport:
     Attributes:
         run: Figures from the start of the first step to the end of the last finished step.
         steps: Version and figures of each step, in order of time. A repeated step appears twice.
-        recorded: Facts about the record: processes per pool, lost records, damaged files, largest error of the clocks.
+        recorded: Number of processes per pool, of lost records and of damaged files, and the largest clock error.
     """
 
     run: Figures
@@ -611,7 +620,7 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """Return the busy and idle time of both pools up to the last finished step; None if no step is finished.
+        """Return the busy and idle time of both pools up to the latest finished step; None if no step is finished.
 
         Raises the errors of `TraceReader.read`.
         """

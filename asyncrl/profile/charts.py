@@ -63,7 +63,7 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 
 
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
-    """Return the chart of the learner's time: one bar per step of ``windows``, or per several consecutive steps.
+    """Return the chart of the learner's time. A bar is one step of ``windows``, or the mean of consecutive steps.
 
     A bar has the busy seconds per rank, and the idle seconds per rank by cause. ``fleet_s`` is the number of seconds
     that engines without idle time would need for the work of the step.
@@ -139,7 +139,7 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 def trained_groups(trace: Trace) -> list[GroupLife]:
     """Return the trained groups: one entry for each step that trained on a group.
 
-    Groups that the buffer stored before the run was resumed are left out, because the record has no event for that.
+    Groups that the buffer stored before the run was resumed are left out, because the record lacks their storage.
     """
     uses = (use for life in trace.groups.values() for use in life.uses())
     return [use for use in uses if use.last(GroupEvent.stored) is not None]
@@ -166,11 +166,11 @@ def lengths(trace: Trace) -> Chart:
 
 
 def publishes(trace: Trace) -> Chart:
-    """Return the chart of weight updates: the stages of an update, and for each version the total and the pause.
+    """Return the chart of weight updates: the stages of an update, and the total time and pause of each version.
 
-    A stage has a start and an end, counted from the start of the learner's copy of the weights, as medians over all
-    versions. A stage on several ranks or engines lasts from the first start to the last end. The total ends once all
-    engines serve the version; the pause is the longest pause of an engine.
+    Times are counted from the start of the learner's copy of the weights. The start and end of a stage are medians
+    over all versions. A stage on several ranks or engines lasts from the first start to the last end. The total time
+    ends when all engines serve the version. The pause is the longest pause of an engine.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -207,7 +207,7 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """Return the version of a stage. If it has none, return the version that the engine serves next."""
+    """Return the policy version of a span. If the span has none, return the version that its engine serves next."""
     if span.version != NONE:
         return span.version
     if span.kind == SpanKind.re_prefill:  # recomputes KV caches after a pause that loaded a version
@@ -274,7 +274,7 @@ def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
-    """Return (version, time) pairs: when the last engine began to serve this version or a newer one."""
+    """Return (version, time) pairs: the first time at which all engines serve this version or a newer one."""
     levels = [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
     changes = sorted((level.time, level.lane, level.value) for level in levels)
     serves: dict[str, int] = {}
@@ -322,7 +322,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
-    """Return the mean of a buffer count in each bin, [bins]."""
+    """Return the mean of a buffer count in each bin, as an array [bins]."""
     changes = trace.levels_of(name, "buffer")
     if not changes:
         return np.zeros(len(edges) - 1)
@@ -332,7 +332,7 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
-    """Return the mean lag of the last trained batch at the end of each bin, [bins]."""
+    """Return an array [bins]: for each bin, the mean lag of the latest batch whose step ended by the end of the bin."""
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trained_groups(trace):
         lags[life.step].append(life.lag)

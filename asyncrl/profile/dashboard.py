@@ -33,7 +33,7 @@ _COOKIE = "asyncrl_token"
 _KEEP_ALIVE_S = 15.0
 _DEBOUNCE_MS = 1000
 _REST_FACTOR = 5.0
-"""Pause after each report, as a multiple of the time to make it. Limits the CPU time to a sixth of one core."""
+"""Pause after each report, as a multiple of the time to make the report. Limits the CPU time to a sixth of one core."""
 _HEADERS = {
     "Cache-Control": "no-store",
     "Referrer-Policy": "no-referrer",

@@ -68,7 +68,7 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
 
     - ``kind``: ``prompt``, ``given``, ``sampled`` or ``tool``;
     - ``note``: why a branch begins here;
-    - ``pieces``: [version, text];
+    - ``pieces``: the text in parts, each [policy version, text];
     - ``bars``: the waits of the row, [reason, start, end].
 
     The row of a tool follows the last turn that ended before the tool began.

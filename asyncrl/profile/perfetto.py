@@ -1,6 +1,6 @@
 """Converts a trace to the Chrome trace event format (``trace.json``) for https://ui.perfetto.dev and chrome://tracing.
 
-For each prompt group, an arrow leads from the moment when a worker began it to the step that trained on it. Times are
+For each prompt group, an arrow leads from the lease of the group to the step that trained on the group. Times are
 microseconds since the first record.
 """
 
@@ -73,7 +73,7 @@ class _Events:
                 yield {**place, "ph": "X", "name": span.kind, **times, "args": args}
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of one arrow for each step that trained on a group, from the group's lease to the step."""
+        """Yield the events of arrows. An arrow leads from a group's lease to a step that trained on the group."""
         updates = {span.step: span for span in reversed(self._trace.spans_of("update"))}
         for group in (use for life in self._trace.groups.values() for use in life.uses()):
             update = updates.get(group.step)

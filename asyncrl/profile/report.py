@@ -172,7 +172,7 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
 
 
 def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
-    """Yield figures from the last metrics record. If ``record`` is a text, it says why the record cannot be read."""
+    """Yield figures from the latest metrics record. If ``record`` is a text, it says why the record cannot be read."""
     if isinstance(record, str):
         yield _figure("reward", "not known", record)
     elif record is not None:
@@ -237,7 +237,7 @@ class SampleFiles:
     def newest(self, count: int) -> list[dict[str, Any]]:
         """Return at most ``count`` samples from the newest files of each kind, as dicts for JSON.
 
-        The kinds are the files in ``samples/`` by prefix, such as ``train``, and the files in ``tokens/``.
+        Files in ``samples/`` with one prefix, such as ``train``, are one kind. The files in ``tokens/`` are another.
         """
         kinds: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):
@@ -258,9 +258,9 @@ class SampleFiles:
         return [sample for path in kept for sample in self._read[path][:share]]
 
     def episodes(self, count: int) -> list[dict[str, Any]]:
-        """Return at most ``count`` episodes of the newest training file, as `episode_view` shows each of them.
+        """Return at most ``count`` episodes of the newest file of training samples, as dicts from `episode_view`.
 
-        If the file has more episodes, half of the returned ones have the lowest rewards, and half the highest.
+        If the file has more episodes, half of the returned episodes have the lowest rewards, and half the highest.
         """
         newest = max(self._run_dir.glob("samples/train-v*.parquet"), default=None)
         if newest is None:
@@ -289,7 +289,7 @@ _SAMPLE_FIELDS = (
 
 
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
-    """Return a sample with its tokens. Each token has a version, and the engine's log-prob minus the learner's."""
+    """Return a sample with its tokens. A token has its version, and the difference between the two log-probs."""
     names = ("response_ids", "versions", "response_mask", "behavior_logprobs", "learner_logprobs")
     tokens = [
         {

@@ -23,7 +23,7 @@ FOLDER = "profile"
 """Subfolder of the run's folder for the records of the processes."""
 CONTROLLER_LANE, BUFFER_LANE = "controller", "buffer"
 UNMEASURED_ERROR_NS = 1_000_000_000
-"""Assumed error, in nanoseconds, of a clock offset that is not measured. Then the wall clocks give the offset."""
+"""Assumed error, in nanoseconds, of a clock offset that is computed from wall clocks because it was not measured."""
 _CHUNK_BYTES = 1 << 20
 _WORST_OF_BEST = 8
 _T = TypeVar("_T")
@@ -37,9 +37,9 @@ class Process:
         name: Name in the run. Example: ``learner-0``.
         pool: The part of the run to which the process belongs, a value of `Pool`.
         start: Time when the process began to record.
-        end: Time of the last record.
+        end: Time of the newest record.
         wall_ns: Nanoseconds since the Unix epoch at ``start``.
-        offset_ns: Nanoseconds that the reader added to the last time of the process, because its clock differs.
+        offset_ns: Nanoseconds that the reader added to get ``end``, because the clock of the process differs.
         error_ns: Largest possible error of ``offset_ns``.
         num_dropped: Number of records that the process dropped because its queue was full.
         is_whole: False if the file has a damaged record, or ends in the middle of a record.
@@ -67,7 +67,9 @@ class Span:
         lane: Name of the rank, engine or other part. Example: ``engine-0``.
         start: Nanoseconds.
         end: Nanoseconds; for an open span, the end of its process or of the trace.
-        version: Policy version that the activity concerns, or -1 if none. ``step`` and ``group`` are -1 likewise.
+        version: Policy version that the activity concerns, or -1 if none.
+        step: Learner step that the activity concerns, or -1 if none.
+        group: Id of the group that the activity concerns, or -1 if none.
         cause: Further detail of ``kind``, or empty.
         is_open: True if the end of the span is not recorded.
     """
@@ -117,22 +119,22 @@ class GroupLife:
     stamps: tuple[Stamp, ...]
 
     def last(self, event: str) -> Stamp | None:
-        """Return the last stamp of the event with the name ``event``; None if the group has none.
+        """Return the latest stamp of the event with the name ``event``; None if the group has none.
 
         Earlier stamps of the same event belong to abandoned attempts, or to earlier steps that trained on the group.
         """
         return next((stamp for stamp in reversed(self.stamps) if stamp.event == event), None)
 
     def time(self, event: str) -> int | None:
-        """Return the time of the last stamp of ``event``, in nanoseconds; None if the group has no such stamp."""
+        """Return the time of the latest stamp of ``event``, in nanoseconds; None if the group has no such stamp."""
         stamp = self.last(event)
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
         """Return one `GroupLife` for each learner step that trained on the group, with the stamps up to that step.
 
-        Only the trajectories that were stored last count. A step that the learner repeated after a return to a
-        checkpoint counts once.
+        Steps before the latest storage of the group do not count. A step that the learner repeated after a return to
+        a checkpoint counts once.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):
@@ -165,7 +167,7 @@ class GroupLife:
 
     @property
     def step(self) -> int:
-        """Number of the last learner step that trained on the group; -1 if no step did."""
+        """Number of the latest learner step that trained on the group; -1 if no step did."""
         trained = self.last(GroupEvent.trained)
         return NONE if trained is None else trained.version
 
@@ -220,13 +222,13 @@ class Trace:
 
     @cached_property
     def steps(self) -> tuple[StepWindow, ...]:
-        """The learner steps in order of time, each from the end of the previous one. The last step may be unfinished.
+        """The learner steps in order of time. Each step begins at the end of the previous step.
 
-        If the learner returned to a checkpoint, the number of the interrupted step appears twice.
+        The last step may be unfinished. If the learner returned to a checkpoint, a repeated step appears twice.
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
-        # The clocks of two hosts may differ a little. So take the maximum, to keep the ends in order.
+        # Converted clocks have small errors, so a step may seem to end before the previous step. Then it ends with it.
         ends = list(accumulate((span.end for span in taken), max))
         starts = [span.start for span in taken[:1]] + ends
         return tuple(
@@ -236,7 +238,7 @@ class Trace:
 
     @property
     def window(self) -> tuple[int, int]:
-        """Start of the first step and end of the last finished step, in nanoseconds.
+        """Start of the first step and end of the latest finished step, in nanoseconds.
 
         If no step is finished, both values are the start of the record.
         """
@@ -252,9 +254,9 @@ class Trace:
         return {group: GroupLife(group=group, stamps=tuple(own)) for group, own in stamps.items()}
 
     def lanes(self, pool: str) -> tuple[str, ...]:
-        """Return the names of the engines or ranks of a pool in order. Example: ``learner-0``.
+        """Return the names of the engines or ranks of a pool, sorted by number. Example: ``learner-0``.
 
-        Names of activities within one, such as ``learner-0/publish``, are left out.
+        The names of an engine's or rank's activities, such as ``learner-0/publish``, are left out.
         """
 
         def by_number(lane: str) -> tuple[str, int, str]:
@@ -267,7 +269,7 @@ class Trace:
         return tuple(sorted(found, key=by_number))
 
     def processes_of(self, lane: str) -> tuple[Process, ...]:
-        """Return the processes that recorded ``lane`` (the name of a rank, engine or other component), by start.
+        """Return the processes that recorded ``lane`` (the name of a rank, engine or other part), by start time.
 
         There are several if a process was replaced.
         """
@@ -363,7 +365,7 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop what was recorded before a time in nanoseconds, except spans that ended later.
+        """Drop the records from before a time in nanoseconds, except the spans that ended after this time.
 
         This keeps later calls of `read` cheap. The next trace still has the value of each count at the time ``before``.
         """
@@ -375,7 +377,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """The records of one process. Methods return times converted to the clock from `set_reference`."""
+    """The records of one process. Returned times are times of the reference clock, which `set_reference` sets."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -503,10 +505,11 @@ class _ProcessFile:
 
 
 class ClockOffsets:
-    """The offset from one clock to another, interpolated between measurements (time, offset, error).
+    """Converts times of a first clock to times of a second clock. All values are in nanoseconds.
 
-    All three values are in nanoseconds; the time is a time of the first clock. Measurements with more than
-    `_WORST_OF_BEST` times the smallest error are ignored. Without measurements, the offset is 0.
+    A measurement is a triple: a time of the first clock, the offset to the second clock at this time, and the largest
+    error of the offset. Between two measurements, the offset is interpolated. A measurement is ignored if its error is
+    larger than `_WORST_OF_BEST` times the smallest error. Without measurements, the offset is 0.
     """
 
     def __init__(self, measured: Iterable[tuple[int, int, int]] = ()) -> None:
@@ -515,7 +518,7 @@ class ClockOffsets:
         self._measured = [row for row in rows if row[2] <= _WORST_OF_BEST * best]
 
     def at(self, time: int) -> tuple[int, int]:
-        """Return the offset at a time of the first clock, and the largest error of the offset, in nanoseconds."""
+        """Return the offset and its largest error, both in nanoseconds, at ``time``, a time of the first clock."""
         measured = self._measured
         if not measured:
             return 0, 0

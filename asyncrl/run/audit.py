@@ -66,9 +66,9 @@ class LifeReceipts:
             several digests.
         loaded: Digests of the weights that an engine verified, by (engine, version).
         sampled: The engines' receipts for sampled tokens, by group id.
-        trained: The learner ranks' receipts, by step and data-parallel rank. If a step was repeated, the newest one.
+        trained: The learner ranks' receipts, by step and data-parallel rank. For a repeated step, the newest receipts.
         committed: The ``planned`` receipts of the finished steps, by step. A step without a commit also counts as
-            finished if a later step was committed, or if the next life continues a later checkpoint.
+            finished if a later step was committed, or if the next life continues from a later checkpoint.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:
@@ -164,11 +164,11 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Return the lives that continued one of ``lives`` but are not in ``lives``, oldest first.
+    """Return the other lives that continued from a checkpoint of ``lives``, oldest first.
 
-    The steps of the returned lives are not in the audited run. Their receipts are needed, because ``lives`` may have
-    trained on groups that the engines of the returned lives sampled. A life that began after the newest of ``lives`` is
-    left out.
+    The audited run does not include the steps of the returned lives. But the audit needs the receipts of the returned
+    lives: their engines may have sampled groups on which ``lives`` trained. A life that began after the newest of
+    ``lives`` is left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders

@@ -1,4 +1,4 @@
-"""Starts or joins the Ray cluster of a run, and reserves places in it: the CPUs and GPUs of one worker each."""
+"""Starts or joins the Ray cluster of a run, and reserves places there. A place has the CPUs and GPUs of a worker."""
 
 from __future__ import annotations
 
@@ -393,7 +393,7 @@ class EnginePlaces:
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank if there is one. If the rank joined later, also release its reservation."""
+        """Kill the worker of a rank if there is one. If it joined a running fleet, also release its reservation."""
         self._nodes.pop(rank, None)
         if rank < self._num_first:
             self.first.kill_worker(rank)

@@ -6,7 +6,7 @@ The five loops of `Controller`, what each waits for, and who wakes it::
     plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
     complete  waits for the oldest queued update      ── woken by the learner ranks
-    follow    waits for a version that all engines serve ── woken by the buffer, when the last of them has loaded it
+    follow    waits for a version that all engines serve ── woken by the buffer, when the last engine has loaded it
     examine   waits for engines that serve the version to be evaluated ── woken by the buffer, when one has loaded it
               then for their answers                  ── woken by the rollout workers
 
@@ -122,8 +122,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         """Prepare the loops. Learner, buffer and engines must have started at the version of ``resumed``.
 
         ``on_step`` gets the record of each finished step. ``evaluate`` gets a version, and a function that waits for
-        engines pinned to this version. ``last`` is the record of the last step before ``resumed``. ``earlier`` has the
-        ledger's totals at the start of this process.
+        engines pinned to this version. ``last`` is the record of the newest step before ``resumed``. ``earlier`` has
+        the ledger's counts at the start of this process.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -266,8 +266,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def account(self) -> TrainingResult:
         """Stop all work of the fleet, and return the results of the training, with the token account.
 
-        The account says how many generated tokens were trained, dropped or left. Raises `AccountError` if the numbers
-        do not add up.
+        The account says what became of the generated tokens: trained, dropped, buffered or in flight. Raises
+        `AccountError` if the numbers do not add up.
         """
         counts = await self._fleet.drain()
         return self._reporter.result(await self._buffer.stats(), counts)
@@ -276,13 +276,13 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def step_loops(self) -> Sequence[Loop]:
         """Return the coroutine functions that make the learner steps.
 
-        They end after the last step. After `stop`, they end earlier.
+        They end after the last step of the run. After `stop`, they end earlier.
         """
 
     def following_loops(self) -> Sequence[Loop]:
-        """Return the coroutine functions that run beside the steps. `stop` cancels them.
+        """Return the coroutine functions that run in parallel with the steps. `stop` cancels them.
 
-        They end when the engines serve the last version.
+        They end when the engines serve the final version.
         """
         return ()
 
@@ -449,7 +449,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            if not self.is_stopped:  # after `stop`, the learner keeps the devices for the last checkpoint
+            if not self.is_stopped:  # after `stop`, the learner keeps the devices for the final checkpoint
                 await self._learner.rollout_mode(version + 1)
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)

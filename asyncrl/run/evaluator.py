@@ -1,7 +1,6 @@
 """Held-out evaluation: engines that serve the same policy version answer the held-out prompts.
 
-Importing this module does not load
-Ray or torch.
+Importing this module does not load Ray or torch.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ class AnsweringFleet(Protocol):
 
 
 PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
-"""Takes a set of engines, and waits until the set of pinned engines differs from it. Returns the new set.
+"""Takes a set of engines, and waits until the pinned engines differ from this set. Returns the pinned engines.
 
 A pinned engine stays on one policy version until the evaluation of this version ends.
 """
@@ -78,7 +77,7 @@ class HeldOutEvaluator:
         self._prompts = list(prompts)
 
     async def evaluate_all(self, version: int) -> Evaluation | None:
-        """Evaluate ``version`` on all engines, which must serve it and be idle.
+        """Evaluate ``version`` on all engines, which must serve this version and be idle.
 
         Returns None if no answer has a reward.
         """

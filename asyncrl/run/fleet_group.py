@@ -64,7 +64,7 @@ class FleetGroup:
         version: int = 0,
         pool: RayResourcePool | None = None,
     ) -> None:
-        """Start the first workers on the devices of ``pool``, or in a new pool if it is None.
+        """Start the first workers on the devices of ``pool``, or in a new pool if ``pool`` is None.
 
         `start` then starts their engines. ``supply`` copies a worker's files to the node with a given id, and returns
         the model's path there. The learner begins at ``version``.
@@ -104,8 +104,8 @@ class FleetGroup:
         """Start the first engines, and load the first published weights.
 
         An elastic fleet also begins to start more engines. Raises `DeadlineError` if this takes too long, or
-        `WorkerDiedError` with the worker's log. A failed engine is not restarted, because the most likely cause is the
-        configuration.
+        `WorkerDiedError` with the worker's log. At the start, a failed engine is not restarted, because the most likely
+        cause is the configuration.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -121,7 +121,7 @@ class FleetGroup:
 
         Raises:
             EngineLost: no engine was up for ``rollout_fleet.no_engine_timeout_s``, or fewer than
-                ``rollout_fleet.min_engines`` are left. An elastic fleet first waits this time for more engines.
+                ``rollout_fleet.min_engines`` are left. An elastic fleet first waits that long for more engines.
             AsyncRLError: a worker raised an error of `asyncrl.run.fleet_member.RUN_ERRORS`.
         """
         running: dict[asyncio.Future[None], FleetMember] = {}
@@ -274,11 +274,11 @@ class FleetGroup:
     async def leave(self, rank: int) -> str:
         """Remove a member (a rollout worker) from the running fleet.
 
-        The member gives its running groups back to the buffer, and ends. Returns a message for the user when it has
-        ended.
+        The member gives its running groups back to the buffer, and ends. Returns a message for the user when the
+        member has ended.
 
         Raises:
-            MembershipRefused: the member does not exist, too few would remain, or the run is not training now.
+            MembershipRefused: the member does not exist, too few members would remain, or the run is not training now.
         """
         self._check_open()
         self._roster.leave(rank)
@@ -333,7 +333,7 @@ class FleetGroup:
         self._note_change()
 
     async def counters(self) -> FleetCounts:
-        """Return the counters of the fleet since its start. They include engines that have left."""
+        """Return the counters of the fleet since its start. The counters include engines that have left."""
         departed, members = list(self._departed), list(self._members.values())
         counters = await asyncio.gather(*(member.counters() for member in members))
         by_engine = {str(member.rank): own.tokens_generated for member, own in zip(members, counters, strict=True)}

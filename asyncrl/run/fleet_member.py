@@ -195,7 +195,7 @@ class FleetMember:
     async def counters(self) -> FleetCounters:
         """Return the sums of the counters of all worker processes that this member has had.
 
-        If the worker does not answer within `COUNTERS_S` seconds, these are the last known counters.
+        If the worker does not answer within `COUNTERS_S` seconds, these are the newest known counters.
         """
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
@@ -214,7 +214,7 @@ class FleetMember:
 
     @property
     def total(self) -> FleetCounters:
-        """The last known sums of the counters of all worker processes that this member has had."""
+        """The newest known sums of the counters of all worker processes that this member has had."""
         return FleetCounters.total([*self._before, self._last])
 
     async def release_device(self, incarnation: int | None = None) -> None:
@@ -361,15 +361,15 @@ class FleetMember:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Report ``error`` to `watch`, unless the life of ``epoch`` has already ended."""
+        """Report ``error`` to `watch`, unless ``epoch`` (one worker process of this member) has already ended."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """Await a call in the life of ``epoch``, and return the answer in a tuple.
+        """Await a call to the worker process of ``epoch``, and return the answer in a tuple.
 
-        Return None if the life ends first. A failed call ends the life. Errors of `RUN_ERRORS` are raised. Before the
+        Return None if the epoch ends first. A failed call ends the epoch. Errors of `RUN_ERRORS` are raised. Before the
         first weights are loaded, every error is raised.
         """
         call = asyncio.ensure_future(pending)
@@ -430,7 +430,7 @@ class FleetMember:
         await self._notify()
 
     async def _end_worker(self, failure: Exception) -> None:
-        """Stop the worker and take its final counters. If it does not answer, declare it dead in the buffer."""
+        """Stop the worker and take its final counters. If the worker does not answer, declare it dead in the buffer."""
         if isinstance(failure, EngineLost | RayTaskError):  # the worker itself raised the error, so it is alive
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"

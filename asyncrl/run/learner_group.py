@@ -160,8 +160,8 @@ class LearnerGroup:
     def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the calls that compute log-probs and values, then the actor's step on the batch.
 
-        Await the result to get the step's metrics. It raises `AccountError` if the ranks have trained on other tokens
-        than planned.
+        Await the result to get the step's metrics. Awaiting raises `AccountError` if the ranks have trained on other
+        tokens than planned.
         """
         unsent: list[Awaitable[Any]] = []
         readers = [role for role in ("actor", "critic") if role in self._roles]
@@ -186,7 +186,7 @@ class LearnerGroup:
         return finish()
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the critic's step on the batch of the last `update`. Await the result to get its metrics.
+        """Queue the critic's step on the batch of the latest `update`. Await the result to get its metrics.
 
         Without a critic, there are no metrics.
         """
@@ -208,7 +208,7 @@ class LearnerGroup:
         return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
-        """Wait until the last published version is offered to the engines."""
+        """Wait until the latest published version is offered to the engines."""
         await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:

@@ -82,7 +82,7 @@ class LearnerRestarts:
                 return await self._work()
             except Exception as fault:
                 lost = death_in(fault)
-                # Engines on the learner's devices have released them, so they cannot generate the batch again.
+                # Colocated engines have released the devices, so they cannot generate the batch again.
                 if not isinstance(lost, BatchLost) or self._is_colocated:
                     raise
 
@@ -128,7 +128,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Start new ranks from the newest checkpoint, and set buffer and controller back to this checkpoint."""
-        found = self._newest()  # not the one from `end`, because a newer checkpoint may be complete by now
+        found = self._newest()  # `end` may have found an older checkpoint
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)

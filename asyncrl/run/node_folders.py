@@ -135,7 +135,7 @@ class NodeFolders:
     """The run's folder on all nodes except the controller's node.
 
     Attributes:
-        apart: Addresses of the nodes that do not see the controller's folder, and so have a separate one.
+        apart: Addresses of the nodes that do not see the controller's folder, and so have a separate folder.
         keys: Folder with the access keys of the buffer; empty if there are none.
     """
 
@@ -207,7 +207,7 @@ class NodeFolders:
         return replace(config, model=replace(config.model, path=self._model), learner=learner)
 
     async def admit(self, node_id: str) -> str:
-        """Send the files that a rollout worker needs to a node that lacks them. Returns the path of the model there.
+        """Send the files of a rollout worker to a node that lacks these files. Returns the model's path on the node.
 
         Raises:
             ValueError: the node does not see a folder that must be shared, cannot make the run's folder, or has too
@@ -288,7 +288,7 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Copy to this node the logs and samples that other nodes wrote since the last call.
+        """Copy to this node the logs and samples that other nodes wrote since the previous call.
 
         Skip a node that does not answer.
         """
@@ -341,7 +341,7 @@ class NodeFolders:
     async def _collect_from(self, address: str) -> None:
         for name, size in (await self._sizes(address, COLLECTED)).items():
             path, begin = self._collected.get((address, name), (self._run_dir / name, 0))
-            if (address, name) not in self._collected:  # the name may exist, from another node of the same worker
+            if (address, name) not in self._collected:  # a worker that changed its node may repeat a name
                 others = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
                 path = next(free for free in chain([path], others) if not free.exists())
             if size > begin:

@@ -1,7 +1,8 @@
 """The reports of a run: a `StepRecord` per learner step, the counts of all tokens at the end, and the display of both.
 
 A failure of the terminal, a tracker, the dashboard or the advice does not end the run. After a step, a thread computes
-how busy learner and engines were. It then pauses 100 times as long as that took, to use little CPU time.
+how busy learner and engines were. The thread then pauses for 100 times the duration of this computation, to use little
+CPU time.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Reporter:
         on_step: Called with each new record.
         version: The policy version that every engine serves at the beginning.
         earlier: The buffer's counts at the start of this process, if it continues a run; None for a new run.
-        last: The last record before this process, whose totals are continued; None for a new run.
+        last: The newest record from before this process; its totals are continued. None for a new run.
 
     Attributes:
         engine_version: Every engine serves this policy version or a later one.
@@ -108,7 +109,7 @@ class Reporter:
     def planned(self, plan: Plan) -> None:
         """Write the receipt (a record for ``asyncrl audit``) of a step's batch, before the ranks train on the batch.
 
-        A checkpoint with this step may be complete before the commit, so the commit would be too late.
+        A checkpoint with this step may be complete before the commit, so a receipt at the commit would be too late.
         """
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
@@ -181,7 +182,7 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Return the number of trained samples of each group. Samples whose reward failed are not in their group."""
+        """Return the number of trained samples of each group. A group does not have samples whose reward failed."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
@@ -266,7 +267,7 @@ def balanced_account(stats: BufferStats, counts: FleetCounts, *, num_earlier: in
     """Return the token account of a run: how many tokens it generated, trained, dropped and still has.
 
     The account includes all lives of the run (its processes). ``num_earlier`` is the number of tokens of earlier lives.
-    ``counts`` has the tokens of this life. Raises `AccountError` if a generated token is in no other number.
+    ``counts`` has the tokens of this life. Raises `AccountError` if the other numbers do not sum to ``generated``.
     """
     tokens = TokenAccount(
         generated=num_earlier + counts.tokens_generated,

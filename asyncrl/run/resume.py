@@ -162,7 +162,7 @@ class Checkpointer:
         self._copied: list[tuple[Path, list[asyncio.Future[Path]]]] = []
 
     def committed(self) -> None:
-        """Note that the buffer has committed a step. Answers requests whose checkpoint is complete.
+        """Answer the requests for a checkpoint that is complete now. Call this after the buffer has committed a step.
 
         Raises `ReplayBufferError` if the buffer could not write its part of a checkpoint.
         """
@@ -389,7 +389,9 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
 
 
 class RepeatedPrompts:
-    """The prompts of a run: first those that are unfinished in ``resumed``, then the next prompts of ``stream``.
+    """The prompts of a run: first the unfinished earlier ones (`repeat_unfinished`), then the next of ``stream``.
+
+    The stream continues at its position in ``resumed``.
 
     Raises:
         ValueError: the stream's files or options differ from those in ``resumed``.
@@ -404,7 +406,7 @@ class RepeatedPrompts:
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
         """Hand out again all earlier prompts that are not in ``finished``, sorted ranges [start, end) of group ids.
 
-        The buffer skips prompts that it has.
+        The buffer skips prompts that it already has.
         """
         self._again, start = [], 0
         for first, end in [*finished, (self._stream.state().get("position", 0),) * 2]:

@@ -75,7 +75,8 @@ class Run:
         """Keep the options, which the caller has checked.
 
         ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. If the caller
-        has not begun it, the run does. After a fault, the run calls ``on_fault`` before it stops everything.
+        has not begun ``warming``, the run begins it. After a fault, the run calls ``on_fault`` before it stops its
+        parts.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))

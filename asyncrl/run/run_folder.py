@@ -251,8 +251,8 @@ def _warn_of_disk(folder: Path, missing: str, num_bytes: int) -> None:
 def remove_published(snapshots: Path, *, after: int) -> None:
     """Remove published weights from ``snapshots``: the versions above ``after``, and unfinished versions.
 
-    The learner that published them has died. Engines have links to the files that they still read. Example: ``after`` =
-    4 removes ``v00000005`` and ``.next-7``.
+    The learner that published these versions has died. Engines have links to the files that they still read. Example:
+    ``after`` = 4 removes ``v00000005`` and ``.next-7``.
     """
     for path in snapshots.iterdir() if snapshots.is_dir() else ():
         if path.name.startswith(".next-") or (_VERSION.fullmatch(path.name) and int(path.name[1:]) > after):

@@ -54,7 +54,7 @@ class Training:
     Args:
         learner: The learner. Its ranks have loaded the weights of the first policy version.
         fleet: The fleet. Its engines serve the first policy version.
-        writer: Writes the metrics; it has the records from before this process, if the run is continued.
+        writer: Writes the metrics. If the run is continued, the writer already has the records of earlier processes.
         nodes: Collects samples and the policy from other nodes.
         resumed: The checkpoint that the run continues from; None for a new run.
         first: The state of the run when the training begins.
@@ -273,7 +273,7 @@ async def unless(
     *,
     on_death: Callable[[], None] = lambda: None,
 ) -> T:
-    """Return the result of ``work``. If one of ``watchers`` fails first, call ``on_death`` and raise its error.
+    """Return the result of ``work``. If a watcher fails first, call ``on_death`` and raise the watcher's error.
 
     ``watchers`` are coroutines that wait for faults. ``work`` and the other watchers are cancelled at the end.
     """

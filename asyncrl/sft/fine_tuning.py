@@ -117,7 +117,7 @@ async def _update(
 ) -> SftEvaluation:
     """Update until the last step or an early stop, on all ranks. Return the evaluation of the chosen policy.
 
-    The chosen policy is the best policy if ``sft.patience`` is above 0, else the last policy. Rank 0 writes it to
+    The chosen policy is the best policy if ``sft.patience`` is above 0, else the final policy. Rank 0 writes it to
     ``kept``.
     """
     history: list[SftEvaluation] = []
@@ -147,9 +147,10 @@ def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluati
 
 
 def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
-    """Return whether fine-tuning ends after the last evaluation.
+    """Return whether fine-tuning ends after the newest evaluation, which is the last item of ``history``.
 
-    It ends if a target of ``sft`` is reached, or if the last ``sft.patience`` evaluations were not better.
+    It ends if this evaluation reaches a target of ``sft``, or if the best evaluation is ``sft.patience`` evaluations
+    older.
     """
     last = history[-1]
     if last.accuracy is not None and last.accuracy >= sft.target_accuracy:

@@ -55,7 +55,7 @@ def needs_fine_tuning(config: RunConfig) -> bool:
 
 
 def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
-    """Return the content of `RESULT` if a policy with these settings exists already; otherwise None.
+    """Return the content of `RESULT` if a policy with the settings of ``config`` exists; otherwise None.
 
     Raises:
         ValueError: ``sft.output_path`` contains other files, or a policy of other settings.
@@ -76,7 +76,7 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
 def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Callable[[Path], object]) -> Path:
     """Create the folder of the fine-tuned policy atomically, and return it.
 
-    ``write_policy`` gets a path, and must write the policy into a new folder there. The file `RESULT` gets ``result``
+    ``write_policy`` gets a path, and must make a folder with the policy at this path. The file `RESULT` gets ``result``
     and the digest of the settings. Raises the errors of `finished_warm_start`.
     """
     folder = warm_start_path(config)
@@ -154,7 +154,7 @@ class WarmStart:
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
         """Start the warm start in the background, on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``.
 
-        If ``visible_devices`` is empty, it runs on the CPU.
+        If ``visible_devices`` is empty, the warm start runs on the CPU.
         """
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")

@@ -1,8 +1,8 @@
 """Calls methods of the workers of a group, and waits for the results with a deadline.
 
 An argument may be a future: the result of another call, which may not exist yet. The group then sends the future's Ray
-references. Ray starts the call when the result exists, so the worker does not block before. If the other call failed,
-this call raises its error.
+references. Ray starts the call when the result exists, so the worker does not wait for the result. If the other call
+failed, this call raises the error of the other call.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PendingResults(list[Any]):
 
 
 class PendingResult(ray.ObjectRef):
-    """A Ray reference to the result of a call on one rank. Unlike Ray's own errors, its errors name the worker."""
+    """A Ray reference to the result of a call on one rank. Unlike Ray's errors, the errors of `get` name the worker."""
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
@@ -211,7 +211,7 @@ def func_generator(
         execute_fn: The group's method that calls all workers, or only rank 0.
         blocking: Whether the returned function waits for the results.
 
-    The returned function also removes the rows that were added as padding.
+    The returned function also removes rows of padding from the result.
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -242,7 +242,8 @@ def _unpadded(output: Any, padding_size: int) -> Any:
 def shared(values: list[Any]) -> list[Any]:
     """Avoid sending one large object several times: store it once, and return a list of references to this copy.
 
-    ``values`` are the arguments for all ranks. Unless all are the same object of at least 100 kB, return ``values``.
+    ``values`` are the arguments for all ranks. If they are not all the same object, or the object has less than
+    100 kB, return ``values``.
     """
     if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
         return values

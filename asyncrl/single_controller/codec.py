@@ -74,7 +74,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
             - an object array of supported values, or a structured array with named fields
             - if torch is loaded, a dense or nested tensor with a whole number of bytes per value
         foreign: `encode` appends each unsupported value to this list. The transport must send the list, and pass it to
-            `decode`. With None, an unsupported value is an error.
+            `decode`. If it is None, an unsupported value is an error.
 
     Returns:
         The header, then the memory of the arrays. A contiguous array shares memory with its frame, so do not write to
@@ -99,7 +99,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
         frames: The result of `encode`, as any objects with a buffer. The transport must limit the number and the size
             of frames.
         foreign: The list that `encode` filled.
-        writable: Whether the returned arrays are writable if their frames are.
+        writable: Whether a returned array is writable if its frame is writable.
 
     Returns:
         The value. Arrays are views of the frames, read-only unless ``writable``. Tensors of read-only frames are
@@ -157,7 +157,7 @@ class Encoder:
         )
 
     def hook(self, value: Any) -> Any:
-        """Convert a value of a type that msgpack does not support to a supported one. msgpack calls this method."""
+        """Convert a value whose type msgpack does not support to a supported type. msgpack calls this method."""
         kind = type(value)
         if kind is Columns:
             return self.columns(value.tensors)
@@ -188,10 +188,10 @@ class Encoder:
         return msgpack.ExtType(_EXT_FOREIGN, b"")
 
     def array(self, array: np.ndarray) -> Any:
-        """Return the header's entry for an array, and append the array's memory to ``buffers``.
+        """Return the entry for an array in the message's header, and append the array's memory to ``buffers``.
 
-        The items of arrays of objects and of variable-length strings go into the header instead. Return None if the
-        dtype is not supported.
+        If the array has Python objects or strings of variable length, the entry has the items, and no memory is
+        appended. Return None if the dtype is not supported.
         """
         if array.dtype.kind in _PLAIN_KINDS:
             self.buffers.append(buffer_of(array))
@@ -204,9 +204,9 @@ class Encoder:
         return None if parts is None else [_RECORD.sent, *parts]
 
     def columns(self, tensors: dict[str, Any]) -> Any:
-        """Return the header's entry for a dict of tensors, and append the tensors' memory to ``buffers``.
+        """Return the entry for a dict of tensors in the message's header. Append the tensors' memory to ``buffers``.
 
-        The entry is one flat list, which is faster to decode than a tree.
+        The entry is one flat list, because decoding nested lists takes longer.
         """
         describe = _torch_side().describe
         try:
@@ -219,9 +219,10 @@ class Encoder:
         return [_COLUMNS.sent, *chain.from_iterable(names_and_descriptions)]
 
     def tensor(self, value: Any) -> Any:
-        """Return the header's entry for a tensor, and append the tensor's memory to ``buffers``.
+        """Return the entry for a tensor in the message's header, and append the tensor's memory to ``buffers``.
 
-        Return None if the value is not a tensor, or not a supported one and ``foreign`` is a list.
+        Return None if the value is not a tensor. If the codec does not support the tensor, return None if ``foreign``
+        is a list, else raise `Unsupported`.
         """
         torch = sys.modules.get("torch")
         if torch is None or not isinstance(value, torch.Tensor):
@@ -293,7 +294,7 @@ class Decoder:
         raise WireError(f"message contains an unknown type with the code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
-        """Return the value of a decoded list: the list itself, or what the mark at its start says. For msgpack."""
+        """Return the list, or the value that the list encodes if it begins with a mark. msgpack calls this method."""
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1
@@ -474,7 +475,7 @@ def dtype_of(name: bytes) -> np.dtype:
 def record_parts(array: np.ndarray) -> list[Any] | None:
     """Return a structured array as a list: shape, whether the dtype is aligned, field names, and an array per field.
 
-    Returns None if these values do not determine the dtype of the array.
+    Returns None if such a list does not determine the dtype of the array.
     """
     dtype = array.dtype
     if not dtype.names:

@@ -42,7 +42,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 
 
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
-    """Return the selected rows of a column, an array or a dense or nested tensor.
+    """Return the selected rows of a column: an array, a dense tensor or a nested tensor.
 
     ``rows`` is a slice, or [n] int64 positions. Positions give a copy. A slice with step > 0 of a dense column gives a
     view.
@@ -132,11 +132,12 @@ class UnbuiltBatch:
     """The tensors of a `DataProto` before a TensorDict is built from them.
 
     Building a TensorDict takes longer than cutting the tensors, so a batch builds it only when it is read. Do not
-    change an object of this class. The dataclass is not frozen, because a frozen one takes twice the time to construct.
+    change an object of this class. The dataclass is not frozen, because constructing a frozen dataclass takes twice the
+    time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
-        device: Device of the TensorDict; None if it has none.
+        device: Device of the TensorDict; None for a TensorDict without a device.
         is_borrowed: Whether other processes may read the tensors' memory. If so, the TensorDict gets copies.
     """
 
@@ -332,7 +333,7 @@ def facts_equal(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
-    """Compare as `deep_equal` does. ``open_pairs`` has the ids of the containers under comparison, to detect cycles."""
+    """Compare as `deep_equal` does. ``open_pairs`` has the ids of the enclosing containers, to detect cycles."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -394,7 +395,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory once per process: here, without effect
+with warnings.catch_warnings():  # torch warns about read-only memory once per process: cause and ignore it here
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))

@@ -140,8 +140,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from a dict of tensors and numpy arrays, which become its columns.
 
-        ``meta_info`` has values for all rows. ``auto_padding`` lets dispatch pad the batch. Raises `ValueError` for an
-        entry that is neither a tensor nor an array.
+        ``meta_info`` has values for all rows. With ``auto_padding``, calls of a worker group may append rows. Raises
+        `ValueError` for an entry that is neither a tensor nor an array.
         """
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
@@ -160,8 +160,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from tensors, arrays and lists with the same number of rows. Lists become object arrays.
 
-        The first ``num_batch_dims`` dimensions of all tensors must be equal. ``num_batch_dims`` must be 1
-        if there are arrays. ``auto_padding`` lets dispatch pad the batch.
+        The first ``num_batch_dims`` dimensions of all tensors must be equal. ``num_batch_dims`` must be 1 if there are
+        arrays. With ``auto_padding``, calls of a worker group may append rows to the batch.
         """
         if num_batch_dims < 1 or (non_tensors and num_batch_dims != 1):
             raise BatchError(
@@ -276,9 +276,10 @@ class DataProto:
         meta_info_keys: Iterable[str] | None = None,
         deepcopy: bool = False,
     ) -> DataProto:
-        """Return a batch with only the named tensors, arrays and entries of ``meta_info``. None selects all of a kind.
+        """Return a batch with only the named tensors, arrays and entries of ``meta_info``.
 
-        The columns share memory with this batch. With ``deepcopy``, arrays and meta information are copied.
+        If an argument is None, all entries of this kind are selected. The columns share memory with this batch. With
+        ``deepcopy``, the arrays and the meta information are copies, and the tensors still share memory.
         """
         batch = self._shared_batch()
         if batch_keys is not None:
@@ -298,9 +299,10 @@ class DataProto:
         non_tensor_batch_keys: Iterable[str] | None = None,
         meta_info_keys: Iterable[str] | None = None,
     ) -> DataProto:
-        """Remove the named tensors, arrays and entries of ``meta_info`` from this batch. Return them as a new batch.
+        """Remove the named tensors, arrays and entries of ``meta_info`` from this batch.
 
-        None removes nothing of a kind. Raises `BatchError` if a name is missing.
+        Returns a batch with the removed entries. If an argument is None, nothing of this kind is removed. Raises
+        `BatchError` if a name is missing.
         """
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
@@ -310,7 +312,7 @@ class DataProto:
     def rename(self, old_keys: str | list[str] | None = None, new_keys: str | list[str] | None = None) -> DataProto:
         """Rename tensors in place, and return this batch. Arrays and meta information keep their names.
 
-        ``old_keys`` and ``new_keys`` are one name or a list of names each.
+        Each of ``old_keys`` and ``new_keys`` is one name or a list of names.
         """
         if self.batch is None:
             raise BatchError("this DataProto holds no tensors to be renamed")
@@ -320,7 +322,7 @@ class DataProto:
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
             raise ValueError(f"rename needs as many new names as old names, each once, got {old} and {new}")
-        # Remove all tensors first, because a new name of one may be the old name of another.
+        # Remove all tensors first, because the new name of one tensor may be the old name of another.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
             self.batch.set(key, tensor)
@@ -455,8 +457,8 @@ class DataProto:
         """Return an iterator over mini-batches of ``mini_batch_size`` rows, for ``epochs`` passes over the rows.
 
         A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` is the seed
-        of its shuffling. The arrays of the mini-batches have dtype object. Raises `BatchError` if ``mini_batch_size``
-        does not divide the number of rows.
+        of the loader's shuffling. The arrays of the mini-batches have dtype object. Raises `BatchError` if
+        ``mini_batch_size`` does not divide the number of rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -480,7 +482,10 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def get_data_info(self) -> str:
-        """Return a text that describes the batch, with one line per entry: name, and shape, dtype, device or type."""
+        """Return a text that describes the batch, with one line per entry.
+
+        A line has the name of a column, and its shape, dtype and device. For meta information, it has name and type.
+        """
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
             for key, t in self._columns().items()
@@ -551,9 +556,10 @@ class DataProto:
         return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
-        """Return the tensors for a new batch that shares memory with this one.
+        """Return the tensors for a new batch that shares memory with this batch.
 
-        Borrowed tensors stay without a TensorDict, so that each batch builds its own from copies.
+        Borrowed tensors (other processes may read their memory) are returned without a TensorDict. Each of the two
+        batches then builds its own TensorDict from copies.
         """
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
@@ -583,9 +589,9 @@ def collate_fn(x: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Return a batch with copies of rows, from the first row on, appended until ``size_divisor`` divides its length.
+    """Append copies of rows, from the first row on, until ``size_divisor`` divides the number of rows.
 
-    The second returned value is the number of appended rows. If it is 0, the batch is ``data`` itself.
+    Returns the new batch and the number of appended rows. If this number is 0, the batch is ``data`` itself.
     """
     if not hasattr(data, "select_idxs") or size_divisor < 1:
         raise BatchError(f"a DataProto and a divisor >= 1 are needed, got {type(data).__name__} and {size_divisor}")

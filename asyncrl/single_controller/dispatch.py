@@ -1,7 +1,7 @@
 """The decorator `register` for methods that a worker group can call, and the dispatch modes.
 
-A dispatch mode divides the arguments of a call over the ranks, and joins their results. This module does not load torch
-or ray.
+A dispatch mode divides the arguments of a call over the ranks, and joins the ranks' results. This module does not load
+torch or ray.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class BatchData:
     def chunk(self, chunks: int) -> Sequence[Any]:
         """Cut the rows of the value into ``chunks`` parts of the same type as the value.
 
-        Raises `BatchError` if the rows cannot be cut evenly, and `UsageError` unless `is_chunkable`. A
+        Raises `BatchError` if the rows cannot be cut evenly. Raises `UsageError` if `is_chunkable` returns False. A
         `DataProto` with padding enabled may be cut unevenly.
         """
         if _is_tensordict(self._data):
@@ -131,7 +131,7 @@ class BatchData:
     def concat(self) -> Any:
         """Concatenate the rows of a list of batches. For a list of Ray references, return a future of the result.
 
-        Raises `ValueError` if the list is empty, and `UsageError` if it has other values.
+        Raises `ValueError` if the list is empty, and `UsageError` if it has values that are not batches.
         """
         data = self._data
         if not data:
@@ -254,7 +254,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(DynamicEnum):
-    """How a call of a worker group divides its arguments over the workers, and what it makes of their results."""
+    """How a call of a worker group divides its arguments over the workers, and how it joins their results."""
 
     RANK_ZERO: Dispatch
     ONE_TO_ALL: Dispatch
@@ -290,9 +290,9 @@ def register(
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
         execute_mode: Whether all workers run the method, or only rank 0.
-        blocking: Whether the group's call waits for the results. Otherwise it returns references or a
+        blocking: Whether the group's call waits for the results. Otherwise the call returns references or a
             `DataProtoFuture`.
-        materialize_futures: Whether the worker fetches each `DataProtoFuture` among the arguments first.
+        materialize_futures: Whether the method gets the result of a `DataProtoFuture` instead of the future.
     """
     _check_dispatch_mode(dispatch_mode)
     if not isinstance(execute_mode, Execute):
@@ -414,7 +414,7 @@ def collect_all_to_all(worker_group: Any, output: Any) -> Any:
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Return the (args, kwargs) of a call, in which every argument must be a list with one entry per rank.
 
-    Raises `UsageError` if an argument is not.
+    Raises `UsageError` if an argument is not such a list.
     """
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
@@ -426,7 +426,7 @@ def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def collect_dp_compute(worker_group: Any, output: Any) -> Any:
-    """Return the list of results, one per rank. Raises `UsageError` if the number of results is another one."""
+    """Return the list of results, one per rank. Raises `UsageError` if there are more or fewer results."""
     if len(output) != worker_group.world_size:
         raise UsageError(f"expected {worker_group.world_size} results, got {len(output)}; run the method on all ranks")
     return output
@@ -441,7 +441,7 @@ def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Repeat the first argument, a function, for every rank. Cut the rows of the others into one part per rank.
+    """Repeat the first argument, a function, for every rank. Cut the rows of the other arguments into parts.
 
     Returns (args, kwargs) of lists with one entry per rank.
     """
@@ -515,8 +515,8 @@ def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, ou
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Cut the rows of every argument into one part per dp rank, and give each rank the part of its dp rank.
 
-    The workers must have registered the mesh ``mesh_name``, which says the dp rank of each worker. Returns
-    (args, kwargs) of lists with one entry per rank.
+    The workers must have registered the mesh ``mesh_name``, which gives each worker its dp rank. Returns (args,
+    kwargs) of lists with one entry per rank.
     """
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
@@ -525,9 +525,10 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Concatenate the rows of the results of one rank per dp rank. If they are references, return a future.
+    """Concatenate the rows of the ranks' results, of which each dp rank contributes one.
 
-    The workers must have registered the mesh ``mesh_name``, which says whose results are used.
+    The workers must have registered the mesh ``mesh_name``, which says which ranks' results are used. If the results
+    are references, return a `DataProtoFuture`.
     """
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
@@ -578,7 +579,7 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
     """Return a dict with the functions ``dispatch_fn`` and ``collect_fn`` of a mode.
 
-    Raises `UsageError` if the mode has none.
+    Raises `UsageError` if the mode has no such functions.
     """
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
@@ -597,8 +598,8 @@ def register_dispatch_mode(
 
     Args:
         dispatch_mode_name: Name of the new mode.
-        dispatch_fn: Turns ``(group, *args, **kwargs)`` into ``(args, kwargs)``. Each value is a list with one entry per
-            rank.
+        dispatch_fn: Turns ``(group, *args, **kwargs)`` into ``(args, kwargs)``. Each new argument is a list with one
+            entry per rank.
         collect_fn: Turns ``(group, results)`` into the caller's result.
     """
     dispatch_mode: Dispatch = Dispatch.register(dispatch_mode_name.upper())
@@ -624,7 +625,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Pad each batch that has padding enabled by the same number of rows. Then split all arguments."""
+    """Pad the batches that have padding enabled, by an equal number of rows. Split all arguments into parts."""
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)

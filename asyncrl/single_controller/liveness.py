@@ -78,7 +78,7 @@ _DAEMONS = {"raylet": "node manager", "gcs_server": "control service"}
 async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], every_s: float = 5.0) -> int | None:
     """Wait until one of the workers (Ray actor handles) has died. All workers must be alive at the call.
 
-    ``is_alive`` is a function that returns whether a worker is alive, by Ray's own account.
+    ``is_alive`` is a function that asks Ray whether a worker is alive.
 
     On this node, the kernel reports the end of a process. On another node, a Ray task waits for the end of the process.
     In addition, this function asks Ray for the workers' states every ``every_s`` seconds.

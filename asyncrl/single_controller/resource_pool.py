@@ -103,12 +103,13 @@ class RayResourcePool(ResourcePool):
         use_gpu: Whether every process has a device (a GPU or NPU).
         name_prefix: First part of the placement groups' names; random by default.
         max_colocate_count: Number n of worker groups that may share the pool. In each process, a group gets 1/n of the
-            devices and one CPU.
+            devices.
         detached: Whether the reservation stays after the end of the process that made the pool.
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
         num_cpus_per_process: CPUs of each process; ``max_colocate_count`` by default.
         num_devices_per_process: Devices of each process, if ``use_gpu`` is set.
-        strategy: Ray's placement strategy for the bundles of a placement group. ``STRICT_PACK`` puts them on one node.
+        strategy: Ray's placement strategy for the bundles of a placement group. ``STRICT_PACK`` puts the bundles on one
+            node.
         apart: Whether each placement group must be on a different node.
         labels: Ray label selectors of the nodes. Example: ``{"market-type": "!spot"}``.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
@@ -169,10 +170,10 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str | None = None, name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """Return one placement group per node. The first call in a Ray cluster reserves the groups and waits for them.
+        """Return one placement group per node. The first call in a Ray cluster reserves the groups.
 
-        ``strategy`` replaces the pool's strategy, and ``name`` the start of the groups' names. ``device_name`` is
-        ``cuda`` or ``npu``.
+        This call waits until the cluster grants the groups. ``strategy`` replaces the pool's strategy. ``name``
+        replaces the first part of the groups' names. ``device_name`` is ``cuda`` or ``npu``.
 
         Raises:
             DeadlineError: the cluster does not grant the reservation in time. Nothing is then reserved.
@@ -341,8 +342,8 @@ def address_order(address: str) -> tuple[int, bytes, str]:
 class SubRayResourcePool(RayResourcePool):
     """A part of a pool: ``subgroup_world_size`` adjacent processes, from the process ``start_bundle_index`` on.
 
-    The index counts the processes of the whole pool, in the order of the node addresses. The placement groups belong to
-    the whole pool, which also releases them.
+    The index counts the processes of the whole pool, in the order of the node addresses. The whole pool owns and
+    releases the placement groups.
     """
 
     def __init__(
@@ -360,13 +361,15 @@ class SubRayResourcePool(RayResourcePool):
 
 
 class JoinedResourcePool(RayResourcePool):
-    """A second set of processes on the devices of a pool. Each uses the devices of ``size`` adjacent pool processes.
+    """A second set of processes on the devices of a pool.
+
+    Each process of the second set uses the devices of ``size`` adjacent processes of the pool.
 
     Example: inference engines with ``size`` tensor-parallel ranks, on the devices of ``size`` learner ranks. Both sets
     share the devices, so ``max_colocate_count`` must be at least 2.
 
     Raises:
-        UsageError: the devices of one process would be on two nodes.
+        UsageError: the devices of one process of the second set would be on two nodes.
     """
 
     def __init__(self, whole: RayResourcePool, size: int) -> None:
@@ -474,7 +477,7 @@ class WorkerRole(DynamicEnum):
     def from_string(cls, name: str) -> WorkerRole:
         """Return the role with this name or short name, such as ``RefPolicy`` or ``ref``.
 
-        Raises `ValueError` if there is none.
+        Raises `ValueError` if there is no such role.
         """
         for role in cls:
             if name.lower() in (str(role), role.name.lower()):
@@ -497,7 +500,8 @@ class ResourcePoolManager:
         resource_pool_spec: Number of processes on each node, by pool name. Example: ``{"actor": [8, 8]}``.
         mapping: Name of the pool of each role.
         resource_pool_dict: The pools, after `create_resource_pool` has made them.
-        max_colocate_count: Worker groups that may share a pool; 1 if all roles of a pool run in the same processes.
+        max_colocate_count: Number of worker groups that may share a pool; 1 if all roles of a pool run in the same
+            processes.
         device_name: ``cuda`` or ``npu``.
         own_options: By pool name, options of `RayResourcePool` that replace the options of this object.
     """
@@ -517,7 +521,7 @@ class ResourcePoolManager:
     def create_resource_pool(self) -> None:
         """Fill ``resource_pool_dict`` with a pool for each entry of ``resource_pool_spec``. Nothing is reserved yet.
 
-        Raises `ValueError`, which names the missing resources, if the pools do not fit on the cluster's nodes.
+        Raises `ValueError` if the pools do not fit on the cluster's nodes. The message names the missing resources.
         """
         for name, process_on_nodes in self.resource_pool_spec.items():
             own = ("use_gpu", "max_colocate_count", "num_cpus_per_process", "apart", "labels", "timeout_s")
@@ -574,7 +578,7 @@ _MAX_STEPS = 10_000
 
 
 def fits(needed: Resources, free: Resources) -> bool:
-    """Return whether a node's free resources (amounts by name) are at least the ``needed`` ones."""
+    """Return whether a node's free resources (amounts by name) are at least the ``needed`` amounts."""
     return all(free.get(resource, 0.0) + _ROUNDING >= amount for resource, amount in needed.items())
 
 
@@ -587,8 +591,8 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
     """Return whether all ``needs`` fit on the nodes at the same time, if each need must be on one node.
 
-    Needs and nodes are resources (amounts by name). The largest need must come first. The search ends after 10,000
-    steps. It then returns True, and the cluster decides later.
+    Needs and nodes are resources (amounts by name). The largest need must come first. If the search takes more
+    than 10,000 steps, the function returns True, and the cluster decides later.
     """
     steps = 0
 
@@ -638,7 +642,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         self._additional_resource: dict[str, Any] = {}
 
     def set_additional_resource(self, additional_resource: dict[str, Any]) -> None:
-        """Set keyword arguments for ``ActorClass.options`` that win over all others."""
+        """Set keyword arguments for ``ActorClass.options`` that replace all other values of the same names."""
         self._additional_resource = additional_resource
 
     def update_options(self, options: dict[str, Any]) -> None:
@@ -653,7 +657,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         Args:
             options: Options of ``ActorClass.options`` that replace this object's options. Environment variables are
                 merged.
-            changed: Keyword arguments of the class. They replace those of this object.
+            changed: Keyword arguments of the class. They replace this object's arguments.
         """
         ours = copy(self)
         ours.kwargs = {**self.kwargs, **changed}
@@ -722,7 +726,7 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """Reserve a pool, if that has not happened, and return the place of each rank in the pool's placement groups.
+    """Reserve a pool if it is not reserved yet. Return the place of each rank in the pool's placement groups.
 
     ``strategy`` replaces the pool's placement strategy. ``device_name`` is ``cuda`` or ``npu``.
     """

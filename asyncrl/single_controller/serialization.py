@@ -1,4 +1,4 @@
-"""Converts a `DataProto` to bytes for Ray, disk and collectives, a TensorDict to plain tuples, and both back."""
+"""Converts a `DataProto` to bytes and back, for Ray, disk and collectives. Converts a TensorDict to tuples and back."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
         process_group: The process group; None is the default group. Its timeout limits the wait.
 
     Raises:
-        BatchError: the columns differ between ranks. All ranks raise it.
+        BatchError: the columns differ between ranks. All ranks raise this error.
         WireError: an object column has a value that the codec does not support.
     """
     tensors = data._columns()
@@ -174,7 +174,7 @@ def _device_of(group: Any) -> torch.device | None:
 def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
     """Send bytes from each rank of a process group to all ranks. This is a collective.
 
-    Returns the messages of all ranks, in rank order. They may differ in length.
+    Returns the messages of all ranks, in rank order. The messages may differ in length.
     """
     device = _device_of(group)
     num_ranks = dist.get_world_size(group)
@@ -188,7 +188,9 @@ def all_gather_bytes(message: bytes, group: Any) -> list[memoryview]:
 
 
 def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[T]:
-    """Send a value from each rank of a process group to all ranks. Return the values in rank order. A collective.
+    """Send a value from each rank of a process group to all ranks. Return the values in rank order.
+
+    This is a collective.
 
     Args:
         value: Numbers, strings, lists, tuples, and dataclasses of them.

@@ -20,14 +20,14 @@ from .resource_pool import RayClassWithInitArgs, free_port, remote_class, unwrap
 
 
 class WorkerHelper:
-    """Methods of `Worker` that find the address of its node, and free ports there."""
+    """Methods of `Worker` that return the address of the worker's node, and a free port of this node."""
 
     @staticmethod
     def _get_node_ip() -> str:
         return ray.util.get_node_ip_address()
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
-        """Return the IP address of this process's node, and a port that is free there, as texts."""
+        """Return the IP address of this process's node, and a free port of this node, as texts."""
         return self._get_node_ip().strip("[]"), str(free_port())
 
 
@@ -78,7 +78,10 @@ class Worker(WorkerHelper):
         self._collect_dp_rank: dict[str, bool] = {}
 
     def _configure_with_store(self, store: dict[str, Any]) -> None:
-        """Set the entries of ``store`` as attributes, and the environment variables of `env_keys` from them."""
+        """Set each entry of ``store`` as an attribute. Also set the environment variables that `env_keys` names.
+
+        Example: the variable RANK gets the entry ``_rank``.
+        """
         vars(self).update(store)
         for key in self.env_keys():
             value = store.get(f"_{key.lower()}")
@@ -111,14 +114,14 @@ class Worker(WorkerHelper):
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
         """Return the address and the port at which the group's processes meet, for ``torch.distributed``.
 
-        It is the address of the node of rank 0. Both values are None if the group set none.
+        The address is that of the node of rank 0. Both values are None if the group set none.
         """
         return self._master_addr, self._master_port
 
     def get_cuda_visible_devices(self) -> str:
         """Return the process's ``CUDA_VISIBLE_DEVICES``, or ``not set`` if all devices are visible.
 
-        On NPUs, it is ``ASCEND_RT_VISIBLE_DEVICES``.
+        On NPUs, the variable is ``ASCEND_RT_VISIBLE_DEVICES``.
         """
         return os.environ.get(visible_devices_name(), ALL_DEVICES)
 
@@ -152,9 +155,10 @@ class Worker(WorkerHelper):
         return self.query_collect_info(mesh_name)
 
     def query_collect_info(self, mesh_name: str) -> bool:
-        """Return whether calls over the mesh ``mesh_name`` use the result of this worker. They use one per dp rank.
+        """Return whether calls over the mesh ``mesh_name`` use the result of this worker.
 
-        Raises `UsageError` if this worker has not registered the mesh.
+        Such calls use the result of one worker per dp rank. Raises `UsageError` if this worker has not registered the
+        mesh.
         """
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
@@ -186,7 +190,7 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method. Its futures are replaced by ``results``, which Ray fetched before this call."""
+        """Call a method with ``results`` instead of its futures. Ray fetched the results before this call."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 
@@ -254,7 +258,7 @@ def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> N
     """Set the environment variables for this worker's devices. Call this before an accelerator is used.
 
     ROCm's variables are copied to ``CUDA_VISIBLE_DEVICES``. If Ray did not set the visible devices, the current device
-    is set to the one that Ray assigned. Raises `UsageError` if ROCm's variables conflict.
+    is set to the device that Ray assigned. Raises `UsageError` if ROCm's variables conflict.
     """
     _unify_rocm(env_vars)
     if ray_noset_visible_devices(env_vars):

@@ -80,8 +80,8 @@ class WorkerGroup:
         """Wait until all workers have started. Then start a thread that waits for the death of a worker.
 
         The end of a worker's process wakes the thread. The thread also asks Ray for the workers' states every
-        ``every_n_seconds``. After a death, it calls ``on_death`` once with an error that names the worker. By default
-        it raises SIGABRT, which ends the driver.
+        ``every_n_seconds``. After a death, the thread calls ``on_death`` once with an error that names the worker. By
+        default the thread raises SIGABRT, which ends the driver.
         """
         self.stop_worker_aliveness_check()
         starting = [worker for worker in self._workers if state_of(worker) != "ALIVE"]
@@ -175,7 +175,7 @@ class RayWorkerGroup(WorkerGroup):
             group chooses both.
         master_port: MASTER_PORT of the workers.
         master_port_range: Half-open range from which the group chooses the port; None allows any port.
-        profile_steps: Training steps to profile. With ``worker_nsight_options``, CUDA workers run under Nsight Systems.
+        profile_steps: Training steps to profile. With ``worker_nsight_options``, Nsight Systems profiles CUDA workers.
         worker_nsight_options: Options of Nsight Systems. Example: ``{"trace": "cuda,nvtx"}``.
         log_dir: Directory for the workers' output, one file per rank; None uses Ray's log files.
         timeout_s: Seconds that a blocking call may take; None is unlimited.
@@ -313,7 +313,7 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     async def node_of(self, rank: int) -> str:
-        """Wait until Ray has reserved the resources of a rank, and return the id of the node that has them.
+        """Wait until Ray has reserved the resources of a rank, and return the id of the node with these resources.
 
         If a node dies, Ray reserves its ranks' resources on other nodes.
         """
@@ -418,7 +418,10 @@ class RayWorkerGroup(WorkerGroup):
     spawn_fused = spawn  # verl's other name for this method
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
-        """Give this group one attribute per role, with the role's name: a group that calls this role (see `spawn`)."""
+        """Give this group one attribute per role, with the name of the role. ``prefix_set`` names the roles.
+
+        The value of an attribute is a group with the methods of the role's class (see `spawn`).
+        """
         if self.wg_dict is None:
             self.wg_dict = self.spawn(prefix_set)
         for role, group in self.wg_dict.items():

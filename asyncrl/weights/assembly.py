@@ -19,7 +19,7 @@ BUCKET_BYTES = 64 << 20
 
 
 def known_dtype(stored: StoredTensor) -> torch.dtype:
-    """Return the torch dtype of a tensor in a data file. Raises `WeightsError` if torch does not have it."""
+    """Return the torch dtype of a tensor in a data file. Raises `WeightsError` if the dtype is unknown."""
     if stored.dtype not in DTYPES:
         raise WeightsError(f"{stored.name} is of type {stored.dtype}; known are {sorted(DTYPES)}")
     return getattr(torch, DTYPES[stored.dtype])
@@ -90,11 +90,11 @@ class TensorAssembly:
         manifest: Manifest of the version; it must have one data file.
         name: Name of the version, for messages.
         device: Device of the pieces and tensors.
-        digests_there: Whether ``device`` computes the digests, which are then compared with `Piece.device_digest`.
+        digests_there: Whether ``device`` computes the digests. They are then compared with `Piece.device_digest`
+            instead of `Piece.digest`.
 
     Raises:
-        WeightsError: torch does not have a dtype, or ``digests_there`` is True and the learner published no device
-            digests.
+        WeightsError: a dtype is unknown, or ``digests_there`` is True and the learner published no device digests.
     """
 
     def __init__(self, manifest: Manifest, *, name: str, device: torch.device, digests_there: bool) -> None:
@@ -115,8 +115,8 @@ class TensorAssembly:
         """Take the bytes of adjacent pieces, and verify each piece by its digest.
 
         Yields (name, tensor) of each tensor that is now complete. ``span`` describes the pieces (parts of tensors), and
-        ``data`` is the bytes of all of them, [bytes] uint8. No piece may be added twice. Raises `WeightsError` if the
-        bytes differ from the published bytes.
+        ``data`` has the bytes of all these pieces, [bytes] uint8. No piece may be added twice. Raises `WeightsError` if
+        the bytes differ from the published bytes.
         """
         first, wrong = span[0].start, self._wrong(span, data)
         for piece in span:
@@ -149,7 +149,7 @@ class TensorAssembly:
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """End the assembly: yield (name, tensor) of the tensors that have no values, and therefore no pieces.
 
-        Raises `WeightsError` if another tensor is not complete.
+        Raises `WeightsError` if a tensor with values is not complete.
         """
         self._threads.shutdown(wait=False)
         for stored in self._tensors:
@@ -171,8 +171,8 @@ class TensorAssembly:
 def shaped(stored: StoredTensor, data: Tensor) -> Tensor:
     """Return ``data``, [bytes] uint8, as a tensor with the dtype and shape that ``stored`` describes.
 
-    The result is a view, or a copy if the bytes are not aligned for the dtype. Raises `WeightsError` if torch does not
-    have the dtype.
+    The result is a view, or a copy if the bytes are not aligned for the dtype. Raises `WeightsError` if the dtype
+    is unknown.
     """
     dtype = known_dtype(stored)
     aligned = data if data.data_ptr() % dtype.itemsize == 0 else data.clone()

@@ -31,12 +31,12 @@ class PublishOptions:
         carrier: How the bytes reach the engines.
         full_every: Every ``full_every``-th version is published in full. The other versions are differences from the
             previous version (deltas).
-        adapters: If the model has adapters, publish them alone. The frozen weights are published once, with the first
-            version.
+        adapters: If the model has adapters, publish the adapters alone. The frozen weights are published once, with the
+            first version.
         timeout_s: Deadline of a transfer in seconds, to which one second per 100 MB is added.
-        num_held: Number of newest versions that each learner rank keeps in memory, if it sends them over the network.
-        interface: Network interface on which engines reach the learner ranks; ``lo`` is this host only.
-        num_receivers: A round (transfer) starts without further waiting once this number of receivers ask for one.
+        num_held: Number of newest versions that each learner rank keeps in memory, if ranks send over the network.
+        interface: Network interface on which engines reach the learner ranks. Only engines on this host reach ``lo``.
+        num_receivers: A round (transfer) starts as soon as this number of receivers have asked for a version.
         backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, and needs one GPU per
             process.
     """
@@ -52,7 +52,7 @@ class PublishOptions:
 
     @property
     def into_engines(self) -> bool:
-        """Whether each engine's GPU processes receive the weights, instead of one worker per host.
+        """Whether each tensor-parallel rank of an engine receives the weights, instead of one worker per host.
 
         Such engines are paused during a round (one transfer of a version).
         """
@@ -60,7 +60,7 @@ class PublishOptions:
 
     @property
     def window_s(self) -> float:
-        """Seconds that a round (one transfer of a version) waits for more receivers after the first one."""
+        """Seconds that a round (one transfer of a version) waits for more receivers after the first request."""
         return ENGINE_WINDOW_S if self.into_engines else HOST_WINDOW_S
 
     def round_timeout_s(self, num_bytes: int) -> float:
@@ -129,7 +129,8 @@ class CarrierUse:
     """What a run requires of its carrier.
 
     Attributes:
-        full_every: Every ``full_every``-th version is published in full. Above 1, the others are deltas.
+        full_every: Every ``full_every``-th version is published in full. If it is above 1, the other versions are
+            deltas.
         adapters: Whether adapters are published without the frozen weights.
         keeps_all: Whether the learner keeps all versions (``learner.keep_snapshots=-1``).
         given: Carrier-specific options that differ from their defaults, and their values.
@@ -145,7 +146,7 @@ class CarrierUse:
 def check_carrier(rules: CarrierRules, use: CarrierUse) -> None:
     """Check that a carrier (a way to bring weights to engines) supports the settings of a run.
 
-    Raises `ValueError`, with the option and the remedy, if it does not.
+    Raises `ValueError` if the carrier does not support them. The message names the option and the remedy.
     """
     for fault in _faults(rules, use):
         raise ValueError(fault)

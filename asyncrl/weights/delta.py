@@ -1,8 +1,8 @@
 """Exact sparse differences between two versions of a data file.
 
 For each changed piece (a part of a tensor), a delta file holds the changed values and the gaps between their indices.
-If the whole piece takes fewer bytes, the file holds the whole piece instead. Values are compared as
-integers, so that NaN and -0.0 are exact.
+If the whole piece takes fewer bytes, the file holds the whole piece instead. Values are compared as integers, so the
+comparison is exact for NaN and -0.0 too.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int, bytes] | None:
-    """Encode the values of a piece that changed. Returns None if the old and the new bytes are equal.
+    """Encode the changed values of a piece (a part of a tensor). Returns None if ``old`` and ``new`` are equal.
 
-    ``old`` and ``new`` are [bytes] uint8. ``item_bytes`` is the number of bytes per value: 1, 2, 4 or 8.
+    ``old`` and ``new`` are the piece's old and new bytes, [bytes] uint8. ``item_bytes`` is the number of bytes per
+    value: 1, 2, 4 or 8.
 
     Returns:
         A tuple: the number of encoded values, the bytes per gap, and the bytes for the delta file. A gap is the
-        distance between the indices of two successive changed values, in 1 or 2 bytes. Bytes per gap are 0 if the whole
-        piece is encoded.
+        distance between the indices of two successive changed values. It is encoded as a number of 1 or 2 bytes, and a
+        long gap as several such numbers. The bytes per gap are 0 if the whole piece is encoded.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -38,7 +39,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # a gap is coded as a sum: maximal codes, then a smaller one
+    for gap_bytes in (1, 2):  # a gap is the sum of its codes: maximal codes, then a smaller code
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -52,8 +53,8 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
 def decode(change: Change, data: bytes, place: np.ndarray) -> None:
     """Change ``place`` from the old bytes of a piece into the new bytes.
 
-    ``place`` is [bytes] uint8. Its content is undefined after an error. ``data`` is the bytes in the delta file that
-    ``change`` describes.
+    ``place`` is [bytes] uint8. Its content is undefined after an error. ``change`` describes the encoded piece,
+    and ``data`` has the bytes of this piece from the delta file.
 
     Raises:
         ValueError, IndexError: ``data`` does not fit ``change``.
@@ -78,7 +79,7 @@ def write_delta(
         file: Index of the delta file in `Delta.files`.
         old: The whole old data file, [bytes] uint8.
         new: The whole new data file, [bytes] uint8.
-        spans: A tuple per piece to compare: first byte, number of bytes, and bytes per value.
+        spans: A tuple per piece to compare: position of its first byte, number of bytes, and bytes per value.
     """
     changes: list[Change] = []
     left = iter(spans)

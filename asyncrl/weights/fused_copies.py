@@ -1,11 +1,12 @@
-"""Loads the experts of a mixture-of-experts model with a few large copies, to the same addresses as the model's loader.
+"""Loads the experts of a mixture-of-experts model with a few large copies instead of many small copies.
 
 A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter. In the
 first load, which calls the model's ``load_weights`` (its loader), `LoadObserver` records every copy. `FusedCopies`
-repeats these copies in later loads. It joins copies at equal distances into one copy, which saves thousands of calls.
+repeats these copies in later loads, to the same addresses. It joins copies into one large copy if the distances between
+their addresses are equal. This saves thousands of calls.
 
-The tensors of a parameter are the checkpoint's tensors that the loader copied into it. `FusedCopies` loads a parameter
-only if all of these conditions hold. Otherwise the model's loader loads the parameter every time.
+The tensors of a parameter are the checkpoint's tensors that the loader copied into the parameter. `FusedCopies` loads a
+parameter only if all of these conditions hold. Otherwise the model's loader loads the parameter every time.
 
 - The loader only copied the parameter's tensors, without conversion.
 - The loader wrote each element of the parameter exactly once: a value of a tensor, or a constant as padding.
@@ -13,7 +14,8 @@ only if all of these conditions hold. Otherwise the model's loader loads the par
 - These conditions also hold for every other parameter that received a part of the same tensors.
 - The parameter is float32, bfloat16 or float16, because loaders of quantized parameters keep other state.
 - Address, shape, strides and type of all parameters, and the arrangement of the experts, have not changed.
-- The parameter has at least `MIN_TENSORS` tensors. From fewer tensors, a loader may derive other values.
+- The parameter has at least `MIN_TENSORS` tensors. If there are fewer tensors, a loader may also compute other
+  values from these tensors.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ MIN_TENSORS = 4
 MAX_RANGES = 1 << 22
 """A parameter whose copies write more contiguous ranges than this is not loaded with joined copies.
 
-The ranges are checked for overlap, which would take too long for more ranges.
+The ranges are checked for overlap. With more ranges, this check would take too long.
 """
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -43,9 +45,9 @@ Parameters = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A copy from a view of a tensor to a view of a parameter, of the same shape. Offsets and strides count values.
+    """A copy from a view of a tensor to a view of a parameter. Both views have the same shape.
 
-    A block can also describe that a constant was written into the parameter.
+    Offsets and strides count values. A block can also describe that a constant was written into the parameter.
 
     Attributes:
         source: Offset of the source in its tensor. During `FusedCopies.take`, offset in the storage of this tensor. If
@@ -76,7 +78,8 @@ class FusedCopies:
         parameters: The model's parameters by name.
         tensors: The copies of each tensor, by the tensor's name in a checkpoint.
         constants: The loader's writes of constants, as tuples: name of the parameter, value, written blocks.
-        arrangement: Other conditions that determine where the loader writes; None if they are unknown.
+        arrangement: Text that says which experts this rank holds, and where. It determines where the loader writes.
+            None if the arrangement is unknown.
     """
 
     def __init__(
@@ -141,9 +144,9 @@ def _copy_joined(tensors: list[tuple[Tensor, _TensorCopies]], parameters: Parame
 
 
 def joined(blocks: list[_Block]) -> list[_Block]:
-    """Join copies (blocks) of equal shape at equal distances, and return the fewer, larger blocks.
+    """Join copies (blocks) that have equal shapes and equal distances into larger copies.
 
-    The result has no two blocks that can be joined.
+    Returns the joined blocks and the remaining blocks. The result has no two blocks that can be joined.
 
     Args:
         blocks: Blocks of one parameter, sorted by ``start``, without overlap.
@@ -187,8 +190,8 @@ class LoadObserver:
 
     Args:
         parameters: The model's parameters by name.
-        arrangement: Other conditions that determine where the loader writes, such as the experts of this rank. If it is
-            None, the conditions are unknown, and `copies` returns no copies.
+        arrangement: Text that says which experts this rank holds, and where. It determines where the loader writes. If
+            it is None, the arrangement is unknown, and `copies` returns no copies.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
@@ -237,8 +240,8 @@ class LoadObserver:
     def computed(self, arguments: Any) -> None:
         """Record an operation of the loader that is neither a view nor a write, such as an addition.
 
-        ``arguments`` are the arguments of the operation, in any nesting. The tensors in them are excluded from the
-        copies, because the loader does more than copy them.
+        ``arguments`` are the arguments of the operation, in any nesting. The tensors in ``arguments`` are excluded
+        from the copies, because the loader does more than copy them.
         """
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
@@ -305,7 +308,7 @@ class LoadObserver:
         return is_adjacent and int(starts[0]) == first and int(ends[-1]) == first + parameter.numel()
 
     def _tensor_of(self, view: Tensor) -> tuple[str, int] | None:
-        """Return the name and the first byte of the published tensor that contains a view, or None."""
+        """Return the name and the start (in bytes) of the published tensor that contains a view, or None."""
         published = self._published.get(_storage(view))
         if published is None or not view.numel():
             return None
@@ -319,7 +322,7 @@ class LoadObserver:
 
 
 def _ranges_of(block: _Block) -> tuple[np.ndarray, int]:
-    """Split a block's target into contiguous ranges of one length. Returns the first value of each, and the length."""
+    """Split a block's target into contiguous ranges of equal length. Returns each range's start, and the length."""
     length, num_inner = 1, 0
     for size, stride in zip(reversed(block.shape), reversed(block.strides), strict=True):
         if size != 1 and stride != length:

@@ -1,8 +1,8 @@
 """The layout of a checkpoint file: which bytes of the file each learner rank writes.
 
-If a tensor of the file is a contiguous part of a parameter, such as one expert of a layer's experts, the ranks copy it
-from their shards. All other tensors, such as weights with merged adapters, are computed from whole parameters. For each
-layer, one rank receives the parameters from the other ranks and computes these tensors.
+If a tensor of the file is a contiguous part of a parameter, such as one expert of a layer's experts, the ranks copy the
+tensor from their shards. All other tensors, such as weights with merged adapters, are computed from whole parameters.
+For each layer, one rank receives the parameters from the other ranks and computes these tensors.
 """
 
 from __future__ import annotations
@@ -54,26 +54,29 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return this rank's parameter shards and stored buffers that a file with content ``part`` needs, by name."""
+        """Return the parameter shards and stored buffers from which this rank makes its part of a file, by name.
+
+        ``part`` is the content of the file.
+        """
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert whole (unsharded) weights to the tensors of a checkpoint. Returns the tensors by checkpoint name.
 
-        ``weights`` has the names of `held`. ``part`` is the content of the file.
+        ``weights`` has parameters and buffers by the names that `held` returns. ``part`` is the content of the file.
         """
         ...
 
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
         """Return one description per linear layer that has a LoRA adapter.
 
-        ``tensor_of`` maps names of parameters to names of tensors in the checkpoint. Raises `WeightsError` if the
-        weight of such a layer is missing there.
+        ``tensor_of`` maps names of parameters to names of tensors in the checkpoint. Raises `WeightsError` if
+        ``tensor_of`` lacks the weight of such a layer.
         """
         ...
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write the JSON files, such as the model's configuration, of a file with content ``part`` into ``folder``."""
+        """Write JSON files, such as the model's configuration, to ``folder``, beside a file with content ``part``."""
         ...
 
     def gather(self, value: T, kind: Any) -> list[T]:
@@ -87,7 +90,7 @@ class Region:
 
     Attributes:
         name: Name of the parameter.
-        parameter: The parameter, of which this rank holds one shard or, if it is not sharded, all values.
+        parameter: The parameter. This rank holds one shard of it, or all values if it is not sharded.
         first: Index of the region's first value in the flattened shard. The region has ``num_values`` values.
         start: Position of the region's first byte in the file.
         dtype: Dtype of the values in the file.
@@ -113,9 +116,10 @@ class Region:
 
 
 class ModelLayout:
-    """The layout of the file with one part of a model. It is equal on all ranks, except for the regions.
+    """The layout of a file with the weights of a model, or with a part of these weights.
 
-    Adapters are written in their training dtype, because a smaller dtype would round small updates to zero.
+    All ranks have the same layout, except for ``regions``, ``raw_regions`` and `computed`. Adapters are written in
+    their training dtype, because a smaller dtype would round small updates to zero.
 
     Args:
         shards: The model on this rank.
@@ -124,9 +128,9 @@ class ModelLayout:
     Attributes:
         head: The safetensors header: all bytes of the file before its data.
         tensor_of: By parameter name: the tensor's name in the file, if the parameter is a whole tensor of the file.
-        regions: The values that this rank copies into the file.
-        raw_regions: The values that this rank copies into its raw copy. The raw copy holds the parameters from which
-            tensors are computed.
+        regions: The values that this rank writes to the file.
+        raw_regions: The values that this rank writes to the raw copy. The *raw copy* is this rank's memory for
+            parameters from which tensors of the file are computed.
         num_bytes: Size of the file in bytes.
         num_raw_bytes: Size of the raw copy in bytes; 0 if no tensor is computed.
 
@@ -226,10 +230,10 @@ class ModelLayout:
             transfer.wait()
 
     def compute(self, raw: Tensor, place: Callable[[StoredTensor], Tensor]) -> None:
-        """Compute the tensors `computed` of this rank, and write them to the file's memory.
+        """Compute the tensors that `computed` lists, and write the tensors to the file's memory.
 
         ``raw`` is the memory that `exchange` has filled, [bytes] uint8. ``place`` takes a tensor of the file and
-        returns the tensor's memory there, [bytes] uint8.
+        returns the tensor's memory in the file, [bytes] uint8.
         """
         for names, outputs in self._own_groups:
             whole = {}

@@ -1,7 +1,7 @@
 """Loads offered weights into a model, and verifies that every parameter then holds the published values.
 
-The arrived bytes are compared with the published digests. The model's ``load_weights`` copies them into parameters, and
-each written value is compared with its source. A parameter that was not completely written is an error.
+The arrived bytes are compared with the published digests. The model's ``load_weights`` copies the bytes into
+parameters, and each written value is compared with its source. A parameter that was not completely written is an error.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LOAD_TIMEOUT_S = 120.0
 """Default deadline of a load, in seconds."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _fused: WeakKeyDictionary[nn.Module, FusedCopies] = WeakKeyDictionary()
-"""By model: the copies that were recorded when the model's own loader last loaded weights."""
+"""By model: the copies that were recorded in the latest load by the model's own loader."""
 _copy, _fill, _zero = torch.ops.aten.copy_.default, torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default
 
 
@@ -77,7 +77,7 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None:
-        """End the use of the version. A network transfer that still runs is left."""
+        """End the use of the version. If a network transfer still runs, this process leaves it."""
         ...
 
 
@@ -88,13 +88,13 @@ def load_verified(
 
     Args:
         model: A model with a ``load_weights`` as in SGLang.
-        offer: The version's offer. Its files are on this host, or the version arrives in a stream.
-        timeout_s: Deadline of a stream, to which one second per 100 MB is added.
-        arrangement: Other conditions that determine where the loader writes, such as the experts of this rank. None
-            means that they are unknown.
+        offer: The version's offer. The version's files are on this host, or the version arrives in a stream.
+        timeout_s: Deadline of a stream in seconds, to which one second per 100 MB is added.
+        arrangement: Text that says which experts this rank holds, and where. It determines where ``load_weights``
+            writes. None if the arrangement is unknown.
 
     Raises:
-        WeightsError: the bytes differ from the published ones, or a parameter holds other values afterwards.
+        WeightsError: the bytes differ from the published bytes, or a parameter holds other values after the load.
         DeadlineError: a stream did not arrive in time.
     """
     adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
@@ -175,7 +175,7 @@ class FileWeights:
 
     Raises:
         FileNotFoundError: a newer version has replaced the files.
-        WeightsError: the manifest differs from the offer's digest, or the offer is a delta.
+        WeightsError: the manifest does not have the offered digest, or the offer is of a delta.
     """
 
     def __init__(self, offer: WeightOffer, device: torch.device | None = None) -> None:
@@ -197,7 +197,7 @@ class FileWeights:
         self._digested: list[tuple[Piece, Tensor]] = []
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, tensor) of each tensor. Raises `WeightsError` for a dtype that torch does not have."""
+        """Yield (name, tensor) of each tensor. Raises `WeightsError` for an unknown dtype."""
         if self._device is not None:
             yield from self._copies(self._device)
             return
@@ -275,7 +275,7 @@ class FileWeights:
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
         """Copy adjacent pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
-        If so, the pieces count as verified, and `verify` does not read them again.
+        If it does, the pieces count as verified, and `verify` does not read these pieces again.
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
@@ -289,7 +289,7 @@ class FileWeights:
         """Verify the copies on the device, and all bytes of the files that are not yet verified.
 
         Raises:
-            WeightsError: bytes differ from the published ones. The message names the first tensor.
+            WeightsError: bytes differ from the published ones. The message names the first tensor that differs.
         """
         arrived = torch.stack([digest for _, digest in self._digested]).tolist() if self._digested else []
         wrong: list[Piece] = []
@@ -373,10 +373,11 @@ class AdaptedModules:
         self._hooks: list[RemovableHandle] = []
 
     def load(self, adapter: PublishedAdapter, version: int, modules: Mapping[str, nn.Module]) -> None:
-        """Replace the model's adapters by the adapters of a policy version, in the dtype of the weights.
+        """Replace the model's adapters by the adapters of a policy version.
 
-        Each write is verified. ``modules`` maps names of frozen weights to linear layers. Raises `WeightsError` if a
-        layer is missing, or if an adapter holds other values afterwards.
+        The new adapters get the dtype of the layers' weights. Each write is verified. ``modules`` maps names of frozen
+        weights to linear layers. Raises `WeightsError` if a layer is missing, or if an adapter does not hold the
+        published values after the load.
         """
         layers = list(adapter.layers())
         if missing := sorted({name for name, *_ in layers} - modules.keys()):
@@ -438,7 +439,7 @@ class ComparedWrites(TorchDispatchMode):
     compared with its source, and the source's digest is verified at the end.
 
     Torch shows the context only operations of the same thread. If a model's loader submits copies to a thread pool, the
-    context therefore runs them at once on the submitting thread. ``observer`` records the operations of the loader.
+    context therefore runs these copies at once on the submitting thread. ``observer`` records the loader's operations.
     """
 
     def __init__(

@@ -43,7 +43,7 @@ DTYPES = {
 }
 """Keys: names of dtypes in safetensors files. Values: the names of the same dtypes in torch."""
 PIECE_BYTES = 4 << 20
-"""Largest size of a piece (a part of a tensor with a digest), so that threads can digest a tensor in parallel."""
+"""Largest size of a piece (a part of a tensor with its own digest), in bytes. Threads digest pieces in parallel."""
 CACHED_BYTES = 256 << 10
 DIGEST_THREADS = min(4, os.cpu_count() or 1)
 
@@ -72,7 +72,8 @@ class Piece:
     """Adjacent bytes of one tensor in a data file, with their digest.
 
     Attributes:
-        device_digest: A second digest (`device_digest_of`) that engines compute on a GPU; None from a learner on a CPU.
+        device_digest: A second digest (`device_digest_of`) that engines compute on a GPU; None if the learner runs on
+            a CPU.
     """
 
     file: int
@@ -90,8 +91,8 @@ class Change:
         start: Position of the piece's first byte in the data file.
         item_bytes: Bytes per value: 1, 2, 4 or 8.
         num_values: Number of values in the delta file.
-        gap_bytes: Bytes per gap between the indices of changed values; 0 if the delta file has the whole piece. The
-            gaps follow the values.
+        gap_bytes: Bytes per gap between the indices of changed values; 0 if the delta file has the whole piece. In the
+            delta file, the gaps follow the values.
         file: Index of the delta file in `Delta.files`.
         at: Position of the first value in the delta file. Values and gaps take ``num_bytes`` bytes.
     """
@@ -110,7 +111,7 @@ class Delta:
     """The difference between the data file of a version and the data file of an earlier version, the base.
 
     Attributes:
-        base: The offer of the earlier version. The digest of its manifest identifies it.
+        base: The offer of the earlier version. The manifest's digest in this offer identifies the version.
         files: Delta files, one per learner rank, relative to the manifest's directory.
     """
 
@@ -127,7 +128,7 @@ class AdaptedLayer:
         weight: Name of W, [out, in], in the frozen weights. Example: ``"model.layers.0.self_attn.q_proj.weight"``.
         down: Name of A, [rank, in], in the version's data file.
         up: Name of B, [out, rank], in the version's data file.
-        scale: Alpha ÷ rank.
+        scale: Alpha divided by the rank.
     """
 
     weight: str
@@ -141,7 +142,8 @@ class Adapter:
     """The adapters of a policy version. Together with the frozen weights, they make the policy.
 
     Attributes:
-        base: The offer of the frozen weights, with version number `FROZEN`. All policy versions have the same.
+        base: The offer of the frozen weights, with version number `FROZEN`. All policy versions have the same frozen
+            weights.
     """
 
     base: WeightOffer
@@ -153,11 +155,11 @@ class Manifest:
     """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: Folder of ``files``. If the manifest is in or beside this folder, the manifest has a relative path,
-            so that folder and manifest can be moved together.
+        directory: Folder of ``files``. If the manifest file is in this folder or in a folder beside it, the file has a
+            relative path. So the manifest and the folder can be moved together.
         files: Data files in safetensors format. For a delta, the file that `delta.apply_delta` makes.
         pieces: The digested parts of tensors. They cover all bytes of all tensors in ``files``.
-        delta: If the version is published without a data file, its changes to an earlier version; otherwise None.
+        delta: If the version is published without a data file, its changes since an earlier version; otherwise None.
         adapter: If ``tensors`` are the matrices A and B of adapters, the adapted layers; otherwise None.
     """
 
@@ -223,7 +225,7 @@ class Manifest:
     def with_paths(self, change: Callable[[str], str]) -> Manifest:
         """Return a copy with other paths: ``change`` takes a path as text, and returns the new path.
 
-        It is applied to ``directory``, and to the manifest's path in the offer of the base version.
+        ``change`` is applied to ``directory``, and to the manifest's path in the offer of the base version.
         """
         changed = replace(self, directory=change(self.directory))
         if needs := self.delta or self.adapter:
@@ -266,10 +268,11 @@ def _halves_of_factors() -> np.ndarray:
 
 
 def device_digest_of(data: np.ndarray) -> int:
-    """Return a digest that a GPU computes fast: the sum of the 32-bit words times `factors_of` their indices.
+    """Return a digest that a GPU computes fast: a weighted sum of the 32-bit words.
 
-    The sum is modulo 2^64 and signed. The digest changes if a single word changes. Two different pieces have the same
-    digest with a probability of at most 2^-32 (multilinear hashing, arXiv 1202.4961).
+    The weight of a word is `factors_of` its index. The sum is modulo 2^64 and signed. The digest changes if a single
+    word changes. Two different pieces have the same digest with a probability of at most 2^-32 (multilinear hashing,
+    arXiv 1202.4961).
 
     Args:
         data: [bytes] uint8, at most `PIECE_BYTES`; zeros fill the last word.
@@ -299,8 +302,8 @@ def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_de
 class DigestThreads(ThreadPoolExecutor):
     """A thread pool that digests and copies weights while a model is loaded.
 
-    `load.ComparedWrites` replaces ``ThreadPoolExecutor.submit`` during a load. This class keeps the original method, so
-    its threads still run.
+    `load.ComparedWrites` replaces ``ThreadPoolExecutor.submit`` during a load, so that other pools use no threads. This
+    class keeps the original method, and still uses its threads.
     """
 
     submit = ThreadPoolExecutor.submit
@@ -323,7 +326,7 @@ def read_manifest(offer: WeightOffer) -> Manifest:
 
     Raises:
         FileNotFoundError: a newer version has replaced this version.
-        WeightsError: the manifest differs from the offered one, or names a file outside its folder.
+        WeightsError: the manifest differs from the offered manifest, or names a file outside the manifest's folder.
     """
     return parse_manifest(offer, Path(offer.manifest).read_bytes())
 
@@ -360,17 +363,19 @@ def write_error(num_bytes: int, where: Path | str, error: OSError, remedy: str =
 
 
 def map_file(path: Path) -> np.ndarray:
-    """Map a whole file read-only, and return its bytes, [bytes] uint8. They stay valid after the file is removed."""
+    """Map a whole file read-only, and return its bytes, [bytes] uint8. The bytes stay valid if the file is removed."""
     with path.open("rb") as file:
         mapping = mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)
     return np.frombuffer(mapping, dtype=np.uint8)
 
 
 def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, list[int]]:
-    """Return the bytes of a safetensors file before its data, and the first byte of each tensor in the file.
+    """Return a safetensors header, and the position of each tensor's first byte in the file.
+
+    The header is all bytes of the file before the tensors.
 
     Args:
-        tensors: Name, dtype (safetensors name), shape and bytes of each tensor, in file order.
+        tensors: Name, dtype (safetensors name), shape and number of bytes of each tensor, in file order.
     """
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offsets = [0]

@@ -44,14 +44,14 @@ class WeightPublisher:
         shards: The model on this rank.
         directory: Folder of the versions, each in a folder such as ``v00000012``. With the carrier ``folder``, engines
             read this folder.
-        keep: Number of versions kept, including the new one; -1 keeps all. The publisher also keeps versions that the
-            buffer may still offer, and the full version that the oldest kept delta needs.
+        keep: Number of versions to keep, including the new version; -1 keeps all. The publisher also keeps versions
+            that the buffer may still offer, and the full version that the oldest kept delta needs.
         options: How versions are published.
         log: On rank 0, the object that gets the offer of each version, and each failure; None without engines.
 
     Raises:
         WeightsError: the ranks have different layouts.
-        ValueError: the interface does not exist.
+        ValueError: the network interface of ``options`` does not exist.
     """
 
     def __init__(
@@ -112,8 +112,8 @@ class WeightPublisher:
             waits for this future.
 
         Raises:
-            WeightsError: the files could not be prepared, for example for lack of disk space, or the previous version
-                failed.
+            WeightsError: the files could not be prepared, for example for lack of disk space, or the publish of the
+                previous version failed.
         """
         self.wait()
         try:
@@ -129,12 +129,12 @@ class WeightPublisher:
         return self._pending
 
     def wait(self) -> None:
-        """Wait until the last version of `publish` is offered. Raises `WeightsError` if it could not be published."""
+        """Wait until the version of the latest `publish` is offered. Raises `WeightsError` if the publish failed."""
         if self._pending is not None:
             self._pending.result()
 
     def close(self) -> None:
-        """Wait until the last version is published, and remove the files that were prepared for the next version.
+        """Wait until the latest version is published. Then remove the files that were prepared for the next version.
 
         On hosts other than rank 0's host, all files are removed.
         """

@@ -1,12 +1,12 @@
 """The policy versions that a host receives over the network. All engines of the host share each version.
 
 The rollout workers of a host share one folder in the host's memory. A worker that wants a version locks the folder,
-receives the version if it is not there, and makes hard links to its files. So each byte crosses the network once per
-host. If a worker dies, the kernel releases the worker's lock. A version is received into a temporary folder, which is
-renamed when it is complete.
+receives the version if the folder does not have it, and makes hard links to the version's files. So each byte crosses
+the network once per host. If a worker dies, the kernel releases the worker's lock. A version is received into a
+temporary folder, which is renamed when it is complete.
 
-The shared folder keeps the newest version until the next one arrives, because slow workers and a delta may need it. The
-last worker removes the shared folder.
+The shared folder keeps the newest version until the next version arrives, because slow workers and a delta may need
+the newest version. The last remaining worker removes the shared folder when it ends.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from asyncrl.weights.manifest import Manifest, digest_of, read_manifest, write_e
 logger = logging.getLogger(__name__)
 
 USERS = ".users"
-"""Name of a folder on which each worker holds a shared lock, so that the last worker knows that it is the last."""
+"""Name of a folder on which each worker holds a shared lock, so that a worker finds out whether it is the last user."""
 MANIFEST = "manifest.json"
 _COPY_BYTES = 16 << 20
 _UNFINISHED = re.compile(r"r[0-9a-f]{8}")
@@ -137,7 +137,7 @@ class ReceivedVersions:
                     if self._users < 0:
                         self._users = _flocked(make_private_folder(self._folder / USERS), fcntl.LOCK_SH)
                     return lock
-                os.close(lock)  # another worker was the last one, and has removed the folder
+                os.close(lock)  # the last user of the folder has removed the folder
             except BaseException as error:
                 os.close(lock)
                 if not isinstance(error, FileNotFoundError):
@@ -240,7 +240,7 @@ def copy_file(source: Path, target: Path) -> None:
 
     Raises:
         FileNotFoundError: the source does not exist.
-        WeightsError: the target cannot be written, for example because there is no room or it is a link.
+        WeightsError: the target cannot be written, for example because there is no room, or the target is a link.
     """
     with source.open("rb") as data:
         try:

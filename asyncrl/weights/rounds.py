@@ -5,9 +5,10 @@
     rank 0 ──round──▶ receivers, ranks     Each member stores its address at rank 0 for the other members (`Meeting`).
     ranks ──done──▶ rank 0                 Then the next round begins.
 
-These messages use TCP connections to rank 0, the *channel*. A message is its length followed by a msgpack map. First,
-each side proves that it has the channel's key, which receivers get in the offers of versions. Except on loopback, the
-buffer encrypts the offers. The weights do not pass through the channel, but through a process group (`stream.py`).
+These messages use TCP connections to rank 0, the *channel*. A message is its length followed by a msgpack map. On a
+new connection, each side first proves that it has the channel's key. Receivers get the key in the offers of versions.
+Except on loopback, the buffer encrypts the offers. The weights do not pass through the channel, but through a process
+group (`stream.py`).
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Round:
         is_delta: Whether each rank sends its delta file instead of its pieces. The receivers then hold the previous
             version.
         timeout_s: Longest time of the round in seconds, including the transfers.
-        oldest: Oldest version that the learner ranks must keep in memory. They forget older versions.
+        oldest: Oldest version that the learner ranks must keep in memory. The ranks forget older versions.
     """
 
     number: int
@@ -88,7 +89,7 @@ class HeldOffer:
     Attributes:
         manifest: Text of the version's manifest.
         shares: By learner rank: the number of pieces that the rank sends.
-        base: If the version is a delta, the manifest digest of the version that it builds on; otherwise empty.
+        base: If the version is a delta, the manifest digest of its base version; otherwise empty.
     """
 
     offer: WeightOffer
@@ -125,7 +126,7 @@ class HeldVersions(dict[int, T]):
         self._count, self.oldest = count, 0
 
     def add(self, version: int, held: T) -> None:
-        """Hold ``held`` as version ``version``, and remove the oldest versions beyond the limit."""
+        """Hold ``held`` as version ``version``. If there are then too many versions, remove the oldest ones."""
         self[version] = held
         for older in sorted(self.keys() - {FROZEN})[: -self._count]:
             if older != self.oldest:
@@ -147,13 +148,12 @@ def rounds_of(
     Args:
         requests: At least one request.
         offers: The versions that the ranks hold.
-        only_newest: Send only the newest requested policy version. The other receivers then request again. It must be
-            False for paused engines, which cannot load another version.
+        only_newest: Whether to send only the newest requested policy version. Receivers that requested an older version
+            must then request again. Must be False for paused engines, because they cannot load another version.
 
     Returns:
         A tuple per round: the offer, the requests that the round answers, and whether a delta is sent. The offer is
-        None if
-        these requests get no version.
+        None if these requests get no version.
     """
     newest = max(request.version for request in requests)
     rounds: list[tuple[HeldOffer | None, list[RoundRequest], bool]] = []
@@ -174,7 +174,8 @@ class Meeting:
     Attributes:
         ends_s: Time of the event loop at which the round ends.
         values: The stored values by key.
-        pending: Members that wait, as (connection, key that the member wants, number of keys that must be stored).
+        pending: Members that wait for a value, as tuples: connection, key of the value, and number of keys that must be
+            stored before the member gets an answer.
     """
 
     ends_s: float
@@ -184,7 +185,7 @@ class Meeting:
     def take(self, member: Any, message: Mapping[str, Any]) -> list[Any]:
         """Process a message of a member, which stores a value or asks for a key.
 
-        Returns the members whose keys are now all there, so that they can be answered.
+        Returns the connections of the members that can now get an answer, because the wanted keys are stored.
         """
         if message["kind"] == "leave":
             self.values[message["key"]] = message["value"]
@@ -219,7 +220,7 @@ class RoundCoordinator:
         self._members: list[StreamWriter] = []
         self._group = 0
         self._ranks: dict[int, StreamWriter] = {}
-        self._done: dict[int, int] = {}  # by learner rank: the last round that has ended on the rank
+        self._done: dict[int, int] = {}  # by learner rank: the latest round that has ended on the rank
         self._rank_done = asyncio.Event()
         self._closed: Future[None] = Future()
 
@@ -311,7 +312,7 @@ class RoundCoordinator:
                 _send(sender, {"over": message["round"]})
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
-        """Run a round, in the previous group if the members are the same."""
+        """Run a round, in the process group of the previous round if the members are the same."""
         if {request.receiver for request in requests} != set(self._members):
             # Receivers of one host are neighbors, so that only one of them receives from another host.
             self._members = [request.receiver for request in sorted(requests, key=lambda request: request.host)]
@@ -328,7 +329,7 @@ class RoundCoordinator:
             backend=self._options.backend,
         )
         now_s = asyncio.get_running_loop().time()
-        # Keep the meetings of earlier rounds until they end, because a receiver may still need addresses from them.
+        # Keep the meeting of an earlier round until this round ends, because a receiver may still need the addresses.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():
@@ -343,7 +344,10 @@ class RoundCoordinator:
             logger.warning("round %d of weights: not every rank was done within %.1f s", number, this.timeout_s)
 
     async def _until_done(self, number: int) -> None:
-        """Wait until every learner rank has ended a round. A rank reports the end of round 0 when it first connects."""
+        """Wait until every learner rank has reported the end of round ``number``.
+
+        Rounds are numbered from 1. A rank that connects for the first time reports the end of round 0.
+        """
         while len(self._done) < self._num_ranks or min(self._done.values()) < number:
             self._rank_done.clear()
             await self._rank_done.wait()
@@ -475,7 +479,8 @@ class WeightChannel:
                 self._socket.settimeout(None if ends_s is None else max(ends_s - time.monotonic(), 1e-3))
                 part = self._socket.recv(num_bytes - len(data))
             except OSError as error:
-                if isinstance(error, TimeoutError) and error.errno is None:  # with an errno, TCP itself gave up
+                # A TimeoutError with an errno comes from TCP, and the connection has ended.
+                if isinstance(error, TimeoutError) and error.errno is None:
                     silent_s = time.monotonic() - began_s
                     what = f"learner rank 0 at {self.address.endpoint} was silent for {silent_s:.1f} s"
                     raise TimeoutError(what) from None

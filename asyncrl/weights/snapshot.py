@@ -122,8 +122,8 @@ class WritableFile:
     def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
         """Compute the digests of ranges of the file, and sync the file to disk at the same time.
 
-        ``spans`` are (first byte, number of bytes) pairs. ``for_device`` adds the digests that GPUs compute. Returns
-        one list of digested pieces per span.
+        ``spans`` are (first byte, number of bytes) pairs. ``for_device`` adds the digests that engines compute on
+        GPUs (`Piece.device_digest`). Returns one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
         if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer

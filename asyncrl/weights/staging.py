@@ -1,8 +1,8 @@
-"""Brings offered weights to the host of an engine while the engine generates. The engine pauses only to load them.
+"""Brings offered weights to the host of an engine while the engine generates. The engine pauses only for the load.
 
 - A full version or an adapter in a folder is hard-linked, so that the learner may remove its own link.
 - A delta in a folder is applied to a copy of the engine's version in host memory, the *image*. A full version is copied
-  to the image if ``copies`` is True, or if hard links are impossible.
+  to the image if the stager's option ``copies`` is True, or if hard links are impossible.
 - A version that is sent to hosts over the network is received into host memory, once for all engines of the host, and
   hard-linked.
 - A version that is sent directly to engines is not staged, because it has no files.
@@ -64,12 +64,12 @@ class WeightStager:
         """Bring the files of an offered version to this host (staging). Yields an offer that names the local files.
 
         The yielded offer is of a full version or an adapter. A version of an engine stream has no files, so its offer
-        is yielded unchanged. A thread does the work. After a deadline or a cancellation, the thread still runs. It
-        removes its folders when it ends, and the next version uses other folders.
+        is yielded unchanged. A thread stages the files. After a missed deadline or a cancellation, this thread still
+        runs. It removes its folders when it ends, and the next version uses other folders.
 
         Raises:
             WeightsGone: the version was removed before it was staged. Ask for the newest version.
-            WeightsError: the version is damaged, there is no room, or another user may write to the folder.
+            WeightsError: the version is damaged, there is no room, or another user may write to a folder of the stager.
             DeadlineError: the version was not staged in time.
         """
         local = offer
@@ -93,7 +93,10 @@ class WeightStager:
     async def _in_time(
         self, work: Callable[[WeightStager, WeightOffer], WeightOffer], offer: WeightOffer
     ) -> WeightOffer:
-        """Run ``work`` in a thread on a copy of this stager, with the deadline."""
+        """Call ``work`` with a copy of this stager in a thread, and wait until the deadline of staging.
+
+        If the thread ends in time, this stager takes over the attributes of the copy.
+        """
         limit_s = load_limit_s(self._timeout_s, offer.num_bytes)
         of_thread = copy(self)
         working = asyncio.ensure_future(asyncio.to_thread(work, of_thread, offer))
@@ -112,7 +115,7 @@ class WeightStager:
                 self._leave_behind(of_thread, working)
 
     def _leave_behind(self, of_thread: WeightStager, working: asyncio.Future[WeightOffer]) -> None:
-        """Use new folders, because a thread that missed its deadline still writes into the old ones."""
+        """Use new folders, because a thread that missed its deadline still writes into the old folders."""
         self._life += 1
         self._image = self._image.with_name(f"{self._name}.{self._life}")
         self._links, self._held = None, ""
@@ -218,7 +221,7 @@ class WeightStager:
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Change the image to the offered version, by deltas from the image's version or from a full version."""
+        """Change the image to the offered version: apply deltas to the image's version, or to a full version."""
         steps = [(offer, read_manifest(offer))]
         while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
             steps.append((delta.base, read_manifest(delta.base)))

@@ -5,12 +5,12 @@
 Receivers verify all bytes by their digests. There are two kinds of receivers:
 
 - A host of engines receives a version into its memory while its engines generate (`receive_weights`).
-- A process of an engine receives a version in buckets (groups of bytes), while the engine is paused and loads them
-  (`ArrivingWeights`).
+- A process of an engine receives a version in buckets (each the bytes of one transfer). Meanwhile the engine is paused
+  and loads the complete tensors (`ArrivingWeights`).
 
-If a member dies or stops, all members leave the round by its deadline. The receivers then ask for a new round, until
-`MAX_ROUNDS` have failed. Training does not wait for a round, because the learner ranks send from threads. The members
-of a group do not authenticate each other, and the digests do not protect against an attacker.
+If a member dies or stops, all members leave the round by the round's deadline. The receivers then ask for a
+new round, until `MAX_ROUNDS` have failed. Training does not wait for a round, because the learner ranks send from
+threads. The members of a group do not authenticate each other, and the digests do not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 SPAN_BYTES = 64 << 20
 """Largest size in bytes of a bucket (the bytes of one transfer), unless one piece is larger."""
 NUM_UNDER_WAY = 4
-"""Number of buckets (transfers) that a member receives at the same time, and number that it sends at the same time."""
+"""Number of buckets (transfers) that a member receives at the same time. It also sends this number at the same time."""
 NUM_AHEAD = 2
 """Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
@@ -135,8 +135,8 @@ class WeightSender:
     def hold(self, version: int, data: Tensor, pieces: Sequence[Piece], delta: Tensor | None = None) -> None:
         """Keep this rank's part of a version in memory, and send it in future rounds (transfers to receivers).
 
-        ``data`` is the data file, and ``pieces`` are this rank's pieces of it. ``delta`` is this rank's delta file, for
-        receivers that hold the previous version. Both files are [bytes] uint8.
+        ``data`` is the data file, and ``pieces`` are this rank's pieces of this file. ``delta`` is this rank's delta
+        file, for receivers that hold the previous version. Both files are [bytes] uint8.
         """
         self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
@@ -321,7 +321,7 @@ class WeightGroup:
             from torch.distributed import ProcessGroupNCCL  # imported here, because torch may be built without NCCL
 
             options: Any = ProcessGroupNCCL.Options()
-            options._timeout = _FOREVER  # no timeout, at which torch would end this process; `abort` ends waits
+            options._timeout = _FOREVER  # none, because torch ends the process at a timeout; `abort` ends waits
             self._group: Any = ProcessGroupNCCL(own, place, this.num_members, options)
         else:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -352,7 +352,7 @@ class WeightGroup:
         return partial(self._wait, self._group.recv([data], source, 0), data, deadline)
 
     def _wait(self, work: Any, _data: Tensor, deadline: RoundDeadline) -> None:
-        """Wait for a transfer. The argument ``_data`` keeps the memory alive until then."""
+        """Wait for the end of a transfer. The argument ``_data`` keeps the memory alive until the end."""
         work.wait(deadline.left)
 
     def abort(self) -> None:
@@ -398,7 +398,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     Args:
         offer: An offer with `Carrier.host_stream`.
         folder: Parent of the new folder for the version. It should be in shared memory.
-        timeout_s: Deadline of the transfer, to which one second per 100 MB is added.
+        timeout_s: Deadline of the transfer in seconds, to which one second per 100 MB is added.
         holds: Manifest digest of the version that this host holds. If the offer is a delta to that version, the ranks
             send the delta alone.
 
@@ -487,7 +487,7 @@ def new_data_file(folder: Path, manifest: Manifest) -> Tensor:
 
 
 def new_file(path: Path, size: int) -> Tensor:
-    """Create a file and return its mapped memory, [size] uint8. Raises `WeightsError` if it cannot be written."""
+    """Create a file and return its mapped memory, [size] uint8. Raises `WeightsError` if the file cannot be written."""
     try:
         with os.fdopen(open_private(path, os.O_RDWR | os.O_CREAT | os.O_EXCL), "w+b") as file:
             if size == 0:
@@ -601,9 +601,9 @@ class ReceiverRound:
             _idle.append(self.member)
 
     def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        """Yield the buckets (what one transfer sends) of all ranks in file order.
+        """Yield the buckets of all ranks in the order of the data file. A bucket is the bytes of one transfer.
 
-        So the bytes of one tensor arrive together.
+        In this order, the bytes of one tensor arrive together.
         """
         parts, first = [], 0
         for rank, share in enumerate(self.round.shares):
@@ -616,9 +616,9 @@ class ReceiverRound:
     ) -> Iterator[tuple[Bucket, Tensor]]:
         """Receive buckets, forward them to the next receiver, and yield (bucket, bytes of the bucket) pairs.
 
-        A bucket is what one transfer sends. The buckets have the same order on all receivers. ``place_of`` returns the
-        memory for a bucket, [bytes] uint8, and no other code may write to it. Raises `RuntimeError` if the previous or
-        the next member was lost, or if the deadline has passed.
+        A bucket is the bytes of one transfer. The buckets have the same order on all receivers. ``place_of`` returns
+        the memory for a bucket, [bytes] uint8, and no other code may write to it. Raises `RuntimeError` if the previous
+        or the next member was lost, or if the deadline has passed.
         """
         group = self.member.group(self.round, self.place, self.deadline)
         receiving: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
@@ -650,7 +650,8 @@ _idle: list[GroupMember] = []
 def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -> ReceiverRound:
     """Ask learner rank 0 for a version, and wait until a round (a transfer of this version) begins.
 
-    Before the round, rank 0 sends a call, which is answered. Returns this receiver's membership in the round.
+    Before the round, rank 0 calls each receiver, and this function answers the call. Returns this receiver's membership
+    in the round.
 
     Raises:
         WeightsGone: the ranks no longer hold the version, or rank 0 has ended.
@@ -707,7 +708,7 @@ class Bucket:
 
 
 def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
-    """Yield buckets (what one transfer sends): adjacent pieces, up to `SPAN_BYTES` in each bucket.
+    """Yield buckets (each the bytes of one transfer): adjacent pieces, up to `SPAN_BYTES` in each bucket.
 
     ``sender`` is the learner rank that sends the pieces.
     """
@@ -723,7 +724,7 @@ def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
 
 
 def file_buckets(sender: int, num_bytes: int) -> Iterator[Bucket]:
-    """Yield the buckets (what one transfer sends) of a delta file: parts of at most `SPAN_BYTES`."""
+    """Yield the buckets (each the bytes of one transfer) of a delta file: parts of at most `SPAN_BYTES`."""
     for first in range(0, num_bytes, SPAN_BYTES):
         yield Bucket(sender=sender, first=first, end=min(first + SPAN_BYTES, num_bytes))
 
@@ -733,7 +734,7 @@ def _in_file_order(parts: Iterable[Iterator[Bucket]]) -> Iterator[Bucket]:
 
 
 def interface_address(interface: str) -> str:
-    """Return the IPv4 address of a network interface, such as ``"eth0"``. Raises `ValueError` if it has none."""
+    """Return the IPv4 address of a network interface, such as ``"eth0"``. Raises `ValueError` if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR

@@ -43,7 +43,7 @@ class SampleRequest:
     Attributes:
         id: Unique among the engine's running requests; without ``/``. Example: ``"4711-0-3-0"``.
         prompt_ids: [P] int32 token ids.
-        sampling: Sampling options. The returned log-probs are also computed under its temperature.
+        sampling: Sampling options. The returned log-probs are computed at the temperature of these options.
         on_first_token: Called when the first token arrives, on any thread.
         images: The images of the prompt, in the order of their placeholder tokens.
     """
@@ -66,7 +66,7 @@ class SampleOutput:
 
     Attributes:
         token_ids: [R] int32.
-        logprobs: [R] float32, log-prob under the sampling temperature, before top-p and top-k.
+        logprobs: [R] float32, log-probs at the sampling temperature, without the effect of top-p and top-k.
         versions: [R] int32, policy version of each token.
         finish_reason: Why the response ended; None if the request was aborted. Then R may be 0.
         num_cached: Number of prompt tokens that the engine took from its cache; None if the engine does not report it.
@@ -136,7 +136,7 @@ class RunningSample:
     def so_far(self) -> SampleOutput:
         """Return the tokens sampled so far whose policy version is known, as an unfinished sample.
 
-        If the engine fails, only these tokens are kept. By default there are none.
+        If the engine fails, only these tokens are kept. This base class returns no tokens.
         """
         return NOTHING
 
@@ -221,7 +221,7 @@ class Engine(ABC):
         requests are first yielded as aborted, with the tokens of `RunningSample.so_far`. Then the failure is raised.
 
         Raises:
-            DeadlineError: no running request received a token within ``silence_timeout_s``.
+            DeadlineError: the engine was silent for too long (`SilenceWatch`).
             WorkerDiedError: the engine died.
             EngineError: `check_output` refused an answer.
             RequestRefused: a request is wrong. The engine has not failed.
@@ -289,7 +289,7 @@ class Engine(ABC):
         After an error the engine has failed.
 
         Raises:
-            EngineError: the engine refuses the weights, or its weights differ from the published ones.
+            EngineError: the engine refuses the weights, or its weights differ from the published weights.
             DeadlineError: the load takes longer than ``load_timeout_s`` plus one second per 100 MB. The wait for
                 running requests does not count.
         """
@@ -298,7 +298,7 @@ class Engine(ABC):
     async def release_memory(self) -> None:
         """Free the engine's memory on the device, so that the learner can use it.
 
-        The engine cannot generate until the next `load_weights`, which takes the memory back.
+        The engine cannot generate until the next `load_weights`, which allocates the memory again.
 
         Raises `EngineError` if the engine refuses or is generating, and `DeadlineError` after ``load_timeout_s``.
         """
@@ -345,7 +345,7 @@ class Engine(ABC):
     def fail(self, error: Exception) -> Exception:
         """Mark the engine as failed by ``error``, and return ``error``.
 
-        All running calls raise it. This has no effect if the engine has already failed or stopped.
+        All running calls raise ``error``. If the engine has already failed or stopped, this method changes nothing.
         """
         assert self._failure is not None
         if not self._failure.done():
@@ -393,7 +393,7 @@ class Engine(ABC):
             await cancel(watches)
 
     async def _probe(self) -> None:
-        """Return when the engine shows that it is alive. By default, this never returns."""
+        """Return when the engine shows that it is alive. In this base class, the method never returns."""
         await asyncio.Event().wait()
 
     @asynccontextmanager
@@ -450,7 +450,7 @@ class ModelFacts:
     Attributes:
         vocab_size: Rows of the embedding; token ids are below this number.
         eos_ids: Ids of the tokens that end a response. For a model with images, also the placeholders of images and
-            videos, because no engine could continue after them.
+            videos, because no engine could continue a response after a sampled placeholder.
         pad_id: Id of the padding token. If the model has none: the first of ``eos_ids``, or 0.
         head_dim: Size of an attention head; 0 if heads differ in size.
         image_token_id: Id of the placeholder token of images; None if the learner does not train this model on images.
@@ -577,7 +577,7 @@ def check_output(
 
 
 def _in_vocabulary(token_ids: np.ndarray, vocab_size: int) -> bool:
-    """Return whether all ids are in the vocabulary. The cast to uint32 makes negative ids too large."""
+    """Return whether all ids are in the vocabulary. The cast to uint32 turns negative ids into very large ids."""
     if token_ids.dtype == np.int32:
         return int(np.maximum.reduce(token_ids.view(np.uint32))) < vocab_size
     return int(token_ids.min()) >= 0 and int(token_ids.max()) < vocab_size
@@ -591,8 +591,9 @@ class SilenceWatch:
     """Detects an engine that has stopped producing tokens.
 
     The engine is silent if *no* running request gets a token. After three quarters of ``timeout_s`` seconds of silence,
-    the watch calls ``probe``, which asks whether the engine still works. The engine has failed if the probe raises, or
-    does not return before ``timeout_s`` ends, or after three silent periods in a row. ``name`` is for messages.
+    the watch calls ``probe``, which asks whether the engine still works. The engine has failed in three cases: the
+    probe raises an error, the probe does not return before ``timeout_s`` ends, or three periods of ``timeout_s`` in a
+    row are silent. ``name`` is for messages.
     """
 
     def __init__(self, name: str, *, timeout_s: float, probe: Callable[[], Awaitable[None]]) -> None:
@@ -612,7 +613,7 @@ class SilenceWatch:
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Count ``num_requests`` requests as running inside the ``with`` block. Silence is an error while any runs."""
+        """Count ``num_requests`` requests as running inside the ``with`` block. Silence is an error while one runs."""
         self._change(num_requests, is_paused=self._is_paused)
         try:
             yield

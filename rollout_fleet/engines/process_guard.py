@@ -1,4 +1,4 @@
-"""Removes secrets from environment variables of child processes. As a script, it is a guard for an inference server.
+"""Removes secrets from environment variables of child processes. As a script, guards an inference server.
 
 The guard starts the server, and makes it end with its owner, the process that starts the guard.
 
@@ -35,9 +35,9 @@ _SETTING = re.compile(r"-?\d{0,9}|true|false|yes|no|on|off", re.IGNORECASE)
 
 
 def is_secret(name: str, value: str = "...") -> bool:
-    """Return whether an environment variable seems to hold a secret, by its name. Example: ``HF_TOKEN``.
+    """Return whether the name of an environment variable looks like the name of a secret. Example: ``HF_TOKEN``.
 
-    A ``*_TOKEN`` or ``*_TOKENS`` is not a secret if its value is a number or a switch such as ``true``.
+    A variable ``*_TOKEN`` or ``*_TOKENS`` is not a secret if its value is a number or a switch such as ``true``.
     """
     is_setting = name.upper().endswith(("TOKEN", "TOKENS")) and _SETTING.fullmatch(value) is not None
     return _SECRET.fullmatch(name) is not None and not is_setting
@@ -65,7 +65,7 @@ def adopt_orphans() -> None:
 
 
 class Guard:
-    """Runs a server in its own process group. At its end, kills its processes and removes its shared memory."""
+    """Runs a server in its own process group. When the server ends, kills the group and removes its shared memory."""
 
     def __init__(self, command: list[str]) -> None:
         self._shared_memory: set[int] = set()

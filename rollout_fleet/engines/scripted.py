@@ -69,7 +69,7 @@ class ScriptedEngine(Engine):
     Attributes:
         requests: All requests that the engine has got so far.
         running_at_once: Largest number of requests that ran at the same time.
-        num_slots: Samples beyond this number are reported as waiting, but they run too. 0: no limit.
+        num_slots: `read_load` reports running samples above this number as waiting. 0: no limit.
         released: Whether `release_memory` was called since the last weight load.
         load_delay_s: Seconds that a weight load takes.
         load_error: If not empty, weight loads fail with this message.
@@ -115,7 +115,7 @@ class ScriptedEngine(Engine):
         return time.perf_counter() - started
 
     async def read_load(self) -> EngineLoad:
-        """Return the number of running requests; those beyond ``num_slots`` are reported as waiting."""
+        """Return the number of running requests, up to ``num_slots``. Further running requests count as waiting."""
         num_running = min(len(self._running), self.num_slots or len(self._running))
         return EngineLoad(num_running=num_running, num_waiting=len(self._running) - num_running, cache_use=0.0)
 

@@ -78,7 +78,7 @@ def missing_kernel(name: str) -> Callable[..., Any]:
 
 
 def register() -> None:
-    """Make SGLang call the functions of this module at certain points. SGLang calls this in each server process."""
+    """Make SGLang call the functions of this module. SGLang calls `register` in each process of the server."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     keep_stop_blocked()
@@ -93,7 +93,7 @@ def register() -> None:
 def fork_on_cpu(_result: None, *_arguments: Any) -> None:
     """Let SGLang fork its scheduler and detokenizer on a CPU, if this process has only one thread.
 
-    Without this, SGLang spawns the two processes, and their imports take half of the server's start time.
+    Without a fork, SGLang spawns the two processes, and their imports take half of the server's start time.
     """
     if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and len(os.listdir("/proc/self/task")) == 1:
         multiprocessing.set_start_method("fork", force=True)

@@ -45,15 +45,15 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # length of each warm-up prompt, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # number of tokens in each streamed chunk after the first
-LOADERS_SHARE = 0.9  # share of a weight load's deadline for `server_hooks.load`; the rest is for its report
+LOADERS_SHARE = 0.9  # `server_hooks.load` gets this share of a load's deadline; the rest is for its report
 
 
 class _StreamedSample(RunningSample):
     """Joins the chunks that the server streams for one sample.
 
-    A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its last chunk holds all
-    tokens. Only the last chunk has the version of each token. An earlier chunk has only the server's version. The
-    first weight update during the sample makes it wrong for the earlier tokens.
+    A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its final chunk holds all
+    tokens. Only the final chunk has the version of each token. An earlier chunk has only the server's version at that
+    time. After a weight update during the sample, this version is not the version of all tokens.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -64,7 +64,7 @@ class _StreamedSample(RunningSample):
         self._num_cached: int | None = None
 
     def add(self, chunk: Any) -> SampleOutput | None:
-        """Add a chunk. Returns the sample if this was its last chunk."""
+        """Add a chunk. Returns the sample if this was its final chunk."""
         meta = chunk["meta_info"]
         triples = meta.get("output_token_logprobs") or []
         num_new = meta["completion_tokens"] - self.num_tokens
@@ -229,7 +229,7 @@ class SGLangEngine(Engine):
     # Generation
 
     async def _warm_up(self) -> None:
-        """Generate as in training, because the first requests on CUDA compile kernels."""
+        """Generate a few tokens with the run's sampling options. On CUDA, the first requests compile kernels."""
         for length in WARM_UP_PROMPTS:
             prompt = np.arange(length, dtype=np.int32) % self._vocab_size
             sampling = replace(self._config.sampling, max_new_tokens=WARM_UP_TOKENS)
@@ -356,7 +356,7 @@ class SGLangEngine(Engine):
         """Pause the server, load and verify the weights, set their version, and continue.
 
         After an error the server stays paused. ``stands_still`` is called when the running model step is done. Returns
-        the seconds from then until the server continues.
+        the seconds from this call until the server continues.
         """
         order, number = self.server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE

@@ -64,7 +64,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Started without warm-up, SGLang calls its own server before it listens, and would log three tracebacks.
+    # Without a warm-up, SGLang calls its own server before the server listens, and would log three tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -131,7 +131,7 @@ class SGLangServer:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether the server can free its GPU memory while it is paused, and take it back later."""
+        """Whether the server can free its GPU memory while it is paused, and allocate the memory again later."""
         return self._config.memory_saver and self._device is EngineDevice.cuda
 
     @property
@@ -149,7 +149,7 @@ class SGLangServer:
         return self._config.tp_size
 
     async def start(self) -> None:
-        """Start the server and wait until it accepts connections. If another process takes its port, try another.
+        """Start the server and wait until it accepts connections. If another process takes its port, try another port.
 
         Raises `DeadlineError` after ``start_timeout_s``, and `WorkerDiedError` if the server's process ends.
         """
@@ -253,7 +253,7 @@ class SGLangServer:
             ended.cancel()
 
     async def _keep_log(self, guard: Process) -> None:
-        """Copy the server's output to its log file until it ends.
+        """Copy the server's output to its log file until the output ends.
 
         Output that cannot be written is dropped, because an unread pipe would block the server.
         """

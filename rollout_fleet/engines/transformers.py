@@ -49,7 +49,11 @@ logger = logging.getLogger(__name__)
 
 _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
-TAIL_TOKENS = 8  # number of decoded tokens beyond a stop text's length; a character may take several tokens
+TAIL_TOKENS = 8
+"""To find a stop text of c characters, the newest c + `TAIL_TOKENS` tokens are decoded.
+
+More than c tokens are needed because a character may consist of several tokens.
+"""
 
 
 class StepRecorder:
@@ -59,7 +63,8 @@ class StepRecorder:
       row ends at its next token.
     - The model generates a batch in rounds (calls of ``generate``). Each round continues the unfinished rows. With
       ``drops_rows``, a round ends when half of its rows have ended.
-    - In a row with a seed, the seed and the position determine each token, unless the distribution is truncated.
+    - In a row with a seed, the seed and the token's position determine the draw of each token. This does not hold if
+      top-p, top-k or min-p truncates the distribution.
     - At temperature 0 (greedy), log-probs are computed at temperature 1.
 
     ``on_step`` is called after every step. ``decode`` converts tokens to text to find stop texts.
@@ -103,16 +108,18 @@ class StepRecorder:
     def begin_round(self) -> Tensor:
         """Begin a round (one call of ``generate``) with the rows that have not ended.
 
-        Returns [b] int64: for each of these rows, its index among the rows of the previous round. Empty if all ended.
+        Returns [b] int64: for each of these rows, its index among the rows of the previous round. The result is empty
+        if all rows have ended.
         """
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
         return is_left.nonzero().squeeze(1)
 
     def __call__(self, input_ids: Tensor, logits: Tensor) -> Tensor:
-        """Keep the log-probs under the temperature for `after_sampling`.
+        """Compute the log-probs at the sampling temperature, and store them for `after_sampling`.
 
-        Returns the [b, V] logits. In a row with a seed, the logits allow only the token that this call draws.
+        Returns the [b, V] logits. In a row with a seed, this method draws the token, and sets the logits of all other
+        tokens to minus infinity.
         """
         scaled = logits.float() if self._temperature == 1.0 else logits.float() / self._temperature
         self._step_logprobs = scaled.log_softmax(-1)
@@ -223,7 +230,7 @@ class GenerationModel:
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
-        self._frozen = ""  # digest of the loaded frozen weights under the adapters
+        self._frozen = ""  # digest of the base weights, if they were loaded for an adapter
 
     def load(self) -> None:
         """Read the model from its folder onto the device, and test generation with it.
@@ -235,14 +242,14 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # without this, transformers takes options that a call does not set from the model's own generation config
+        # without this line, transformers would use the model's own generation config for options that a call omits
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
         self._eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
-        """Free the device memory of the model's parameters. `load_weights` allocates them again."""
+        """Free the device memory of the model's parameters. `load_weights` allocates this memory again."""
         for parameter in self._model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
@@ -410,8 +417,8 @@ class GenerationModel:
     def _check_logprobs(self) -> None:
         """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
 
-        Enable shared prefills and dropped rows if the log-probs agree with them too. Raises `EngineError` if the
-        log-probs do not agree without them.
+        Then generate with shared prefills and dropped rows, and enable both if the log-probs still agree. Raises
+        `EngineError` if the log-probs do not agree in plain generation.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
@@ -486,7 +493,7 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Return whether rows of the model's cache can be dropped and copied. It must hold only keys and values."""
+        """Return whether rows of the model's cache can be dropped and copied: it holds only keys and values."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
@@ -507,7 +514,7 @@ class GenerationModel:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
     def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
-        """Compute the KV cache of the prompts of [B] requests, without the last token of each.
+        """Compute the KV cache of the prompts of [B] requests, without the last token of each prompt.
 
         Equal prompts are computed once. Returns None if this saves little, or if the cache cannot be copied.
         """
@@ -546,7 +553,7 @@ class GenerationModel:
 
 
 def distribution(sampling: SamplingConfig) -> tuple[float, ...]:
-    """Return (temperature, top-p, top-k, min-p). Only samples for which these are equal may share a batch."""
+    """Return (temperature, top-p, top-k, min-p). Only samples with the same four values may share a batch."""
     return (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p)
 
 
@@ -611,7 +618,7 @@ class TransformersEngine(Engine):
     async def load_weights(self, offer: WeightOffer) -> float:
         """Wait for the end of the running batch, then load and verify weights (`Engine.load_weights`).
 
-        The wait has no deadline of its own. It ends if the engine fails, also for silence.
+        The wait has no deadline of its own. It ends if the engine fails, for example because the engine is silent.
         """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))

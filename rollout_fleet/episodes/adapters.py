@@ -50,7 +50,8 @@ _MOST_OUTPUT = 1 << 20
 class FunctionEnvironment:
     """Runs ``main(prompt, policy, **options)`` or ``main(prompt, base_url, api_key, **options)`` as an environment.
 
-    A function that is not async runs in a thread. `Environment` explains its attribute ``replayable``.
+    A function that is not async runs in a thread. The function may have the attribute ``replayable``, which
+    `Environment` explains.
 
     Raises:
         ValueError: the function has other parameters.
@@ -97,7 +98,7 @@ class CommandEnvironment:
     Args:
         command: The program and its arguments. Example: ``python agent.py --fast``. A relative path is looked up in the
             directory of the run.
-        cwd: Working directory of the program. Empty: a new folder, which is removed at the end.
+        cwd: Working directory of the program. Empty: a new folder, which is removed at the end of the episode.
         ground_truth: Whether the JSON file has ``ground_truth`` and ``extra``. Use false if the program runs commands
             of the policy, because the commands could read the file.
     """
@@ -238,9 +239,10 @@ class GymEnvironment:
     - ``reset`` may have the parameters ``seed`` and ``options``. The options are the ``extra`` of the data row. The
       seed is the prompt's ``group_id``, so all rollouts of a group start in the same state. ``reset`` returns the
       observation, or ``(observation, info)``.
-    - ``step`` gets the policy's text. In a discrete action space (with ``n``), it gets the last integer of the text. It
-      returns ``(observation, reward, terminated, truncated, info)``, or ``(observation, reward, done, info)``.
-    - Both may be async; otherwise they run in a thread.
+    - ``step`` gets the policy's text. If the game's ``action_space`` is discrete (it has ``n``), ``step`` gets the last
+      integer of the text. ``step`` returns ``(observation, reward, terminated, truncated, info)``, or
+      ``(observation, reward, done, info)``.
+    - Both methods may be async. Otherwise they run in a thread.
 
     Args:
         env: Your class as ``file.py:Class`` or ``module:Class``, or the id of a registered environment of the package
@@ -405,7 +407,7 @@ async def use_tools(
         policy: The policy.
         messages: The conversation so far.
         tools: JSON schemas, in the form of OpenAI's API.
-        call: Runs a tool by its name with its arguments, and returns its result.
+        call: Takes the name of a tool and its arguments, runs the tool, and returns its result.
         **options: Further fields of each request.
 
     Raises:

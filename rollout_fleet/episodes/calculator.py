@@ -40,7 +40,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """The environment. It computes the policy's calls until an answer is not a call, and reports how many it got."""
+    """The environment. It computes the policy's calls until an answer is not a call. It reports the number of calls."""
 
     def __init__(self, max_calls: int = 2, needless_cost: float = 0.5) -> None:
         self._max_calls = max_calls

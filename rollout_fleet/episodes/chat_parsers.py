@@ -13,7 +13,7 @@ from .environment import is_usable, read_json
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-# number of tokens at the end of the prompt in which `<think>` is looked for
+# `<think>` is searched for in this number of tokens at the end of the prompt
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
@@ -73,7 +73,7 @@ class LibraryParser:
 
 
 def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]:
-    """Separate usable from malformed tool calls, which the library ``renderers`` has parsed.
+    """Separate the tool calls that the library ``renderers`` has parsed into usable and malformed calls.
 
     Returns a list of (tool name, arguments) of the usable calls, and the texts of the malformed calls.
     """
@@ -88,7 +88,7 @@ def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]
 
 
 class SGLangParser:
-    """Reads tool calls with a parser of SGLang, chosen by its name there. The import takes seconds and loads torch."""
+    """Reads tool calls with the parser ``name`` of SGLang. The import of SGLang takes seconds and loads torch."""
 
     def __init__(self, name: str, tokenizer: ChatTokenizer) -> None:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -103,7 +103,7 @@ class SGLangParser:
     ) -> tuple[str, list[tuple[str, Any]], list[str]]:
         """Split an answer into text and tool calls, like every `ToolCallParser`, with a parser of SGLang.
 
-        SGLang drops malformed calls, and reads calls only for known tools.
+        SGLang drops malformed calls, and reads only calls of the given ``tools``.
         """
         from sglang.srt.entrypoints.openai.protocol import Tool
 

@@ -22,7 +22,7 @@ PLAIN_TEMPLATE = """\
 {{- eos_token }}
 {%- endfor %}
 {{- "<|assistant|>" if add_generation_prompt }}"""
-"""Chat template for a model without one. Each message becomes a marker of its role, its text, and the end token."""
+"""Chat template for a model that has none. Each message becomes a marker of its role, its text, and the end token."""
 
 PLAIN_ROLES = ("system", "user", "assistant", "tool")
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
@@ -34,7 +34,7 @@ class ChatTokenizer:
     It has the methods of a transformers tokenizer that the library ``renderers`` calls.
 
     Attributes:
-        name_or_path: The model name. ``renderers`` selects a renderer by it. Example: ``"Qwen/Qwen3-8B"``.
+        name_or_path: The model name. ``renderers`` selects a renderer by this name. Example: ``"Qwen/Qwen3-8B"``.
         chat_template: The Jinja template; empty if the model has none.
         special_tokens: Maps the role of a special token to the token. Example: ``{"eos_token": "<eos>"}``.
 

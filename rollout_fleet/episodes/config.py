@@ -50,9 +50,9 @@ class RendererConfig:
     """How the messages of an episode become tokens (`rollout_fleet.episodes.renderer`).
 
     Attributes:
-        name: ``auto`` selects the renderer of the library ``renderers`` if its tokens equal those of the model's chat
-            template, otherwise the template. ``template`` always selects the template. Any other name is a renderer of
-            that library. Example: ``qwen3``.
+        name: ``auto`` selects a renderer of the library ``renderers`` that makes the same tokens as the model's chat
+            template. If there is none, it selects the template. ``template`` always selects the template. Any other
+            name is a renderer of that library. Example: ``qwen3``.
         tool_parser: The parser of tool calls with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
             for ``<tool_call>{JSON}</tool_call>``. Empty: ``json`` if the template writes these tags, otherwise none.
         keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
@@ -72,7 +72,7 @@ class EnvironmentConfig:
 
     Attributes:
         name: A built-in adapter (``gym``, ``command``, ``openenv``, ``mcp``, ``verifiers``), or your own class or async
-            function as ``file.py:Name`` or ``module:Name``. Empty: none, unless a row of the data names one.
+            function as ``file.py:Name`` or ``module:Name``. Empty: only the environments that rows of the data name.
         options: Keyword arguments of the environment. Example: ``{max_guesses: 7}``.
         python: Interpreter of the environment's processes, Python 3.11 or later. It does not need asyncrl's packages.
             Empty: the interpreter of the run.
@@ -82,7 +82,7 @@ class EnvironmentConfig:
         memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
         max_turns: Largest number of sampled turns in an episode.
         max_tokens: Largest number of sampled tokens in an episode. 0: ``max_turns`` times ``sampling.max_new_tokens``.
-        max_context: Largest number of tokens on a path (from the prompt to a last answer) of an episode. 0: as many as
+        max_context: Largest number of tokens on a path of an episode, from the prompt to the path's end. 0: as many as
             the model's context and a micro-batch of each learner role can hold. SGLang reserves 6 positions of the
             context.
         max_tree_tokens: Largest number of tokens of all paths of an episode together; shared tokens count once per

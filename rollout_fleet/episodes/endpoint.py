@@ -1,8 +1,8 @@
 """The HTTP server by which environments reach the policy, with OpenAI's and Anthropic's routes.
 
 It runs in the rollout worker. The API key of a call tells which episode makes the call. An answer is sent when the
-policy has sampled all of it. Until then, a streamed answer consists of comments, so that proxies and clients keep the
-connection open.
+policy has sampled the whole answer. Until then, a streamed answer consists of comments, so that proxies and clients
+keep the connection open.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Endpoint:
     def open(self, session: Session) -> Access:
         """Make a secret API key for one episode, and return it with the URL of this server.
 
-        Calls with the key are answered by ``session``, until `close_session`.
+        ``session`` answers the calls with this key, until `close_session`.
         """
         key = _PREFIX + secrets.token_hex(16)
         self._sessions[key] = session

@@ -35,7 +35,7 @@ _LARGEST = 3.4028234663852886e38  # the largest finite float32
 
 
 class FailureKind(StrEnum):
-    """The kind of an episode's failure. ``rollout_fleet.environment.on_failure`` sets what happens for each kind."""
+    """The kind of an episode's failure. ``rollout_fleet.environment.on_failure`` has the reaction to each kind."""
 
     environment = "environment"
     tool = "tool"
@@ -68,9 +68,9 @@ class Outcome:
 
     Attributes:
         reward: Value of the built-in reward ``environment``; None if other reward functions shall score the episode.
-        turn_rewards: Additional reward of each turn, by its index `AssistantMessage.turn` or `SampledTurn.turn`.
+        turn_rewards: Additional rewards of turns, by the turn's index (`AssistantMessage.turn`, `SampledTurn.turn`).
         metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
-        answer: The text that reward functions score. Empty: the text of the last turn.
+        answer: The text that reward functions score. Empty: the text of the last sampled turn.
     """
 
     reward: float | None = None
@@ -84,7 +84,7 @@ class Outcome:
 
         ``returned`` is an `Outcome`, a mapping with fields of `Outcome`, a number (the reward), or None (no reward).
 
-        Raises `EpisodeFailure` of kind ``reward`` for anything else, and for numbers that are not finite in float32.
+        Raises `EpisodeFailure` of kind ``reward`` for other values, and for numbers that are not finite in float32.
         """
         try:
             if isinstance(returned, Outcome):
@@ -222,21 +222,21 @@ class Policy:
         return message
 
     async def sample(self, tokens: Sequence[int], *, parent: int | None = 0, **options: Any) -> SampledTurn:
-        """Let the policy continue given token ids, instead of messages. Returns the sampled tokens.
+        """Let the policy continue token ids instead of messages. Returns the sampled tokens.
 
-        A turn is a stretch of sampled or given tokens of the episode. The policy continues the tokens up to the end of
-        the turn with the index ``parent``, followed by ``tokens``. ``parent`` 0 is the prompt; None begins a new
-        sequence. ``options`` are further fields of the request. Raises the errors of `chat`.
+        The policy sees all tokens up to the end of the turn with the index ``parent``, and then ``tokens``. ``parent``
+        0 is the prompt; None begins a new sequence. ``options`` are further fields of the request. Raises the errors of
+        `chat`.
         """
         body = {"parent": parent, "tokens": [int(token) for token in tokens], **options}
         answer = await self._post("/asyncrl/sample", body)
         return SampledTurn(**{name: answer[name] for name in ("turn", "token_ids", "logprobs", "finish_reason")})
 
     async def give(self, tokens: Sequence[int], *, parent: int | None = 0) -> int:
-        """Append token ids that the policy did not sample, such as a tool's result, after the turn ``parent``.
+        """Append a turn of token ids that the policy did not sample, such as a tool's result.
 
-        Returns the index of the new turn, to pass as ``parent``. ``parent`` 0 is the prompt; None begins a new
-        sequence. Raises the errors of `chat`.
+        The new turn follows the turn with the index ``parent``. ``parent`` 0 is the prompt; None begins a new sequence.
+        Returns the index of the new turn, to pass as ``parent``. Raises the errors of `chat`.
         """
         answer = await self._post("/asyncrl/give", {"parent": parent, "tokens": [int(token) for token in tokens]})
         return answer["turn"]
@@ -325,8 +325,9 @@ class Environment(Protocol):
     One object serves all episodes of a process with the same options. Episodes may run at the same time. So keep the
     state of an episode in local variables of `run`.
 
-    If the worker of an episode dies, `run` is called again, and gets the recorded answers to equal requests. If
-    `run` changes anything outside its process, set the class attribute ``replayable = False`` to drop these.
+    If the worker of an episode dies, `run` is called again, and gets the recorded answers to equal requests. If `run`
+    changes anything outside its process, set the class attribute ``replayable = False``. Then the recorded answers are
+    dropped, and the policy samples new answers.
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:

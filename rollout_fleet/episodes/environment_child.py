@@ -2,11 +2,11 @@
 
 The parent, `rollout_fleet.episodes.environment_processes`, sends pickled requests. This process answers in JSON::
 
-    {"run": 7, …} ──▶   "loading"                            its event loop may be blocked until the next message
+    {"run": 7, …} ──▶   "loading"                            the event loop may be blocked until the next message
                         "beat"                               once per second
-                        {"id": 7, "tool": [0, "search", true]}       its call 0 of a tool begins; false: it has ended
+                        {"id": 7, "tool": [0, "search", true]}       tool call 0 of episode 7 begins; false: it ends
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
-    {"cancel": 7} ──▶   the answer to 7
+    {"cancel": 7} ──▶   the answer to request 7
 
 At the end of an episode, its tasks are cancelled and its programs are killed. Threads, and tasks that ignore their
 cancellation, may still run. If too many still run, the parent replaces the process.
@@ -55,7 +55,7 @@ EPISODE = "ASYNCRL_EPISODE"
 """Name of the environment variable that marks the programs that an episode started."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
-_SHUTTING_DOWN = frozenset({410, 503})  # HTTP statuses of the policy's endpoint after it cut an episode off
+_SHUTTING_DOWN = frozenset({410, 503})  # the policy's endpoint answers these HTTP statuses after an episode's end
 
 
 class _Traces:
@@ -104,7 +104,7 @@ def _kill_fork(pid: int) -> bool:
 
 
 class _TracedThreads(ThreadPoolExecutor):
-    """The thread pool of ``asyncio.to_thread``, which records the episode of each call."""
+    """The thread pool for ``asyncio.to_thread``. The pool records the episode of each call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         traces, token = _current.get(), _current.set(None)  # a thread that the pool starts belongs to no episode
@@ -283,7 +283,7 @@ async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
 
 
 def _failure(error: BaseException) -> EpisodeFailure:
-    """Return the failure of an episode that ended with ``error``. The first known cause decides its kind."""
+    """Return the failure of an episode that ended with ``error``. The first known cause decides the failure's kind."""
     for cause in _causes(error):
         if isinstance(cause, EpisodeFailure):
             return cause

@@ -54,11 +54,11 @@ WATCH_S = 0.5
 CANCEL_TIMEOUT_S = 10.0
 """Longest time that a process may take to end a cancelled episode, in addition to ``blocked_timeout_s``."""
 MOST_STUCK = 16
-"""A process is replaced if more threads and tasks of ended episodes than this still run in it."""
+"""A process is replaced if more than this number of threads and tasks of ended episodes still run in it."""
 _TRACEBACK_S = 0.2
 _MAX_BACKOFF_S = 30.0
 _STEADY_S = 300.0
-"""After a process that lived for more seconds than this, the pause before its replacement is short again."""
+"""If a process lived for more seconds than this, the pause before its replacement is the shortest pause."""
 
 
 class HasAccess(Protocol):
@@ -66,7 +66,7 @@ class HasAccess(Protocol):
 
     @property
     def base_url(self) -> str:
-        """URL under which the episode's environment reaches the policy, for OpenAI's clients."""
+        """URL at which the episode's environment reaches the policy, for OpenAI's clients."""
         ...
 
     @property
@@ -104,7 +104,7 @@ class _EnvironmentProcess:
         return await asyncio.shield(answer)
 
     async def cancel(self, number: int) -> None:
-        """Cancel an episode. If the process does not clear it up in time, kill the process."""
+        """Cancel an episode. If the process does not report the end of the episode in time, kill the process."""
         answer = self.answers.get(number)
         if answer is None:
             return
@@ -118,7 +118,8 @@ class _EnvironmentProcess:
     def check(self, late_s: float) -> str:
         """Return why the process must be killed, or an empty text.
 
-        ``late_s``: seconds for which this worker was blocked itself.
+        ``late_s``: seconds for which the rollout worker's own event loop was blocked. The process gets this additional
+        time to answer.
         """
         self._quiet_until += late_s
         options = self._options
@@ -215,8 +216,8 @@ class EnvironmentProcesses:
     async def is_replayable(self, name: str, options: Mapping[str, Any] | None = None) -> bool:
         """Return whether an interrupted episode of the environment ``name`` may run again with its recorded turns.
 
-        It is the attribute ``replayable`` of the environment. ``options`` are the environment's keyword arguments.
-        Raises `EpisodeFailure` if the environment cannot be loaded.
+        The result is the attribute ``replayable`` of the environment. ``options`` are the environment's keyword
+        arguments. Raises `EpisodeFailure` if the environment cannot be loaded.
         """
         if name not in self._replayable:
             question = {"name": name, "options": self._merged(name, options)}
@@ -242,7 +243,7 @@ class EnvironmentProcesses:
     ) -> Outcome:
         """Run the environment of one episode in a child process, and return the outcome.
 
-        Cancelling this call also cancels the environment, and ends everything that the environment started.
+        If this call is cancelled, the environment is cancelled too, with the tasks and programs that it started.
 
         Args:
             prompt: The prompt.

@@ -1,4 +1,6 @@
-"""An episode: one rollout as a forest of turns. Makes the requests to the engine, limits turns and tokens, and replays.
+"""An episode: one rollout as a forest of turns.
+
+The class `Episode` makes requests to the engine, limits turns and tokens, and replays the turns of an earlier attempt.
 
 ::
 
@@ -8,9 +10,12 @@
 
 The states of a sampled turn::
 
-    recorded ──sample──▶ running ──take──▶ finished          next_requests asks the engine for a running turn, again
-        │                   └──abandon──▶ dropped            after each abort, with its tokens so far as prompt
+    recorded ──sample──▶ running ──take──▶ finished
+        │                   └──abandon──▶ dropped
         └──sample of another request──▶ dropped
+
+`next_requests` makes a request for a running turn. After an abort it makes a new request for the same turn. The prompt
+of the new request ends with the turn's tokens so far.
 
 Turns are named by index. A parent's index is below the indices of its children. The path to a turn is its ancestors,
 from the root on. The engine's prompt for a turn is exactly the tokens on this path, never decoded and encoded again.
@@ -37,7 +42,7 @@ PROMPT = 0
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeBudget:
-    """The limits of one episode. A running turn counts with all tokens that it may still write.
+    """The limits of one episode. A running turn counts as if it had its maximum length.
 
     Attributes:
         max_turns: Largest number of sampled turns. Example: 32.
@@ -61,7 +66,7 @@ class _Node:
     Attributes:
         turn: The turn. A sampled turn has no finish reason until it is finished.
         depth: Number of tokens on the path to this turn, including its own tokens.
-        is_live: Whether the environment gave or requested the turn in this attempt. Otherwise it is only recorded.
+        is_live: Whether the environment gave or requested the turn in this attempt. A dropped turn is not live.
         sampling: Sampling options of the whole turn. None until the turn is requested.
     """
 
@@ -86,13 +91,14 @@ class Episode:
     """One rollout of a prompt, turn by turn. The learner trains on exactly the sampled tokens.
 
     If an earlier attempt was cut off, ``recorded`` has its turns. The environment runs again, and `sample` returns the
-    recorded turns. This replay ends with the last recorded turn, or at the first request that differs. ``images`` are
-    the prompt's images.
+    recorded turns. This replay ends after all recorded turns, or at the first request that differs from the earlier
+    attempt. ``images`` are the prompt's images.
 
     Attributes:
         name: Prefix of the ids of requests; without ``/``. Example: ``"4711-0-3"`` (group, attempt, sample).
         num_replayed: Number of recorded tokens that requests of this attempt have reused.
-        num_dropped: Number of dropped tokens: recorded tokens after a different request, and tokens of abandoned turns.
+        num_dropped: Number of dropped tokens: recorded tokens that are not replayed any more, and tokens of turns that
+            were abandoned or refused.
 
     Raises:
         ValueError: ``recorded`` belongs to another prompt.
@@ -249,12 +255,12 @@ class Episode:
         *,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Request a turn that the policy samples after ``new_tokens``, which follow ``parent``. Returns its index.
+        """Request a turn that the policy samples after ``new_tokens``. Returns the index of this turn.
 
-        ``parent`` is the index of a turn, or `ROOT`. ``images`` belong to the placeholders in ``new_tokens``. Equal
-        requests get separate turns.
+        The ``new_tokens`` follow ``parent``, which is the index of a turn, or `ROOT`. ``images`` belong to the
+        placeholders in ``new_tokens``. Equal requests get separate turns.
 
-        If a turn recorded in an earlier attempt fits the request, that turn is used. It may already be finished.
+        If a turn that an earlier attempt recorded fits the request, that turn is used. It may already be finished.
         Otherwise the recorded turns of other requests after ``parent`` are dropped, with all turns that follow them.
 
         Raises:
@@ -343,7 +349,7 @@ class Episode:
         return index
 
     def abandon(self) -> None:
-        """Drop all turns that are being sampled. Tokens that the engine still sends for them are only counted."""
+        """Drop all turns that are being sampled. Later tokens of these turns are counted as dropped, and not used."""
         self._abandon(self.running)
 
     def trajectory(
@@ -355,8 +361,9 @@ class Episode:
     ) -> Trajectory:
         """Return the finished episode as a trajectory, which the learner trains on, with its ``reward``.
 
-        ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits recorded turns that were not
-        requested, and given turns that have no reward and lead to no sampled turn. So it may number turns differently.
+        ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits recorded turns that this
+        attempt did not replay. It also omits given turns that have no reward and lead to no sampled turn. So the
+        indices of turns in the trajectory may differ from those in the episode.
 
         Raises:
             ValueError: a turn is still running.
@@ -375,7 +382,7 @@ class Episode:
     def progress(self) -> Trajectory:
         """Return the turns to save for a later attempt at the group, as a trajectory with reward 0.
 
-        Unfinished turns are included, and recorded turns that were not replayed yet.
+        The trajectory includes unfinished turns, and recorded turns that have not been replayed yet.
         """
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
@@ -414,7 +421,10 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return how many tokens all paths have that do not end in ``extended``. Each path counts with its history."""
+        """Return the number of tokens of all paths that do not end in the turn ``extended``.
+
+        Each path counts with its whole history.
+        """
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
@@ -459,7 +469,7 @@ class Episode:
             self._running.discard(index)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """Return these turns with all turns above them, and the new index of each turn by its old index."""
+        """Return the turns ``indices`` with all their ancestors, and a dict from each old index to the new index."""
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:

@@ -42,7 +42,7 @@ class Player(Protocol):
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
-        """Return whether an episode that ended with ``failure`` is scored by the rewards all the same."""
+        """Return whether the rewards score an episode although it ended with ``failure``."""
         ...
 
     async def start(self) -> None:
@@ -84,8 +84,8 @@ class EpisodeRun:
         failure: The reason why the episode has no outcome.
         metrics: Numbers about the episode to report, by name.
         times: The times of the episode's turns and tools.
-        later_prompts: Number of prompt tokens of all turns after the first one, if the engine reports which were in its
-            cache. Requests that continue a cut-off turn do not count.
+        later_prompts: Numbers of prompt tokens of all turns after the first turn, if the engine reports how many of
+            these tokens were in its cache. Requests that continue a cut-off turn do not count.
 
     Args:
         ask: Called when a turn needs the engine. It must not wait.
@@ -128,12 +128,12 @@ class EpisodeRun:
         return LevelName.tool if self.times.is_in_tool else LevelName.environment
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the environment gets an answer of the policy that calls the tools ``names`` (may be none)."""
+        """Record that the environment gets an answer of the policy. The answer calls the tools ``names``, or none."""
         self.times.called(names)
         self._on_place()
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """Record that the environment begins or ends call ``number`` of `Policy.run_tool`, of the tool ``name``."""
+        """Record that call ``number`` of `Policy.run_tool` begins or ends. The call runs the tool ``name``."""
         self.times.tool(number, name, is_running)
         self._on_place()
 
@@ -171,7 +171,7 @@ class EpisodeRun:
         )
 
     def described(self, decode: Callable[[Sequence[int]], str], rewards: Mapping[int, float]) -> dict[str, Any]:
-        """Describe the episode as JSON values, for a report to people: its turns with texts and times, and its tools.
+        """Describe the episode as JSON values for people to read: its turns with texts and times, and its tools.
 
         Args:
             decode: Converts token ids to text.
@@ -219,9 +219,10 @@ class EpisodeRun:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Let the engine sample a turn after ``new_tokens``, which follow the turn ``parent``, and wait for its end.
+        """Let the engine sample a turn, and wait for its end. The turn follows ``new_tokens``.
 
-        Returns the index of the turn. If the caller is cancelled, the turn keeps running.
+        The ``new_tokens`` follow the turn ``parent``. Returns the index of the sampled turn. If the caller is
+        cancelled, the turn keeps running.
 
         Raises:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.

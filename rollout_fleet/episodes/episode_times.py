@@ -1,4 +1,4 @@
-"""The times of an episode (a rollout with an environment): when it waited for the engine, for tools, or for its code.
+"""The times when an episode (a rollout with an environment) waited for the engine, for tools or for its environment.
 
 ::
 
@@ -21,7 +21,7 @@ class TurnTimes:
 
     Attributes:
         asked_s: Time when the environment asked for the turn.
-        first_token_s: Time of the first token; None before it.
+        first_token_s: Time of the first token; None before the first token.
         ended_s: Time of the last token; None while the turn runs.
     """
 
@@ -32,7 +32,7 @@ class TurnTimes:
 
 @dataclass(kw_only=True, slots=True)
 class ToolTimes:
-    """One call of a tool, or of several tools that an answer called at once, in seconds since the episode began."""
+    """The times of one tool call, or of all calls of one answer together, in seconds since the episode began."""
 
     name: str
     began_s: float
@@ -77,7 +77,7 @@ class EpisodeTimes:
     def asked(self, turn: int) -> None:
         """Record that the environment requests the turn with this index now.
 
-        The tool calls of the last answer count as ended.
+        The tool calls of the latest answer count as ended.
         """
         self.turns.setdefault(turn, TurnTimes(asked_s=self.now_s))
         self._end_calls()

@@ -1,6 +1,6 @@
 """Chat messages: converts a client's messages to the form that templates need, and compares messages.
 
-Client libraries change the form of messages. So messages are equal if they differ only in:
+Client libraries change the form of messages. So messages count as equal if they differ only in:
 
 - ids of tool calls and the formatting of JSON arguments,
 - white space around an assistant's content,
@@ -129,8 +129,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
     """Return JSON bytes that are the same for two messages if the messages count as equal (see the module).
 
-    Reasoning is left out. ``call_places`` maps the id of each earlier tool call to its position in the conversation,
-    which replaces the id.
+    Reasoning is left out. ``call_places`` maps the id of each earlier tool call to its position in the conversation.
+    This position replaces the id.
     """
     content = message["content"]
     form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]
@@ -158,7 +158,7 @@ def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> b
 
 
 def chain(messages: Sequence[Message]) -> list[bytes]:
-    """Return one digest per message: the i-th digest is that of the messages up to the i-th one."""
+    """Return one digest per message. The i-th digest covers the conversation up to and including the i-th message."""
     places: dict[str, int] = {}
     digest, digests = b"", []
     for message in messages:

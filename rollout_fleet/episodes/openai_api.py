@@ -141,9 +141,9 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
 
 
 def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
-    """Check that a request's body has only the fields ``known`` or fields without effect. Raises `ValueError` if not.
+    """Check that a request's body has only the fields ``known`` and fields without effect.
 
-    A field with the value None counts as missing.
+    A field with the value None counts as missing. Raises `ValueError` for any other field.
     """
     unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name] is not None)
     if unknown:
@@ -210,7 +210,7 @@ def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
 def chat_completion(
     body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer
 ) -> dict[str, Any]:
-    """Convert sampled answers to the JSON body of a response of ``/v1/chat/completions``, one choice each.
+    """Convert sampled answers to the JSON body of a response of ``/v1/chat/completions``, one choice per answer.
 
     ``body`` is the request. The additional field ``turn`` of a choice is the index of the answer in the rollout.
     """
@@ -256,7 +256,7 @@ def chat_chunks(
 
 
 def completion(body: Mapping[str, Any], answers: Sequence[SampledAnswer], tokenizer: ChatTokenizer) -> dict[str, Any]:
-    """Convert sampled answers to the JSON body of a response of ``/v1/completions``, one choice each.
+    """Convert sampled answers to the JSON body of a response of ``/v1/completions``, one choice per answer.
 
     ``body`` is the request. A streamed response sends the result as its only chunk.
     """

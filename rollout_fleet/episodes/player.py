@@ -26,7 +26,7 @@ class EpisodePlayer:
     `close` may be called at any time.
 
     Args:
-        max_context: Largest number of tokens from the start of a prompt to the end of a last answer.
+        max_context: Largest number of tokens on a path of an episode, from the start of the prompt to the path's end.
         images: Reads the images in messages; None if the model takes no images.
     """
 

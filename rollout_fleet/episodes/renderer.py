@@ -1,7 +1,7 @@
 """Converts messages to tokens and back, with the model's chat template.
 
-`load_renderer` chooses a renderer of the library ``renderers`` if its tokens equal those of the chat template,
-otherwise the template. Sampled text is never encoded again.
+`load_renderer` chooses a renderer of the library ``renderers`` if this renderer makes the same tokens as the model's
+chat template. Otherwise it chooses the template itself. Sampled text is never encoded again.
 """
 
 from __future__ import annotations
@@ -85,10 +85,10 @@ class ChatRenderer(ABC):
         """Return the token ids to append to a conversation for new messages, without encoding sampled text again.
 
         Args:
-            prompt_ids: Tokens before the last sampled answer.
+            prompt_ids: Tokens before the latest sampled answer.
             sampled_ids: Tokens of this answer. If they have no stop token, the result begins with the tokens that close
                 the answer.
-            history: Messages that these tokens stand for. The last message is the answer itself.
+            history: The messages of ``prompt_ids`` and ``sampled_ids``. The final message is the answer itself.
             new_messages: The messages after the answer.
             tools: JSON schemas of the tools, in OpenAI's form.
 
@@ -113,14 +113,15 @@ class ChatRenderer(ABC):
         """
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return ``token_ids`` without the last one if it is a stop token, otherwise unchanged."""
+        """Return ``token_ids`` without the final token if this token is a stop token, otherwise unchanged."""
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
-        """Render test conversations of several kinds, and set `append_only`. Returns a result by the name of each kind.
+        """Render test conversations of several kinds, and set `append_only`. Returns the result of each kind, by name.
 
-        ``continues``: the next turn only appends tokens. ``branches``: the template renders the history differently, so
-        the session starts a new branch. ``refused``: the template does not accept the conversation.
+        Each result begins with one of three words. ``continues``: the next turn only appends tokens. ``branches``: the
+        template renders the history differently, so the session starts a new branch. ``refused``: the template does not
+        accept the conversation.
         """
         verdicts: dict[str, str] = {}
         for kind, (messages, answer, new, tools) in _TEST_TURNS.items():
@@ -128,7 +129,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # so that the modules it imports are loaded now
+                self.parse(prompt, sampled or (), tools)  # a parser imports some modules at its first call
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -207,7 +208,7 @@ class LibraryRenderer(ChatRenderer):
 
 
 class _PromptTexts:
-    """Remembers the texts of the latest prompts by their tokens, up to ``most_letters`` letters."""
+    """Holds the texts of the newest prompts, together up to ``most_letters`` letters. Finds a text by its tokens."""
 
     def __init__(self, most_letters: int = 1 << 25) -> None:
         self._most_letters = most_letters
@@ -215,7 +216,11 @@ class _PromptTexts:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """Return a prompt's text, or an empty text. Hashes may collide, so the caller must check the text."""
+        """Return the text of the prompt with these tokens, or an empty text.
+
+        The text is found by a hash of the tokens. Two prompts may have the same hash, so the caller must compare the
+        text with the rendered conversation.
+        """
         return self._texts.get(hash(tuple(token_ids)), "")
 
     def keep(self, token_ids: Sequence[int], text: str) -> None:
@@ -311,7 +316,10 @@ class TemplateRenderer(ChatRenderer):
         return suffix
 
     def _short_difference(self, answer: Message, new_messages: Sequence[Message]) -> str | None:
-        """Return the text that new messages append to a short conversation. None if they change its earlier text."""
+        """Return the text that new messages append to a short conversation.
+
+        Returns None if the new messages change the earlier text of this conversation.
+        """
         short = {**answer, "content": _SENTINEL}
         short.pop("reasoning_content", None)
         before = self._prepared_text([_USER, short], (), prompts=False)
@@ -346,7 +354,7 @@ class TemplateRenderer(ChatRenderer):
             sampled = after[len(before) :]
         elif opened != before.rstrip() and after.startswith(
             opened
-        ):  # the prompt opens the reasoning, but the rendered history drops it
+        ):  # the prompt opens the reasoning, but the rendered history drops the reasoning
             sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
         else:
             return None
@@ -362,7 +370,7 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Return the special tokens that close an assistant's message.
 
-        Some templates (GLM) close it with the first token of the next message.
+        Some templates (GLM) close a message with the first token of the next message.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]
@@ -379,7 +387,11 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """Return ``text`` after the turn's stop token, if the turn has one. None if ``text`` begins with another."""
+        """Return the part of ``text`` after the stop token that ends ``sampled_ids``.
+
+        Returns the whole text if ``sampled_ids`` end with no stop token. Returns None if ``text`` begins with a
+        different stop token.
+        """
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
         sampled = self.tokenizer.decode([int(sampled_ids[-1])])
@@ -586,4 +598,4 @@ _TEST_TURNS: dict[str, tuple[list[Message], Message, list[Message], list[Message
         [_WEATHER],
     ),
 }
-"""Conversations for tests of renderers, by kind: messages, an answer, the messages after it, and the tools."""
+"""Conversations for tests of renderers, by kind: messages, an answer, the messages after the answer, and the tools."""

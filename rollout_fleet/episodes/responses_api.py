@@ -1,6 +1,6 @@
 """OpenAI's responses API: converts JSON bodies to `ChatRequest`, and sampled answers to JSON and stream events.
 
-The API puts functions into namespaces. The policy sees such a function as ``NAMESPACE__NAME``.
+A request may put functions into namespaces. The policy sees such a function as ``NAMESPACE__NAME``.
 """
 
 from __future__ import annotations

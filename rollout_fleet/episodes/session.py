@@ -1,12 +1,12 @@
-"""A session answers the requests of one episode: it finds the turns that the messages of a request repeat.
+"""A session answers the requests of one episode. Each request repeats earlier messages and adds new messages.
 
 ::
 
-    request (messages) ──match──▶ the turn whose messages they begin with ──extend──▶ suffix tokens ──▶ sample
-                           └─ no such turn, or the template renders its path differently: render the whole request,
-                              and branch at the first difference; counted by cause
+    request (messages) ──match──▶ known conversation ──extend──▶ tokens of the new messages ──▶ sample
+                           └─ no match, or the template renders the conversation differently: render the whole request,
+                              and branch at the first difference. `SessionCounts.branches` counts the causes.
 
-Sampled tokens never change. Only the tokens of a request's new messages are added after the turns that it repeats.
+Sampled tokens never change. A request that continues a known conversation adds only the tokens of its new messages.
 """
 
 from __future__ import annotations
@@ -75,10 +75,10 @@ class TurnSampler(Protocol):
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Let the engine sample a turn after ``new_tokens``, which follow the turn ``parent``, and wait for its end.
+        """Let the engine sample a turn, and wait for its end. The turn follows ``new_tokens``.
 
-        Returns the index of the turn. If the engine aborts the sample, for example for a weight update, the wait goes
-        on, and the turn is continued later.
+        The ``new_tokens`` follow the turn ``parent``. Returns the index of the sampled turn. If the engine aborts the
+        sample, for example for a weight update, the turn is continued later, and this method still waits.
 
         Raises:
             EpisodeOverflow: the episode has used up its budget.
@@ -96,11 +96,11 @@ class SampleOptions:
         max_tokens: Maximum length of a turn in tokens. ``rollout_fleet.sampling.max_new_tokens`` is the largest value
             and the default.
         stop: Texts that end a turn.
-        stop_token_ids: Tokens that end a turn, in addition to the renderer's tokens.
+        stop_token_ids: Tokens that end a turn, in addition to the renderer's stop tokens.
         seed: Random seed; the i-th of n turns gets ``seed + i`` (`SamplingConfig.seed`).
         json_schema: JSON schema of the answer, as text; empty for none.
-        reads_calls: Whether to read tool calls. Otherwise they stay in the content.
-        other: Other options, by OpenAI's names. A value that differs from the run's value is overridden or refused.
+        reads_calls: Whether to read tool calls. Otherwise the text of tool calls stays in the content.
+        other: Other options, by OpenAI's names. A value that differs from the run's value is ignored or refused.
             Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
     """
 
@@ -151,7 +151,7 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        num_prompt_tokens: Number of tokens before the turn: the prompt and all turns that it follows.
+        num_prompt_tokens: Number of tokens before the turn: the prompt and all turns on the path to this turn.
         num_reused_tokens: Number of these prompt tokens that were in the episode before the request.
         token_ids: [R] int32 tokens of the turn.
         logprobs: [R] float32 log-probs of these tokens.
@@ -176,15 +176,15 @@ class SessionCounts:
         requests: Number of new requests.
         repeated: Number of requests that got the turns of an earlier request.
         branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
-            the history differently. ``unparseable``: the same, after an answer that could not be parsed. ``edited``:
-            the history has other messages. ``tools``: the tools differ. ``new_root``: the request does not
-            begin like a turn of the episode.
-        overridden: Number of sampling options that differed from the run's, by name.
+            the history differently. ``unparseable``: the same, and the history ends with an answer whose tool calls
+            could not be parsed. ``edited``: the history has other messages. ``tools``: the tools differ. ``new_root``:
+            the request begins with no turn of the episode.
+        overridden: Number of requested values that differed from the run's sampling options, by name of the option.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Number of tokens of all prompts.
         reused_tokens: Number of prompt tokens that were in the episode before the request.
-        retokenised_tokens: Number of sampled tokens of earlier answers whose text was encoded again, as context of a
-            branch. The learner does not train on this context.
+        retokenised_tokens: Number of sampled tokens in those earlier answers whose text was encoded again for a
+            branch. The learner does not train on the newly encoded tokens.
     """
 
     requests: int = 0
@@ -275,10 +275,10 @@ class Session:
         in three cases:
 
         - the earlier request still runs,
-        - its answer was lost (`lose`), or
-        - the client marks a retry.
+        - the answer to the earlier request was lost (`lose`), or
+        - the client marks the new request as a retry.
 
-        Otherwise it gets new answers to the same messages.
+        Otherwise the new request gets new answers to the same messages.
 
         Raises:
             ValueError: a message, a tool or an option is not supported.
@@ -307,7 +307,7 @@ class Session:
     async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
         """Return one sampled answer to token ids instead of messages.
 
-        The tokens follow the turn with the index ``parent``, or begin a new sequence if it is `ROOT`.
+        The tokens follow the turn with the index ``parent``. If ``parent`` is `ROOT`, they begin a new sequence.
 
         Raises the errors of `TurnSampler.sample` and `Episode.sample`, and `ValueError` for an unsupported option.
         """
@@ -315,16 +315,17 @@ class Session:
         return answer
 
     def give(self, parent: int, tokens: Sequence[int]) -> int:
-        """Append token ids that the policy did not sample after the turn ``parent``, or as a new sequence for `ROOT`.
+        """Append a turn of token ids that the policy did not sample.
 
-        Returns the index of the new turn. Raises the errors of `Episode.give`.
+        The turn follows the turn with the index ``parent``. If ``parent`` is `ROOT`, it begins a new sequence. Returns
+        the index of the new turn. Raises the errors of `Episode.give`.
         """
         turn = self._sampler.episode.give(parent, tokens)
         self._know(turn)
         return turn
 
     def lose(self, request: ChatRequest | TextRequest) -> None:
-        """Record that the client did not get the answer to ``request``, because it had disconnected.
+        """Record that the client did not get the answer to ``request``, because the client had disconnected.
 
         If the client sends the same request again, it gets the same answer once.
         """
@@ -399,13 +400,13 @@ class Session:
         read_image = None if self._reader is None else self._read_image
         contents = (message.get("content") for message in sent if isinstance(message, Mapping))
         if any(is_image(part) for content in contents if isinstance(content, list) for part in content):
-            return await asyncio.to_thread(_read_messages, sent, read_image)  # images take milliseconds
+            return await asyncio.to_thread(_read_messages, sent, read_image)  # reading an image takes milliseconds
         return _read_messages(sent, read_image)
 
     def _place(
         self, messages: Sequence[Message], tools: Sequence[Message], tools_digest: str, digests: Sequence[bytes]
     ) -> _Place:
-        """Find where the turns of a request begin. Count a request that cannot continue its history."""
+        """Find the turn that a request continues, and the tokens to add. Count a request that begins a branch."""
         history, cause = self._longest_history(messages, tools_digest, digests)
         if history is not None:
             num_known = len(history.messages)
@@ -430,7 +431,10 @@ class Session:
         return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
 
     def _count_retokenised(self, messages: Sequence[Message], parent: int) -> bool:
-        """Count tokens of answers in ``messages`` that are not on ``parent``'s path. Returns whether there are any."""
+        """Count the sampled tokens of those answers in ``messages`` that are not turns on the path to ``parent``.
+
+        Returns whether there are such tokens.
+        """
         on_path: set[int] = set()
         while parent != ROOT:
             on_path.add(parent)
@@ -517,7 +521,7 @@ class Session:
         return message
 
     def _name_of(self, turn: int) -> str:
-        """Return a name for a sampled turn that stays the same in a replay.
+        """Return the name of a sampled turn. The turn has the same name in a replay of the episode.
 
         Siblings with equal tokens get different names.
         """
@@ -594,17 +598,20 @@ class Session:
         return answers
 
     def _check_continues(self, context: int, place: _Place) -> None:
-        """Assert that no sampled token was encoded again: the prompt is the parent's path plus the new tokens."""
+        """Assert that the path to the turn ``context`` is the path of ``place.parent`` plus ``place.new_tokens``.
+
+        Then no sampled token was encoded again.
+        """
         tokens, given = place.new_tokens, self._sampler.episode.turn(context)
         is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)
         continues = is_given if len(tokens) else context == place.parent
         assert continues, f"turn {context} is not turn {place.parent} and the tokens of its request"
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
-        """Return the run's sampling options with the permitted changes.
+        """Return the run's sampling options with the changes that a request may make.
 
         Other changes raise `ValueError` if the session refuses them. Otherwise they are counted, and the run's value
-        stays. A ``max_tokens`` above the run's value is never refused.
+        is used. A ``max_tokens`` above the run's value is never refused.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")

@@ -166,7 +166,7 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
 
 
 def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
-    # remove the last commit of life 1, and a commit in the middle of the next life
+    # removes the final commit of life 1, and a commit in the middle of the next life
     for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""Colocated training with a scripted learner and fleet: the order of events, and exclusive use of the device."""
+"""Colocated training with a scripted learner and fleet: the order of events, and one user of the device at a time."""
 
 import asyncio
 
@@ -95,7 +95,7 @@ async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_tu
 
 
 class SharedDevice:
-    """A device that records its user. Two users at once are an error."""
+    """A device that records which component uses it. Two users at the same time are an error."""
 
     def __init__(self):
         self.user, self.turns = "engines", []

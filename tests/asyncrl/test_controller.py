@@ -23,7 +23,7 @@ TOKENS_PER_STEP = 10
 
 
 class ScriptedBuffer(OffersInMemory):
-    """A scripted buffer. Like the real ledger, it can plan one version ahead of the last commit.
+    """A scripted buffer. Like the real ledger, it can plan one version ahead of the latest commit.
 
     ``slow_parts`` maps a checkpoint's version to a step. The buffer finishes writing its files of this checkpoint only
     after the commit of this step.
@@ -236,7 +236,7 @@ def make_controller(
 
 
 async def train(controller, fleet):
-    """Train while the fleet's own loop loads the weights."""
+    """Train while the fleet's loop `run` loads the weights."""
     running = asyncio.ensure_future(fleet.run())
     try:
         await asyncio.wait_for(controller.train(), 10)
@@ -264,7 +264,7 @@ async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_
 
 
 class UnsureLearner(ScriptedLearner):
-    """A learner that adds a group without a score to each plan.
+    """A learner that adds a group without a score to each plan, as if the reward model had returned no number.
 
     The added group is a copy of the planned group with other response lengths.
     """
@@ -420,7 +420,7 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
 
 
 async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
-    """The buffer finishes its parts of the first two checkpoints only after step 9."""
+    """The buffer finishes its files of the first two checkpoints only after step 9."""
     saved = []
     buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
     controller, _, fleet, _ = make_controller(

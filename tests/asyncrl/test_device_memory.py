@@ -141,7 +141,7 @@ def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, nu
 def test_memory_of_a_rank_equals_a_calculation_by_hand():
     """Each of four ranks has a quarter of the parameters and of AdamW's moments.
 
-    It has all gradients, or a quarter of them with ``gradient_sync=micro_batch``.
+    Each rank has all gradients. With ``gradient_sync=micro_batch`` it has a quarter of the gradients.
     """
     config = run("learner.num_ranks=4")
     parts = rank_memory(config, SMALL)["learner"]
@@ -151,8 +151,8 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
     assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
     assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
-    # Three gradients: the tied output layer's in float32, those of 4,096 tokens' logits in bfloat16, and those of one
-    # chunk's logits in both dtypes.
+    # There are three gradients: of the tied output layer (float32), of the logits of 4,096 tokens (bfloat16), and of
+    # the logits of one chunk (both dtypes).
     assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 6 * 1024 * 151936
     assert _WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
 

@@ -17,7 +17,10 @@ PROMPTS = [Prompt(group_id=index, prompt_ids=np.asarray([3], np.int32)) for inde
 
 
 class Engines:
-    """A fleet that answers after ``takes_s``. After some answers, an engine can fail, or answer one prompt per call."""
+    """A fleet that answers after ``takes_s``.
+
+    A test can let an engine fail, or answer one prompt per call, after some answers.
+    """
 
     def __init__(self, *names, takes_s=1.0, dies_after=None, leaves_after=None):
         self.names = names
@@ -53,7 +56,7 @@ def evaluator_on(fleet, *overrides):
 
 
 def pinned_to(*engines):
-    """Return a stand-in for the wait for pinned engines. The set of pinned engines never changes."""
+    """Return a stand-in for the function that waits for pinned engines. The set of these engines never changes."""
 
     async def pinned(known):
         if set(engines) == set(known):

@@ -122,7 +122,11 @@ def test_the_program_prints_its_results_and_writes_a_report(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_learner_engines_and_runs_pass_the_check_at_toy_size(tmp_path):
-    """Slow. `tests/rollout_fleet/test_sglang_engine.py` checks the same properties of an engine in every session."""
+    """This test is slow.
+
+    `tests/rollout_fleet/test_sglang_engine.py` checks the same properties of an engine, and most of its tests are not
+    slow.
+    """
     found = check(tmp_path, "--gpus", "2", "--only", "log_probs,training,offload,checkpoint,serving,runs")
     assert {result["state"] for result in found.values()} == {"PASS"}
     with_head, without_head = (found["output layer"]["figures"][head] for head in ("float32", "bfloat16"))

@@ -66,7 +66,7 @@ class MortalLearner(ScriptedLearner):
         return await super()._update(version)
 
     async def _live(self, version=None):
-        """Raise the error if ``version`` is the scheduled update. From then on, raise it in every call."""
+        """Raise the error if ``version`` is the scheduled update. From then on, raise the error in every call."""
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)

@@ -225,7 +225,7 @@ async def test_a_node_whose_shared_memory_has_no_room_for_images_is_named(folder
     monkeypatch.setattr(shutil, "disk_usage", lambda path: full if "other" in str(path) else usage)
     with pytest.raises(ValueError, match=r"got: 10\.0\.0\.2 has 0 MiB; .*weights\.transport=file"):
         await folders.supply(config, keys="", resumes=False)
-    await folders.supply(replace(config, weights=WeightsConfig()), keys="", resumes=False)  # no weight images
+    await folders.supply(replace(config, weights=WeightsConfig()), keys="", resumes=False)  # no room is needed
 
 
 async def test_a_node_that_does_not_see_a_folder_that_must_be_shared_is_not_used(folders, tmp_path, monkeypatch):

@@ -35,7 +35,7 @@ asyncio.run(until_killed(sys.argv[1]))
 async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
     """Return a rollout loop and its engine.
 
-    A finished sample has ``NUM_TOKENS`` tokens. Tokens that another worker wrote earlier are included.
+    A finished sample has ``NUM_TOKENS`` tokens, including the tokens that another worker wrote earlier.
     """
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:

@@ -201,8 +201,9 @@ async def fail(learner: LearnerGroup) -> None:
 def fused(cluster, tmp_path_factory):
     """Return the results of a learner with all roles in one process, before a death and after a restart.
 
-    The learner makes two steps, a checkpoint and a third step. One more step has tokens that differ from the plan, and
-    one fails. Then the process is killed, and the learner repeats the third step from the checkpoint.
+    The learner makes two steps, a checkpoint and a third step. Of two further steps, one has tokens that differ from
+    the plan, and the other one fails. Then the process is killed, and the learner repeats the third step from the
+    checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -251,7 +252,7 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
 
 @pytest.mark.long
 def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, start) -> None:
-    """The actor is sequence-parallel. Reference and critic are data-parallel; the critic has smaller micro-batches."""
+    """The actor is sequence-parallel. Reference and critic are data-parallel. The critic has smaller micro-batches."""
     own = start(
         "learner.num_ranks=2",
         "learner.sp_size=2",

@@ -54,7 +54,7 @@ def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_di
         ValueError, match=r"shared_memory needs room: .*7 MiB free and 10 MiB are needed; .*transport=file"
     ):
         snapshots(run_dir, *in_memory)
-    # the 28 MiB include the deltas since the last full version, and one copy of the weights per engine
+    # the 28 MiB include deltas since the latest full version, and one copy of the weights per engine
     with pytest.raises(ValueError, match=r"28 MiB are needed"):
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 

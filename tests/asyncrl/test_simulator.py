@@ -352,7 +352,7 @@ def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token(
 
 
 def test_handed_over_groups_continue_without_lost_tokens():
-    """The two engines are equally fast. But one engine needs more than twice as long for a group as before."""
+    """The two engines are equally fast. But an engine with many samples needs more than twice as long for a group."""
     model = EngineModel(step_s=0.001, step_s_per_sample=0.01)
     lengths = LengthModel(recorded=[[10, 10], [300, 300]])
     keeps = scenario(max_lag=0, num_engines=2, groups_in_flight=8, engine=model, lengths=lengths, groups_per_step=8)
@@ -373,7 +373,7 @@ def test_simulated_steps_vary_like_the_recorded_ones():
 
 
 def test_the_groups_of_a_batch_are_settled_one_by_one_during_the_next_batch():
-    """The first batch ends at 3 s. Settling a group takes 0.5 s of CPU time.
+    """The first batch ends at 3 s. Settling (scoring and storing) a group takes 0.5 s of CPU time.
 
     Settling shares the engine's core with the next batch, so it stores one group per second.
     """

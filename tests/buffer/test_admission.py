@@ -46,7 +46,7 @@ def put(group_id: int) -> commands.Put:
 
 
 def after_one_step(requests: CountedRequests) -> None:
-    """Bring the ledger to learner version 1, with queued prompts and no open groups."""
+    """Make one learner step. The ledger is then at version 1, with queued prompts and no open groups."""
     requests.ask(b"controller", commands.Enqueue(tuple(range(16)), (0,) * 16))
     requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
     for group_id in (0, 1):
@@ -78,7 +78,7 @@ async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_adm
     for client, version in ((b"old", 0), (b"new", 1)):
         requests.hand_in(client, commands.LeaseGroups(engine_version=version, max_groups=4))
     requests.service.settle()
-    # Four groups may be open. Two of them may be due by version 1, so engines at version 0 may begin two.
+    # Four groups may be open. At most two of them may be due by version 1, so engines at version 0 may begin two.
     assert requests.granted() == {b"old": 2, b"new": 2}
     requests.service.close()
 

@@ -39,7 +39,7 @@ async def test_prompts_wait_while_others_fill_their_bound_and_go_on_when_groups_
 
 
 async def test_a_batch_whose_prompts_exceed_their_bound_together_is_planned():
-    """There are eight prompts under a bound of three. The plan must not wait for prompts that cannot come."""
+    """The batch has eight prompts, but ``max_prompt_bytes`` allows three. The plan must not wait for more prompts."""
     size = size_of(prompt_frames(prompt(0)))
     async with running(groups_per_step=8, max_lag=0, max_prompt_bytes=3 * size) as run:
         client, feeder = run.client(), run.client()

@@ -102,7 +102,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
         async def through(name: str, make) -> object:
             """Make a call.
 
-            If it is the call under test, first make it several times and cancel it at different moments.
+            If ``name`` is the call under test, first make the call several times and cancel it at different moments.
             """
             for num_turns in range(8 if name == call else 0):
                 task = asyncio.ensure_future(make())

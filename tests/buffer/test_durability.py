@@ -107,7 +107,7 @@ class Learner:
         self._advanced = asyncio.Event()
 
     async def lease(self, client: AnyRole) -> list[Lease]:
-        """Lease at the newest version. A call that waits at an older version is cancelled."""
+        """Request leases at the learner's version. If the version advances, cancel the call and make a new one."""
         while True:
             call = asyncio.ensure_future(client.lease(self.version, 2))
             advanced = asyncio.ensure_future(self._advanced.wait())
@@ -352,9 +352,9 @@ async def test_after_a_power_failure_large_frames_that_were_written_last_are_los
 
 
 async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
-    """Cut each file of the journal at 13 places, as a power failure may cut writes that were not synced.
+    """Cut each file of the journal at 13 places. A power failure may cut writes in this way if they were not synced.
 
-    Returns the numbers of stored groups and of lost groups that occurred.
+    Returns two sets over all cuts: the numbers of stored groups, and the numbers of lost groups.
     """
     before = tmp_path / "before"
     options = {"durability": Durability.disk, "max_lag": 3}
@@ -392,7 +392,7 @@ async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and
             await client.put(rollout(lease, num_tokens=9 - lease.prompt.group_id))
         assert [group.group_id for group in (await client.plan(0)).groups] == [3, 2]
     frames = tmp_path / "journal.1.frames"
-    frames.write_bytes(frames.read_bytes()[:-200])  # cuts the last of four groups
+    frames.write_bytes(frames.read_bytes()[:-200])  # cuts into the frames of group 3
     async with running(**options) as run:
         client = run.client()
         stats = await client.stats()
@@ -425,7 +425,7 @@ async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_pa
 
 
 def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
-    """The test's `writev` writes only some of the bytes, like the real one above 2^31 bytes."""
+    """The test's ``os.pwritev`` writes only 7 bytes per call. The real one also writes only a part above 2^31 bytes."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file")
@@ -472,7 +472,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # this group is stored but not written; the repeated put writes it
+        await client.put(rollout(first))  # stored, but not in the journal; the repeated put writes it
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]
@@ -502,7 +502,7 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
             if journal_of_run is not None and journal_of_run._retiring is not None:
                 await asyncio.to_thread(
                     journal_of_run._retiring.join
-                )  # the number of written bytes must not depend on the disk's load
+                )  # the size of the files must not depend on the disk's load
             largest = max(largest, size_of_files(tmp_path))
         [lease, late] = await client.lease(40, 2)
         await client.put(rollout(lease, num_tokens=400))

@@ -25,7 +25,7 @@ async def rotate(control: AnyRole, directory: Path) -> None:
 
 
 def without_file(directory: Path, role: BufferRole):
-    """Return a role's keys without the path of the key file, so a client with them cannot read newer keys."""
+    """Return a role's keys without the path of the key file. So a client with these keys cannot read newer keys."""
     return replace(client_keys(directory, role), path=None)
 
 

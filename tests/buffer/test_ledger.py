@@ -348,7 +348,10 @@ def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_gene
 
 
 def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart():
-    """An attempt expires before its worker is declared dead. It never reports its tokens, so they count as lost."""
+    """An attempt expires before its worker is declared dead.
+
+    The attempt never reports its tokens, so the tokens count as lost.
+    """
     new = ledger(2, 2, lease_s=10.0)
     expired, running, _ = new.lease(0, 3, owner=b"a")
     new.renew(running.group_id, running.attempt, now=15.0)

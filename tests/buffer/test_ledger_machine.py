@@ -248,9 +248,9 @@ class LedgerMachine(RuleBasedStateMachine):
         return 1 + group_id * 7 % 9
 
     def _reserve(self, lease: GrantedLease) -> bool:
-        """Reserve bytes, and return whether they fit.
+        """Reserve bytes for the group of a lease, and return whether they fit.
 
-        Check that each evicted group has a later deadline, or loses only a saved prefix.
+        Check that each evicted group has a later deadline than this group, or loses only a saved prefix.
         """
         size, host = self._size(lease.group_id), "ab"[lease.group_id % 2]
         near = {number for number in self.hosts if self.hosts[number] == host}
@@ -324,7 +324,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(compacts=st.booleans(), order=st.sampled_from(ORDER_NAMES), on_stale=st.sampled_from(OnStale))
     def the_server_restarts(self, compacts: bool, order: str, on_stale: OnStale) -> None:
-        """Restore the ledger from a snapshot and the later journal.
+        """Restore the ledger from a snapshot and from the commands that the journal recorded after the snapshot.
 
         A server with other options must reach the same state.
         """
@@ -498,7 +498,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """Return the number of groups that the batch still lacks. It is the maximum of the numbers per deadline."""
+        """Return the number of groups that the batch still lacks: the largest number that any deadline requires."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -538,7 +538,10 @@ class LedgerMachine(RuleBasedStateMachine):
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
-        """Keep a trained group stored for another use, if all deadlines can be met with one more group of its age."""
+        """Keep a trained group stored for another use, if all deadlines can still be met.
+
+        The group counts as open again.
+        """
         for group_id, (summary, deadline) in batch.items():
             may_stay = summary.num_uses + 1 < self.max_uses and self.places[group_id] in self.hosts
             if may_stay and self._admits(deadline - self.max_lag, self._open_deadlines()):
@@ -549,8 +552,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def trajectories_are_lost(self, data: st.DataObject) -> None:
         """Lose trajectories, as after a power failure.
 
-        Their prompts are queued again, and their batches are planned again. If a store is lost, its other groups in
-        these batches are lost too.
+        Their prompts are queued again, and their batches are planned again. Another group of these batches is lost too
+        if its store is gone.
         """
         lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
         first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)
@@ -562,7 +565,10 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(back=st.integers(0, 5))
     def the_learner_goes_back(self, back: int) -> None:
-        """Let the learner go back. Groups and prefixes without a token of a lost version stay."""
+        """Let the learner go back to a checkpoint.
+
+        Groups and prefixes stay if none of their tokens has a later version.
+        """
         version = sorted(self.marked)[max(0, len(self.marked) - 1 - back)]
         again = self._finished() - self.marked[version]
         dropped = again - set(self.consumed)
@@ -588,7 +594,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.enqueue(range(self.num_enqueued)) == sorted(again - self.stored.keys() - self.lost_by_rewind)
 
     def _lose_versions_above(self, version: int, again: set[int]) -> None:
-        """Remove the groups that the rewind loses. Groups of a batch whose store is gone are also lost."""
+        """Remove the groups that the rewind loses. A group of a planned batch is also lost if its store is gone."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         gone = {group_id for group_id in planned if self.places[group_id] not in self.hosts}
         lost = {group_id for group_id, (summary, _) in self.stored.items() if summary.newest_version > version}
@@ -672,7 +678,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def whoever_waits_for_a_batch_is_woken(self) -> None:
         """Check that a batch that cannot be planned waits for something that will come.
 
-        This is a running lease, a commit, or a lease that an engine can get when there are prompts.
+        The batch may wait for a running lease, for a commit, or for a lease that an engine can get when there are
+        prompts.
         """
         num_stored = len(self._open_deadlines()) - len(self.running)
         if self.running:
@@ -697,7 +704,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
     def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
-        """Check that the lease has the group's saved prefix if, and only if, a group of its age is still admitted."""
+        """Check that the lease has the saved prefix if, and only if, a group as old as the prefix is still admitted."""
         prefix = self.prefixes.pop(lease.group_id, None)
         if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
@@ -718,18 +725,18 @@ class LedgerMachine(RuleBasedStateMachine):
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """Return the number of tokens that an attempt has at least: those last saved, or its continued prefix."""
+        """Return the smallest number of tokens that an attempt may have: its latest save, or the continued prefix."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued
 
     def _own(self, lease: GrantedLease, num_tokens: int) -> int:
-        """Return the number of tokens that an attempt wrote itself."""
+        """Return the number of tokens that an attempt wrote itself, without an inherited prefix."""
         key = lease.group_id, lease.attempt
         return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
     def _report(self, lease: GrantedLease, num_tokens: int) -> None:
-        """Let an attempt report its tokens, with the continued prefix. Only the first report counts."""
+        """Let an attempt report its ``num_tokens``, which include a continued prefix. Only the first report counts."""
         key = lease.group_id, lease.attempt
         if key not in self.reported:
             self.reported.add(key)

@@ -107,7 +107,10 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
 
 
 def asked_of(buffer) -> Counter:
-    """Return a counter of the buffer's requests to hand over a group, by group. It counts from now on."""
+    """Return a counter: for each group, how often the buffer asks a worker to hand it over.
+
+    It counts from this call on.
+    """
     asked: Counter = Counter()
     push = buffer.service._replies.push
 
@@ -144,7 +147,7 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(num_engines, max_la
 @pytest.mark.long
 @pytest.mark.parametrize("share_of_slow_groups", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
 def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of_slow_groups):
-    """On each of the equal engines, some groups take ten times as long per token, because they wait for tools."""
+    """All engines are equal. On each of them, some groups take ten times as long per token, because they call tools."""
     ratios = []
     for seed in range(3):
         rng = random.Random(seed)
@@ -296,7 +299,7 @@ def test_a_call_costs_as_much_with_many_workers_and_groups_as_with_few():
     assert seconds(4000) < 5 * seconds(100) + 0.02
 
 
-# The guard
+# Workers that may begin a group
 
 
 class Workers:
@@ -328,7 +331,7 @@ class Workers:
     def check(self) -> None:
         """Check that no worker waits although it may begin a group.
 
-        Exception: the place is reserved for a hand-over.
+        A worker may wait if the place is reserved for a hand-over.
         """
         ledger = self.ledger
         if not ledger.groups.num_queued or not ledger.room.has_room():
@@ -358,7 +361,7 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
             pace_s = 0.02 if owner == b"worker-0" else 0.001
-            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # as if 3 tokens had taken so long
+            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # as after 3 tokens at this pace
             of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version

@@ -81,7 +81,8 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            # if the leaver got the group, this lease waits until the leaver counts as silent
+            # If the worker that left was granted the group, this call waits until the server treats that worker as
+            # silent.
             [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:
@@ -175,7 +176,7 @@ def test_whoever_got_less_is_served_first_and_an_absence_is_not_paid_back():
 
 
 async def test_a_stall_of_the_servers_loop_takes_no_lease_back(tmp_path: Path):
-    """A worker with 150 leases sends heartbeats, but the server is blocked beyond the timeouts."""
+    """A worker with 150 leases sends heartbeats, but the server is stopped for longer than its timeouts."""
     config = BufferConfig(heartbeat_s=0.4, lease_s=2.0)
     with BufferProcess(config, groups_per_step=150, log_path=tmp_path / "log") as process:
         worker = AnyRole(process.address, request_timeout_s=10.0)
@@ -237,7 +238,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
 
 
 async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp_path: Path):
-    """Leases and reports are not counted twice, and a repeated call returns the same number of tokens."""
+    """Leases and reports are not counted twice. A repeated call of `bury` returns the same number of tokens."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()

@@ -283,7 +283,7 @@ async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_i
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
         leases: list[Lease] = []
-        while len(leases) < 2:  # a server that was killed between the two leases answers with the first
+        while len(leases) < 2:  # a server that is killed between the two leases grants only one
             leases += await client.lease(0, 2 - len(leases))
         assert [lease.prompt.group_id for lease in leases] == [0, 1]
         await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
@@ -297,7 +297,7 @@ async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_i
 
 
 class FullDisk:
-    """Writes to the journal fail while it is full."""
+    """Stands in for the disk of the journal. Writes fail while ``is_full``."""
 
     def __init__(self) -> None:
         self.is_full = False
@@ -313,7 +313,7 @@ class FullDisk:
 async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     tmp_path: Path, monkeypatch, is_restarted_while_full: bool
 ):
-    """The store writes the removal as soon as it can.
+    """The store writes the removal of the payload to its journal as soon as the disk has room.
 
     If the store is killed before it writes the removal, the ledger sends the finished groups again.
     """

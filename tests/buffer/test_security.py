@@ -110,7 +110,7 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
                 await call
         assert (await inspector.inspect())["stats"]["groups"]["queued"] == 1
         [lease] = await worker.lease(0, 1)
-        # a large put goes through the bulk socket, which checks the same roles
+        # a large put goes through the bulk socket, which checks the roles too
         await worker.put(rollout(lease, num_tokens=200_000))
         with pytest.raises(NotAllowed):
             await rank.put(rollout(lease, num_tokens=200_000))
@@ -166,7 +166,7 @@ async def test_a_connection_whose_message_has_no_end_is_closed_and_others_go_on(
         channel.close()
     assert refused == ["endless"]
     assert set(arrived) == {bytes(1 << 16)}
-    assert sum(map(len, arrived)) > 1 << 20  # the bound does not limit the sum of complete messages
+    assert sum(map(len, arrived)) > 1 << 20  # the bound limits one message, not the sum of all messages
 
 
 async def send_without_end(writer: asyncio.StreamWriter, good: zmq.Socket[bytes]) -> None:
@@ -380,7 +380,7 @@ def of_type(kind: Any) -> st.SearchStrategy:
 
 @st.composite
 def operations(draw: st.DrawFn) -> Operation:
-    """Draw any operation. If two drawn fields do not fit together, return `Stats` instead."""
+    """Draw an operation of any kind. If two drawn fields do not fit together, return `Stats` instead."""
     kind = draw(st.sampled_from(OPERATIONS))
     try:
         return draw(of_type(inspect.type_info(kind)))
@@ -452,7 +452,7 @@ async def test_a_server_that_got_garbage_from_many_sides_still_works():
 
 
 async def test_another_user_of_the_host_opens_no_socket_of_a_buffer(tmp_path: Path):
-    """Other users cannot reach the sockets of ledger and stores, and cannot replace them."""
+    """Other users cannot reach the sockets of ledger and stores, and cannot replace the sockets."""
     async with running(num_store_servers=1) as run:
         [store] = [each["address"] for each in (await run.client().inspect())["stores"]]
         paths = [path for address in (run.server.address, store) for path in (address, bulk_address(address, 0))]

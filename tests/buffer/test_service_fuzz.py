@@ -25,7 +25,7 @@ from tests.support.mortal_buffer import MortalServer, MortalWrites, kind_of
 CONTROLLER = b"controller"
 LEASE_S = 10.0
 STEP_S = 0.4
-"""Seconds by which the clock advances at once. The service takes a longer gap for a stall of its loop."""
+"""Seconds by which the clock advances at once. The service treats a longer gap as a stall of its loop."""
 MAX_GROUP_BYTES = 60
 NUM_EVENTS = 300
 HELD = "StoreFull"
@@ -169,13 +169,16 @@ class Life:
         self.num_prompts += number
 
     def enqueue(self, ids: list[int]) -> None:
-        """Queue prompts. Prompts that do not fit are sent again when the faults stop."""
+        """Queue prompts. Prompts that do not fit into the queue are sent again when the faults stop."""
         frames = [prompt_frames(prompt(group_id)) for group_id in ids]
         enqueue = commands.Enqueue(tuple(ids), tuple(map(len, frames)))
         self.send(CONTROLLER, enqueue, [part for parts in frames for part in parts])
 
     def an_engine_loads(self) -> None:
-        """Advance an engine. If its worker waits for a lease, it withdraws the request and sends a new one."""
+        """Let an engine load a newer version.
+
+        A worker that waits for a lease withdraws its request and sends a new one.
+        """
         if (worker := self.any_living()) is not None:
             self.withdraw(worker)
             worker.version, worker.incarnation = self.version, self.incarnation
@@ -324,7 +327,7 @@ class Life:
             self.server.forget(worker.name)
 
     def a_worker_is_buried(self) -> None:
-        """Bury a worker some time after its death. Copies of its messages may arrive later."""
+        """Bury a worker (declare it dead) some time after its death. Copies of its messages may arrive later."""
         if dead := [worker for worker in self.workers if worker.is_dead]:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 
@@ -377,7 +380,7 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """Count the tokens of trained groups once per group. With ``is_reuse``, count only the further uses."""
+        """Count the tokens of each trained group once. With ``is_reuse``, count them once per use after the first."""
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 
@@ -443,7 +446,7 @@ class Life:
             yield self.rng.choice(self.rng.choices([often, now_and_then, seldom], weights=[12, 3, 1])[0])
 
     def settle(self) -> None:
-        """Stop the faults, declare dead workers dead to the service, and let leases without an owner expire."""
+        """Bury the dead workers, let living workers release their groups, and let the remaining leases expire."""
         for worker in [worker for worker in self.workers if worker.is_dead]:
             self.bury(worker, 0.5)
         self.a_worker_enters()
@@ -477,7 +480,7 @@ class Life:
         raise AssertionError(f"no batch {self.version} was made: {self.config}, {described}")
 
     def close(self) -> None:
-        """End all workers, some of them with leases, and close the account."""
+        """End all workers, some of them with leases, and check that the account balances."""
         for worker in self.living():
             self.withdraw(worker)
             for group in [*worker.groups.values()]:

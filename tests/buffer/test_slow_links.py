@@ -19,7 +19,7 @@ _BYTES_PER_TOKEN = 12
 class _Lane:
     """One direction of the link.
 
-    Pieces pass in order of arrival, so a payload and a heartbeat share the link fairly.
+    Pieces of data pass in order of arrival, so a payload and a heartbeat share the link fairly.
     """
 
     def __init__(self, bytes_per_s: float) -> None:

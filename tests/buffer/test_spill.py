@@ -69,7 +69,7 @@ def memory() -> int:
 
 
 async def put_groups(control, worker, tokens=TOKENS, first=0):
-    """Store the groups of one step, whose ids begin with ``first``. Returns the groups by id."""
+    """Store the groups of one step. Their ids are ``first``, ``first`` + 1, and so on. Returns the groups by id."""
     await control.enqueue([prompt(group_id) for group_id in range(first, first + NUM_GROUPS)])
     put = {}
     for _ in range(NUM_GROUPS):

@@ -37,7 +37,7 @@ class Hosts:
         return self.run.client(host=host, **options)
 
     def held_by(self, host: str) -> dict[int, set[int]]:
-        """Return the stored attempts of each group on the store of a host."""
+        """Return the attempts that the store of a host holds, by group."""
         held: dict[int, set[int]] = {}
         for (group_id, attempt), _ in self.payloads_of(host):
             held.setdefault(group_id, set()).add(attempt)
@@ -79,7 +79,7 @@ async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_t
         assert [group.group_id for group in fetched] == ids
         await of.control.commit(0)
         async with asyncio.timeout(10):
-            # the stores are told to drop the groups only after the commit is answered
+            # the server first answers the commit, then tells the stores to drop the groups
             while of.held_by("a") or of.held_by("b"):
                 await of.control.stats()
 
@@ -174,7 +174,7 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
 async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
     """The learner reports only the missing group of the first batch.
 
-    The second batch lost a group on that store too.
+    The second batch has also lost a group with the dead store.
     """
     async with hosts("a", "b", max_lag=3) as of:
         a, b = of.worker("a"), of.worker("b")
@@ -240,7 +240,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 
 
 def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
-    """Delay a store's answer about missing groups until a put was reported."""
+    """Delay a store's answer about missing groups until a put has been reported to the ledger."""
 
     async def answer(*arguments, **known) -> tuple[int, ...]:
         missing = await reconcile(*arguments, **known)
@@ -350,7 +350,10 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
 
 
 async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
-    """The ledger asks the store for its groups during the transfer of a payload. Then the worker becomes silent."""
+    """During the transfer of a payload, the ledger asks the store which groups it holds.
+
+    Then the worker becomes silent.
+    """
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
         a, other = of.worker("a"), of.worker("a")
         await of.control.enqueue([prompt(0)])

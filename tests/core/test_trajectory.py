@@ -188,5 +188,5 @@ def test_columns_that_do_not_match_are_refused(change, message: str) -> None:
 
 def test_the_example_of_a_tree_on_the_page_is_true() -> None:
     page = (Path(__file__).parents[2] / "docs" / "trajectories.md").read_text()
-    tree, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the second needs an export
+    tree, _ = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)  # the second code block needs an exported file
     exec(compile(tree, "docs/trajectories.md", "exec"), {})

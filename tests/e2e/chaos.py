@@ -34,7 +34,7 @@ NO_STEP_S = 900.0
 """The test fails if all lives together make no step for this long."""
 GROUPS_PER_STEP = 8
 TOTAL_STEPS = "1000000"
-"""More steps than all lives make before the last one."""
+"""More steps than the lives before the final life ever make."""
 FILLER = "filler"
 """The name of the file that fills the disk."""
 PARTS = {
@@ -84,9 +84,9 @@ class Event:
             ``kill all``.
         parts: The parts that get the signal. For ``stop``, the parts that are killed while the run stops.
         share: Chooses the process if a part has several processes; in [0, 1).
-        in_training: Whether the pause begins with the first step of the life, instead of now.
+        in_training: Whether the pause begins with the first step of the life. Otherwise the pause begins at once.
         pause_s: Pause before the event.
-        length_s: Length of a stall or of a full disk, or from SIGTERM to the kill.
+        length_s: Seconds that a stall or a full disk lasts, or seconds from SIGTERM to the kill.
         stays: Whether the disk stays full for the next life, if the life ends while the disk is full.
     """
 
@@ -158,7 +158,7 @@ class Lineage:
         seed: Seed of all draws.
         start: Starts a life with the given options.
         say: Receives a line about each event.
-        counts: Number of events by kind and part, and of lives by end.
+        counts: Number of events of each kind and part, and number of lives with each kind of end.
         lives: Folders of the lives, oldest first. A life that ended early may have no folder.
     """
 
@@ -215,7 +215,7 @@ class Lineage:
         return self.run
 
     def _begin(self, engine: str, *options: str) -> None:
-        """Start a life with the current command. `_end` sets the command after each life."""
+        """Start a life with the current command. After each life, `_end` sets the command for the next life."""
         resume = next(one for one in self._command if one.startswith("checkpoint.resume="))
         self.run = self.start(
             *self._command, f"rollout_fleet.engine={engine}", *ENGINES[engine], *options, output_dir=self.disk / "out"
@@ -236,7 +236,7 @@ class Lineage:
             case "stall":
                 if (process := self._signal(event.parts[0], signal.SIGSTOP, event.share)) is not None:
                     self._watch(event.length_s)
-                    with suppress(psutil.NoSuchProcess):  # the supervisor has replaced the process
+                    with suppress(psutil.NoSuchProcess):  # the run has replaced the process
                         process.send_signal(signal.SIGCONT)
             case "stop":
                 self._stop(event)
@@ -303,13 +303,13 @@ class Lineage:
         if event.stays and self.run.process.poll() is not None:
             self._end()
             self._note("… and the disk stays full")
-            _take_all_space(filler)  # the end of the life has freed some space
+            _take_all_space(filler)  # the life freed some space when it ended
             self._begin("transformers")
             self._watch(2 * event.length_s)
         filler.unlink()
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait ``seconds``. Stop earlier if the life ends or ``until()`` is true.
+        """Wait ``seconds``. Return earlier if the life ends or ``until()`` is true.
 
         Fail if the run stands still for too long.
         """
@@ -320,7 +320,7 @@ class Lineage:
             self._look()
 
     def _look(self) -> None:
-        """Read the output and the steps. Fail if neither has changed for too long."""
+        """Read the output and the steps of the run. Fail if there was no new line and no new step for too long."""
         now_s = time.monotonic()
         if self.run.read_lines():
             self._heard_s = now_s
@@ -355,7 +355,7 @@ class Lineage:
         if "supervisor" in self._killed_by_us:
             assert status in (-signal.SIGKILL, 1, 143), self._tail()
         elif status == -signal.SIGTERM:
-            assert not self.run.lines, self._tail()  # the signal came before Python could handle it
+            assert not self.run.lines, self._tail()  # the signal came before Python could handle signals
         elif status == 128 + signal.SIGTERM:
             assert any("stopped by SIGTERM" in line for line in self.run.lines[-60:]), self._tail()
         elif not is_last or status != 0:

@@ -1,8 +1,8 @@
 """Two tables of faults: faults that end a run, and faults that a run survives.
 
-``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. The second table runs on both engines, and a
-row of the first table on its ``engines``. The test draws the moment within a phase from a seed and prints the seed.
-``ASYNCRL_FAULT_SEED=N`` repeats the moment.
+``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. Each row of the second table runs on both
+engines. A row of the first table runs on its ``engines``. The test draws the moment within a phase from a seed and
+prints the seed. ``ASYNCRL_FAULT_SEED=N`` repeats the moment.
 """
 
 import signal
@@ -62,7 +62,7 @@ class Recovery:
     Attributes:
         part: Words of the command line of the process that gets the signal.
         signal: The signal.
-        words: Words of the line that reports the restart. Without words, the test waits for three steps.
+        words: Words of the line that reports the restart. If empty, the test waits for three steps instead.
         moment: The signal comes when the run prints a line with these words. If empty, it comes after ``after_steps``.
         after_steps: Number of steps before the signal, if ``moment`` is empty.
         options: Further options of the run.
@@ -89,7 +89,7 @@ LAST = STEPS - 1
 """Number of finished steps while the last step runs."""
 STARTED, TRAINING = "writing to", "step 1/"
 LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
-EVALUATES = "engines): ready"  # the fleet comes up after the learner
+EVALUATES = "engines): ready"  # the fleet is ready after the learner; then the run evaluates
 _OWN_REWARD = f"rollout_fleet.reward={ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
 _TRANSFORMERS, _SGLANG = {"engines": ("transformers",)}, {"engines": ("sglang",)}
 _NO_RESTARTS = ("rollout_fleet.restarts=0",)
@@ -100,7 +100,7 @@ _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 def _stopped(number: signal.Signals, moment: str) -> Fault:
     """Return a row for a run that is asked to stop.
 
-    The run reports this, and exits with the shell's status for the signal.
+    The run reports the signal, and exits with 128 plus the signal's number.
     """
     return _killed(SUPERVISOR, f"stopped by {number.name}", signal=number, moment=moment, status=128 + number)
 

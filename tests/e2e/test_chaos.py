@@ -126,7 +126,7 @@ def receipts_of(life):
 
 
 def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
-    """Check that each prompt was consumed once, was dropped for a reason, or is in the last checkpoint."""
+    """Check that each prompt was consumed once, was dropped for a reason, or is in ``checkpoint``."""
     consumed = consumed_groups(lives)
     assert max(Counter(consumed).values()) == 1
     assert len(consumed) == GROUPS_PER_STEP * run.num_steps
@@ -138,7 +138,7 @@ def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
 
 
 def consumed_groups(lives):
-    """Return the ids of the consumed groups. If a step was planned several times, only its last plan counts.
+    """Return the ids of the consumed groups. If a step was planned several times, only its latest plan counts.
 
     Steps of a life that are later than the next life's checkpoint do not count.
     """

@@ -30,7 +30,7 @@ def slow(inputs, config):
 
 @pytest.fixture
 def started(start, tmp_path):
-    """Return a function that starts colocated runs. Each computation of their loss touches the file ``mark``."""
+    """Return a function that starts colocated runs. A rank that computes the loss touches the file ``mark``."""
     mark, loss = tmp_path / "trains", tmp_path / "own_loss.py"
     loss.write_text(LOSS.format(mark=str(mark)))
 

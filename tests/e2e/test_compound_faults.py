@@ -109,7 +109,7 @@ def strike_together(run: RunningTraining, *parts: str) -> None:
 
 def test_a_run_is_right_whatever_dies_or_hangs_when(start, tmp_path):
     num_faults, steps_between, first = 20, 5, 5
-    # extra steps, because the run may be ahead of the faults after a pause
+    # extra steps, because the run may make more steps between two faults than planned
     num_steps = first + num_faults * steps_between + 100
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
@@ -163,7 +163,7 @@ def test_a_run_outlives_whatever_the_network_answers_in_the_place_of_its_server(
 
 
 def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right(start):
-    """Faults hit one member at a time. The other member's engine continues the samples."""
+    """Each fault hits one member. The other member's engine continues the samples."""
     sixteen = ["algorithm.groups_per_step=16", "rollout_fleet.num_engines=2", "total_steps=300"]
     run = start(*CHECKED, *SHORT_SILENCE, *sixteen)
     run.wait_for_line("step 1/")
@@ -174,6 +174,6 @@ def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right
     ):
         os.kill(run.pids_at(words)[0], number)
         struck_s = time.monotonic()
-        run.wait_for_line("is back after", timeout_s=600)  # long, because the machine may have other work
+        run.wait_for_line("is back after", timeout_s=600)  # a long timeout, because the machine may have other work
         print(f"{number.name} of {words}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201
     assert_it_ends_right(run, num_steps=300, timeout_s=1200, groups_per_step=16, every=97)

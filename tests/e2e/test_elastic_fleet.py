@@ -100,7 +100,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
     )
     run.wait_for_line("; 3 engines are present", timeout_s=JOINED_S)
     run.wait_for_step(4)
-    for rank in (0, 2):  # engines load weights and answer held-out prompts during the whole run
+    for rank in (0, 2):  # meanwhile all engines load weights and answer held-out prompts
         timed(run, "leave", str(rank))
     with ThreadPoolExecutor(2) as both:
         joining = [both.submit(timed, run, "join") for _ in range(2)]
@@ -181,7 +181,7 @@ def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_n
             "placement.engines_per_node=1",
             "buffer.host=127.0.0.1",
             "buffer.advertised_host=127.0.0.1",
-            "buffer.stores_on=ledger",  # otherwise groups of a batch would be lost with the store of the dying node
+            "buffer.stores_on=ledger",  # otherwise the store of the dying node would take groups of a batch with it
             "weights.transport=file",
             f"weights.directory={tmp_path / 'weights'}",
             *OPTIONS,

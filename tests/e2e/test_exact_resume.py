@@ -43,7 +43,7 @@ def trained(run_dir):
 
 @pytest.fixture(scope="module")
 def moments():
-    """Return a random generator for the time between a step and the end of a run."""
+    """Return a random generator for the seconds from a step until the test stops or kills the run."""
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", time.time_ns() % 10**6))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - the seed repeats the moments
     return random.Random(seed)
@@ -58,7 +58,7 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
         ended.wait_for_line("step 1/", 900)
         ended.wait_for_step(4)
         begin_s, end_s = (ended.records[step]["time_s"] for step in (1, 3))
-        # at most the length of two steps, so the run has not ended yet
+        # at most the time of two steps, so the run has not made all steps yet
         time.sleep(moments.uniform(0.0, end_s - begin_s))
         ended.remember_family()
         if number is signal.SIGTERM:

@@ -32,7 +32,7 @@ def save_judge(folder):
     path = save_calling_policy(folder, VERDICTS, p_call=0.15, p_stop=0.1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     tokens = [tokenizer.convert_tokens_to_ids(f"<tool_call>{verdict}</tool_call>") for verdict in VERDICTS]
-    usual = [*tokens * 50, *range(256)]  # stands for the policy's answers
+    usual = [*tokens * 50, *range(256)]  # these tokens stand for the policy's answers
     choices = (random.Random(n).choices(usual, k=1 + n % 8) for n in range(64))
     asked = [asked_of(tokenizer, tokenizer.decode(chosen)) for chosen in choices]
     with torch.no_grad():

@@ -31,13 +31,13 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     run = finished(start, "experiment=ppo", f"total_steps={steps}")
     records = run.records
     assert [record["step"] for record in records] == list(range(steps))
-    # During the five warm-up steps the policy does not change, and the critic learns its value. Returns are 0 or 1:
-    # with mean return m, a value of 0 has the loss m / 2, and a constant value of m has the loss (1 - m) m / 2.
+    # During the five warm-up steps the policy does not change, and the critic learns values. Returns are 0 or 1, with
+    # mean m. The loss is m / 2 if the value is 0, and m (1 - m) / 2 if the value is m.
     assert all("learner.grad_norm" not in record for record in records[:5])
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]
     assert np.mean(cost[3:6]) < 0.97 * cost[0]
     assert records[0]["learner.critic.value_mean"] == 0
-    # The values follow the returns while the policy improves. The error of a value of 0 would be the whole return.
+    # The values follow the returns while the policy improves. If a value were 0, its error would be the whole return.
     returns = [record["learner.critic.return_mean"] for record in records]
     off = [abs(record["learner.critic.value_mean"] - mean) for record, mean in zip(records, returns, strict=True)]
     assert np.mean(off[2:]) < np.mean(returns[2:]) / 3

@@ -66,7 +66,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
         os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
     else:
-        ended.signal_all(number)  # even more processes than Ctrl-C in a terminal signals
+        ended.signal_all(number)  # the signal goes to more processes than Ctrl-C in a terminal
         assert ended.finish(60) == 130, ended.output
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []
@@ -87,7 +87,7 @@ def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start,
     (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")} - {first_dir}
     steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 4)
     ids = [group_id for step in steps for group_id in step]
-    assert len(ids) == len(set(ids)) == 4 * (progress.version + 4)  # nothing twice
+    assert len(ids) == len(set(ids)) == 4 * (progress.version + 4)  # no group was consumed twice
     assert max(ids) < len(ids) + 4 * 4  # no prompt was skipped; the missing ids were in flight at the end
     summary = json.loads((second_dir / "summary.json").read_text())
     assert summary["policy_version"] == progress.version + 4

@@ -1,7 +1,7 @@
 """The search agent trains on SGLang while its process, its engine and its rollout worker are killed in mid-episode.
 
-The policy is random and calls tools by chance. Decoding its tokens and encoding the text again seldom gives the same
-tokens. Some answers are lost on the way to the agent, so the unmodified client repeats these requests.
+The policy is random and calls tools by chance. If its tokens are decoded and the text is encoded again, the result is
+seldom the same tokens. Some answers are lost on the way to the agent, so the unmodified client repeats these requests.
 """
 
 import json
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(1500)]
 STEPS = 16
 AGENT_PROCESS, ENGINE, WORKER = "environment_child", "sglang::scheduler", "ray::RolloutWorker"
 KILLED = (AGENT_PROCESS, ENGINE, WORKER)
-"""The parts that the test kills, in this order. It waits for two steps before each kill."""
+"""The parts that the test kills, in this order. The test waits for two steps before each kill."""
 WHAT_HAPPENED = [
     *("episode.branches", "episode.repeated_requests", "episode.replayed_tokens", "episode.retokenised_tokens"),
     *("compactions",),
@@ -153,7 +153,7 @@ def run(tmp_path_factory):
 
 
 def worker_of_last_answer(folder):
-    """Return the pid of the rollout worker that got the last answer of SGLang."""
+    """Return the pid of the rollout worker that got the latest answer of SGLang."""
     return json.loads((folder / "engine.jsonl").read_text().splitlines()[-1])["pid"]
 
 
@@ -167,7 +167,7 @@ def agents_answers(run):
 
 
 def pids_of_agents(run):
-    """Return the process of each episode that has begun, in order."""
+    """Return the process ids of the agents, in the order in which their episodes began."""
     return [int(line) for line in (run.output_dir.parent / "pids").read_text().split()]
 
 
@@ -235,7 +235,10 @@ class Replay:
 
 @pytest.fixture(scope="module")
 def replays(run, rows, answers):
-    """Return the episodes that began again. Those whose turns were all too old (``stale_prefix``) are left out."""
+    """Return the episodes that began again. Groups with an episode whose saved turns were all too old are left out.
+
+    The ledger counts the tokens of such turns as ``stale_prefix``.
+    """
     trained, attempts = defaultdict(list), defaultdict(list)
     for row in rows:
         trained[row["group_id"]].append(row["prompt_ids"] + row["response_ids"])

@@ -91,7 +91,7 @@ def test_nothing_stands_still_after_a_process_that_stood_still(start, tmp_path, 
         pytest.skip(f"no {part} is there at this moment")
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(stall_s)
-    with suppress(ProcessLookupError):  # the supervisor has replaced the process already
+    with suppress(ProcessLookupError):  # the run has already replaced the process
         os.kill(pids[0], signal.SIGCONT)
     began_s = time.monotonic()
     status = run.finish(END_TIMEOUT_S)

@@ -33,7 +33,8 @@ STEPS = 4
 def run(request, tmp_path_factory):
     """Return a finished run.
 
-    At a weight update, its engine keeps running requests, or the worker saves and continues them.
+    In one run, the engine keeps running requests at a weight update. In another run, the worker saves and continues
+    them.
     """
     save_progress, num_engines, *others = request.param
     running = RunningTraining(

@@ -89,7 +89,8 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     losses = []
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
-        # in equation 13, the value is the trajectory's ratio, and the gradient is that of the token's log-prob
+        # In GSPO-token (arXiv 2507.18071, equation 13), the value is the trajectory's ratio. The gradient is that of
+        # the token's log-prob.
         ratio = (mean + own - own.detach()).exp()
         clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())

@@ -135,7 +135,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest.name == "v00000001"
     checkpointer.load(newest)
     assert_weights_equal(weights_of(trainer), saved)
-    assert checkpointer.save(2).name == "v00000002"  # the files left by the crash do not disturb a new save
+    assert checkpointer.save(2).name == "v00000002"  # the files that the crash left do not disturb a new save
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
@@ -272,7 +272,7 @@ def test_an_export_reads_one_layer_at_a_time(checkpointer, tmp_path, monkeypatch
 
 
 def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
-    """The policy is saved without an update in the critic's warm-up."""
+    """During the critic's warm-up, the policy is saved although it has had no update."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
     resumed = trainer_of(model_path)

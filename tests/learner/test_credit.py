@@ -27,8 +27,8 @@ MULTI_TURN = [False, True, True, False, False, True]
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
     """Make a sequence.
 
-    Its columns have the given values at policy tokens. At other tokens they have values that must not be read. Policy
-    tokens without a gap are a turn.
+    The columns have the given values at policy tokens. At other tokens the columns have values that must not be read.
+    Adjacent policy tokens are one turn.
     """
     filled = {}
     for name, values in columns.items():

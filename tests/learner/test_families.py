@@ -23,7 +23,7 @@ TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 
 @functools.cache
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """Return the log-probs before one PPO update with AdamW, and the gradient norm and the weights after it."""
+    """Make one PPO update with AdamW. Returns the log-probs before it, the gradient norm, and the weights after it."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},

@@ -15,7 +15,7 @@ from tests.support.ranks import run_on_ranks
 
 EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.yaml") if path.stem != "custom")
 ALWAYS = ("dapo_math_30b_a3b", "dapo_math_8_nodes", "gsm8k_lora")
-"""Experiments that run in every session. They combine experts, sequence parallelism and adapters."""
+"""Experiments whose tests are not slow. They combine experts, sequence parallelism and adapters."""
 LAYERS = 2
 SMALL = {**QUICKSTART, "num_hidden_layers": LAYERS}
 
@@ -76,7 +76,7 @@ PLANNED = {
     "experts-by-their-rows": ("qwen3_moe", 8, {"num_experts": 12, "head_dim": 128}),
     "padded-experts": ("qwen3_moe", 7, {"num_experts": 12, "head_dim": 128}),
 }
-"""Family, ranks and sizes. The experts of the last two are sharded by their rows, or padded."""
+"""Family, ranks and sizes. In the last two entries, the experts are sharded by their rows, or padded."""
 PLANNED_ALWAYS = ("windows-and-sinks", "padded-experts")
 
 

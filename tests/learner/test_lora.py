@@ -187,7 +187,7 @@ def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], 
     trainer = trainer_of(path, config)
     metrics = trained(trainer)
     with trainer.frozen():
-        trainer.scores(random_sequences(3))  # after a forward without adapters, the adapters must still train
+        trainer.scores(random_sequences(3))  # after a forward pass without adapters, the adapters must still be trained
     metrics += trained(trainer, 1)
     return metrics, weights_of(trainer)
 

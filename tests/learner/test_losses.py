@@ -76,7 +76,10 @@ def test_policies_far_apart_give_finite_losses_and_gradients(name, advantage):
 
 
 def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio():
-    """In equation 13, the value is the sequence's ratio, and the derivative by a token's log-prob equals this value."""
+    """In equation 13 of arXiv 2507.18071, the value is the sequence's ratio.
+
+    The derivative with respect to a token's log-prob equals this value.
+    """
     given = inputs([1.2, 0.9, 1.1], [1.0, 1.0, -2.0], lengths=[2, 1])
     terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
     first, second = math.sqrt(1.2 * 0.9), 1.1
@@ -94,7 +97,7 @@ def test_reinforce_is_minus_advantage_times_log_prob():
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
 def test_the_ratio_of_a_loss_uses_the_anchor(name):
     given = inputs([3.0, 3.0], [1.0, 1.0])
-    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # so policy ÷ proximal is 1.5
+    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # so policy / proximal is 1.5
     given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
     for anchor, ratio in ((Anchor.behavior, 3.0), (Anchor.proximal, 1.5)):
         terms = LOSSES.get(name)(given, AlgorithmConfig(clip_high=9.0, anchor=anchor))
@@ -102,7 +105,7 @@ def test_the_ratio_of_a_loss_uses_the_anchor(name):
 
 
 def test_gspo_is_not_clipped_by_an_engines_noise_when_anchored_at_the_proximal_policy():
-    """Engine noise of 0.02 nats per token moves the mean of 200 tokens by about 1.4e-3, beyond the paper's bounds."""
+    """Engine noise of 0.02 nats per token moves the mean of 200 tokens by about 1.4e-3, more than the clip bounds."""
     torch.manual_seed(0)
     given = inputs([1.0] * 200 * 64, [-1.0] * 200 * 64, lengths=[200] * 64)
     noisy = given.columns["behavior_logprobs"] + 0.02 * torch.randn(200 * 64)

@@ -79,7 +79,7 @@ def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones()
 def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean():
     """Half of the tokens differ by +0.2 nats and half by -0.2.
 
-    So the mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201.
+    So the geometric mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201.
     """
     log_weights = torch.tensor([0.2, -0.2] * 50)
     for options, want in (
@@ -106,9 +106,9 @@ def test_weights_stay_finite_for_very_different_policies(log_weights, weight, ca
 
 
 def test_masks_alone_leave_the_clip_at_the_behavior_policy():
-    """Without a proximal anchor, masks do not change that the loss clips policy ÷ behavior.
+    """Without a proximal anchor, the loss clips the ratio of policy and behavior probability, with and without masks.
 
-    With the anchor and one update per step, policy ÷ proximal is 1, so nothing is clipped.
+    With the anchor and one update per step, the ratio of policy and proximal probability is 1, so nothing is clipped.
     """
     columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
     given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)
@@ -137,7 +137,7 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior():
     )
     config = proximal(weight=Weight.token, weight_cap=0.0)
     terms = policy_objective(config).loss(given_inputs)
-    # the ratio is 1.5 and the weight is 2
+    # The clipped ratio is policy / proximal = 1.5. The weight is proximal / behavior = 2.
     assert terms.per_token.tolist() == pytest.approx([-2 * 1.2, 2 * 1.5], abs=1e-5)
     assert terms.metrics["importance_weight"].tolist() == pytest.approx([2.0, 2.0])
     assert terms.metrics["ratio"].tolist() == pytest.approx([3.0, 3.0])
@@ -267,7 +267,7 @@ def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator):
 
 @pytest.mark.parametrize("num_samples", [10_000, 60_000, 10**9])
 def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(num_samples):
-    """The paper's factor, 1 - 0.2 n ÷ horizon, is -0.2 at n = 60000."""
+    """The paper's factor 1 - 0.2 n / horizon is -0.2 at n = 60000."""
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(0.0, num_samples) == pytest.approx(0.08)
     assert coefficient.update(600.0, num_samples) == pytest.approx(0.096)

@@ -55,7 +55,10 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 @pytest.fixture
 def seen() -> list[dict[str, np.ndarray]]:
-    """Return the inputs that the loss got. The registry imports this file under another name, with a separate list."""
+    """Return the inputs that the loss got.
+
+    The registry imports this file under another name, so that module has its own list.
+    """
     imported = LOSSES.get(f"{__file__}:watching").__globals__["SEEN"]
     imported.clear()
     return imported

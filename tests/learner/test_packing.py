@@ -141,7 +141,7 @@ def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> li
 def test_samples_of_a_prompt_go_to_the_same_micro_batches():
     """Each prompt of 400 tokens has 8 samples of 40 tokens.
 
-    This is 720 tokens per prompt at best, and 3,520 without sharing.
+    A prompt with its samples has at least 720 packed tokens, and 3,520 tokens without sharing.
     """
     sequences = grouped(10, 400, [40] * 8)
     batches = Packer(max_tokens=1600, share_prompts=True).pack(sequences)

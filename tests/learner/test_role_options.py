@@ -50,7 +50,10 @@ NUM_GROUPS = 5
 
 
 def group(group_id: int) -> TrajectoryGroup:
-    """Return samples of very different lengths, so the shares of one, two and four ranks are not nested."""
+    """Return a group of samples of very different lengths.
+
+    So the division among four ranks does not subdivide the division among two ranks.
+    """
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)
     count = int(lengths.sum())
@@ -105,7 +108,7 @@ class Process:
         return rank_batches(plan, ALGORITHM, num_shards=num_shards, max_lag=1)[self._rank // sp_size]
 
     def scores(self, role: str) -> dict[SampleKey, np.ndarray]:
-        """Return a role's scores of this process's share. Empty on all sp ranks except the first."""
+        """Return a role's scores of this process's share. The result is empty on all sp ranks except the first."""
         rows = self.roles[role].score(self.batch(role))
         if rows is None:
             return {}
@@ -244,9 +247,9 @@ WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
 def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
-    """Lose all groups in the buffer after the critic has fetched its groups. The actor still needs groups.
+    """Lose all groups in the buffer after the critic has fetched its groups.
 
-    Returns the lost groups and the critic's number of updates.
+    The actor has not fetched all of its groups. Returns the lost groups and the critic's number of updates.
     """
     config = replace(with_own("critic", sp_size=2), num_ranks=4)
     process = Process(directory, config, ["critic", "actor"], WITHOUT_KL)
@@ -272,7 +275,7 @@ def test_a_batch_that_one_role_of_a_process_loses_is_lost_for_the_others_too(dir
 
 
 def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
-    """Return the bytes on the device per role, after the start, after a use, and after the engines' use."""
+    """Return the bytes on the device per role: after the start, after a use by the role, and after a use by engines."""
     config = replace(with_own("ref", param_offload=True), offload_at_transition_only=True)
     config = replace(config, critic=replace(config.critic, optimizer_offload=True, param_offload=False))
     process = Process(directory, config, ["ref", "critic", "actor"])

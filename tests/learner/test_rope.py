@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest sequence of a batch, up to a length and beyond it."""
+"""Rotary embeddings that depend on the longest sequence of a batch. Sequences above a limit are refused."""
 
 import json
 from dataclasses import replace
@@ -50,7 +50,7 @@ def saved(folder: Path, kind: str) -> str:
 def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
     """Return the largest difference between packed and plain log-probs, per sequence.
 
-    Also check that a sequence longer than the limit is refused.
+    Also check that a sequence of more than `LIMIT` tokens is refused.
     """
     config = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60, num_ranks=num_ranks, sp_size=sp_size)
     model = PackedModel(config, REFERENCE, model_path=path)

@@ -240,7 +240,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Return whether the model packs a common prompt of sequences once. Some of the sequences have one."""
+    """Return whether the model packs a prompt that several sequences have in common only once."""
     return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 

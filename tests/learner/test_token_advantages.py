@@ -32,7 +32,10 @@ def tokens(rewards: list[float], lengths: list[int], values: list[float] | None 
 
 
 def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: float, gae_lambda: float) -> list[float]:
-    """Compute equation 16 as written: the sum of discounted one-step errors from each token on."""
+    """Compute equation 16 of arXiv 1506.02438 as written.
+
+    It is the sum of discounted one-step errors from each token on.
+    """
     following = [*values, last][1:]
     errors = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
     return [

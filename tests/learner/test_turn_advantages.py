@@ -39,7 +39,7 @@ def given_turn(length: int, parent: int) -> Turn:
 
 
 def chain(rewards: Sequence[float], outcome: float = 0.0, *, length: int = 2, cut: bool = False) -> Trajectory:
-    """Return a prompt and sampled turns, with an observation between two turns."""
+    """Return a prompt and one sampled turn per reward. An observation precedes each turn except the first one."""
     turns = [PROMPT]
     for index in range(len(rewards)):
         if index:
@@ -167,7 +167,7 @@ def test_branches_and_new_roots_have_one_advantage_per_sampled_turn():
     options = {"advantage": "turn_gae", "gamma": 0.5, "gae_lambda": 0.5, "whiten_advantages": False}
     got = estimated([[tree(1.0, {3: 1.0, 4: -1.0})]], values=values, **options)
     assert sorted(got) == [(0, 0, 1), (0, 0, 3), (0, 0, 4), (0, 0, 6), (0, 0, 8)]
-    third, fourth, last = 2.0 - 0.2, 0.0 - 0.6, 1.0 - 0.9  # the outcome is given at the end of each path
+    third, fourth, last = 2.0 - 0.2, 0.0 - 0.6, 1.0 - 0.9  # the last turn of each path gets the outcome
     assert got[0, 0, 3][0] == pytest.approx(third)
     assert got[0, 0, 4][0] == pytest.approx(fourth)
     assert got[0, 0, 1][0] == pytest.approx(0.5 * (0.2 + 0.6) / 2 - 0.5 + 0.25 * (third + fourth) / 2)
@@ -177,7 +177,7 @@ def test_branches_and_new_roots_have_one_advantage_per_sampled_turn():
 
 def test_the_reward_of_an_observation_belongs_to_the_turn_before_it():
     got = estimated([[tree(1.0, {2: 4.0, 5: 8.0})]], advantage="turn_gae", whiten_advantages=False)
-    assert got[0, 0, 1] == (4.0 + 9.0,) * 2  # there is no turn before the new root's reward, so it counts as outcome
+    assert got[0, 0, 1] == (4.0 + 9.0,) * 2  # the new root follows no turn, so its reward adds to the outcome
     assert got[0, 0, 3] == (9.0,) * 2
 
 
@@ -185,10 +185,10 @@ def test_a_trajectory_with_several_turns_of_an_index_counts_once():
     forked = tree(0.0, {3: 3.0, 4: 1.0, 8: 2.0})
     group = [forked, chain([0.0, 5.0])]
     got = estimated([group], advantage="turn_grpo_no_std")
-    second = (2.0 + 5.0) / 2  # mean 2 of the three turns of the first trajectory, and 5 of the second
+    second = (2.0 + 5.0) / 2  # the first trajectory's three turns have mean 2, the second's has 5
     assert [got[0, 0, turn][0] for turn in (3, 4, 8)] == pytest.approx([3 - second, 1 - second, 2 - second])
     assert got[0, 1, 3][0] == pytest.approx(5 - second)
-    # the first trajectory has the returns 2 (the mean of two branches) and 2 (the new root), the second has 5
+    # The first trajectory has the returns 2 (mean of two branches) and 2 (the new root). The second has the return 5.
     first = (2.0 + 5.0) / 2
     assert [got[0, 0, turn][0] for turn in (1, 6)] == pytest.approx([2 - first] * 2)
     deviation = (((3 - second) ** 2 + (1 - second) ** 2 + (2 - second) ** 2) / 3 + (5 - second) ** 2) ** 0.5
@@ -208,7 +208,7 @@ def test_truncated_trajectories_count_in_the_baseline_but_are_not_in_the_loss():
     assert [with_cut[0, 1, turn][0] for turn in (1, 3)] == [-0.5, -0.5]
     assert [with_cut[0, 0, turn][0] for turn in (1, 3)] == [0.0, 0.0]
     whitened = estimated([[*group, chain([3.0])]], values={(0, 0, 1): 7.0}, advantage="turn_gae", mask_truncated=True)
-    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # mean and deviation are over the two uncut trajectories
+    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # the cut trajectory does not count in mean and deviation
 
 
 def test_a_turn_without_tokens_passes_its_reward_on():
@@ -237,7 +237,7 @@ REWARD = st.sampled_from([0.0, 1.0, -1.0, 0.1, 1e6, 1e6 + 1]) | st.floats(-10, 1
 
 @given(st.lists(st.lists(REWARD, min_size=2, max_size=6), min_size=1, max_size=4), st.booleans())
 def test_single_turns_have_exactly_the_advantages_of_grpo(groups, as_turn_reward):
-    """The same reward is given once as the outcome, and once as the reward of the only turn."""
+    """The test gives the same reward once as the outcome, and once as the reward of the only turn."""
     trees = [[chain([r] if as_turn_reward else [0.0], 0.0 if as_turn_reward else r) for r in group] for group in groups]
     ids = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     outcomes = torch.tensor([one.reward + sum(one.turn_rewards.values()) for group in trees for one in group])
@@ -366,7 +366,7 @@ def test_any_forests_have_the_advantages_of_a_plain_recursion(groups, gamma):
 
 
 def compared(plain: dict[tuple[int, int], Plain], group: int, sample: int, turn: int | None, gamma: float) -> float:
-    """Return the advantage of ``turn_grpo_no_std``, trajectory by trajectory."""
+    """Compute the advantage of ``turn_grpo_no_std`` for one turn, from the mean return of each trajectory."""
     if turn is None:
         return 0.0
     own = plain[group, sample]
@@ -383,7 +383,7 @@ def compared(plain: dict[tuple[int, int], Plain], group: int, sample: int, turn:
 def test_whitening_counts_a_trajectory_of_thirty_turns_as_one_of_one_turn():
     groups = [[chain([0.0] * 29 + [1.0], length=1)], [chain([3.0])]]
     got = advantages(estimated(groups, advantage="turn_gae", gamma=1.0))
-    assert got[0] == pytest.approx([-(0.5**0.5)] * 30)  # mean 2, not (30 + 3) / 31
+    assert got[0] == pytest.approx([-(0.5**0.5)] * 30)  # the mean is 2, not (30 + 3) / 31
     assert got[1] == pytest.approx([0.5**0.5])
 
 

@@ -442,7 +442,7 @@ async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_
     servers = {"one": {"command": "server", "args": ["double"]}, "two": {"command": "server", "args": ["twice"]}}
     outcome, requests = await play("mcp", {"servers": servers}, script)
     assert outcome.answer == "8"
-    assert outcome.metrics["tool_calls"] == 4.0  # two lists of tools and two valid calls
+    assert outcome.metrics["tool_calls"] == 4.0  # two requests for the list of tools, and two valid calls
     assert [tool["function"]["name"] for tool in requests[0]["tools"]] == ["double", "twice"]
     assert [message["content"] for message in requests[1]["messages"][-4:]] == [
         "8",

@@ -330,7 +330,7 @@ async def test_failures_of_turns_have_a_status_and_are_not_retried(talk, error, 
     with caplog.at_level(logging.CRITICAL), pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="policy", messages=[USER])
     assert (caught.value.status_code, caught.value.code, len(talking.turns.requests)) == (status, kind, 1)
-    with pytest.raises(openai.APIError, match=str(error)):  # a stream sends status 200 first
+    with pytest.raises(openai.APIError, match=str(error)):  # a stream has sent status 200 before the error
         async for _ in await client.chat.completions.create(model="policy", messages=[USER], stream=True):
             pass
 

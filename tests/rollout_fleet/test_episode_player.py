@@ -98,7 +98,7 @@ Next = Callable[[list[int]], int]
 def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next:
     """Return a function that computes the next token from the tokens before it.
 
-    If the written tokens are decoded and encoded again, the result differs.
+    If the written tokens are decoded and encoded again, the result is other tokens.
     """
 
     def next_token(context: list[int]) -> int:
@@ -111,7 +111,7 @@ def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next
 
 
 def writes(next_token: Next, stop_id: int) -> Script:
-    """Return the script of an engine that writes these tokens until it stops."""
+    """Return the script of an engine that writes the tokens of ``next_token`` up to ``stop_id``."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         context = request.prompt_ids.tolist()

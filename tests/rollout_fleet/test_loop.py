@@ -44,7 +44,7 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
 
 
 async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_never_runs(make_buffer):
-    """A worker may come back while its run stops. Then several parts of the run stop its loop."""
+    """A worker may start again while its run stops. Then several parts of the run stop the worker's loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
     await engine.load_weights(bare_offer(0))
@@ -106,7 +106,7 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
 
 
 async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if a turn took the free slot
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if another turn took the free slot
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -329,7 +329,7 @@ async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_r
 async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its_tokens_are_dropped(
     make_buffer, monkeypatch
 ):
-    failing = {0: 1, 1: 3}  # tokens of four responses to a prompt
+    failing = {0: 1, 1: 3}  # number of responses on which the reward fails, by group id
     scored: list[int] = []
 
     def reward(prompt, response_text):

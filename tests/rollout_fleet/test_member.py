@@ -25,7 +25,7 @@ def up(now: float = 0.0) -> Member:
 
 
 class MemberMachine(RuleBasedStateMachine):
-    """Drives a member with reports of any epoch, faults and deadlines, in any order.
+    """Drives a member in any order: with reports of any epoch, with faults, and with deadlines.
 
     Records the verified versions per epoch.
     """

@@ -19,7 +19,10 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 
 def writes_long_for_the_first_prompt(request, version):
-    """Write responses of 40 tokens to the first prompt, also if they are continued, and of one token to others."""
+    """Write responses of 40 tokens to the first prompt, and responses of one token to other prompts.
+
+    A continued response also has 40 tokens in total.
+    """
     return writes(40 if request.id.startswith("0-") else 1)(request, version)
 
 

@@ -101,7 +101,7 @@ except OSError as error:
     result = await run(kind, code, limits=SandboxLimits(processes=12))
     count, error = map(int, result.stdout.split())
     assert error == errno.EAGAIN
-    # the user's other processes count too, and their number changes
+    # other processes of the user count too, and their number changes
     if kind is SandboxKind.limits and os.geteuid() != 0:
         assert count <= 11 + OTHERS_PROCESSES
     else:

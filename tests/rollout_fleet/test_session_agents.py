@@ -39,9 +39,9 @@ class Agent:
         self.conversations = [[USER]]
 
     def write(self, prompt_ids, sampling):
-        """Return random tokens with tags, and a stop token or none.
+        """Return random tokens, some with ``<think>`` or ``<tool_call>`` parts. The final token is often a stop token.
 
-        Encoding their text rarely gives the same tokens.
+        If the tokens are decoded and encoded again, the result is rarely the same tokens.
         """
         tokenizer, rng = self.talk.renderer.tokenizer, self.rng
         stops = list(sampling.stop_token_ids)
@@ -81,7 +81,7 @@ class Agent:
         self.conversations += [[*messages, answer.message] for answer in outcomes[0]]
 
     def check(self):
-        """Check that the script wrote every trained id at its place, and that every prompt is the path of its turn."""
+        """Check that the script wrote every trained token at its place. Each prompt must be the path to its turn."""
         talk, episode = self.talk, self.talk.turns.episode
         talk.check()
         trajectory = episode.trajectory(1.0)

@@ -20,7 +20,10 @@ from tests.support.offers import bare_offer
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 LOAD = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"]
 SENT_WITH = {"/end_weight_update": ["/update_weight_version"]}
-"""Calls that the engine sends with the named call, before it has the answer. `/continue_generation` waits for all."""
+"""For a call, the calls that the engine sends before it has the answer.
+
+It sends `/continue_generation` after all answers.
+"""
 
 
 class RecordedServer:

@@ -1,4 +1,4 @@
-"""Connections to an SGLang server that break between two calls, with a server of the test."""
+"""Connections to an SGLang server that break between two calls. The test runs the server."""
 
 from __future__ import annotations
 

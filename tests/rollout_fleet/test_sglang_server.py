@@ -34,7 +34,10 @@ PORT_IS_TAKEN = """
 
 @pytest.fixture
 async def make_server(tmp_path, monkeypatch):
-    """Return a function that makes servers which run this code. They are stopped at the end."""
+    """Return a function that makes servers. Its argument is the code of the fake ``sglang.launch_server``.
+
+    The fixture stops the servers.
+    """
     servers = []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     (tmp_path / "sglang").mkdir()

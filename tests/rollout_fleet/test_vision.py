@@ -32,7 +32,7 @@ from tests.support.rollout import InMemoryBuffer, make_loop
 from tests.support.scripted_turns import ScriptedTurns
 from tests.support.vision_models import as_png, picture, write_vision_model
 
-IMAGE = 5  # the placeholder
+IMAGE = 5  # the token id of an image's placeholders
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def reader(model_path):
 
 
 def request_of(reader, name, *seeds, width=16, length=3, **sampling):
-    """Return a request whose prompt has an image per seed, with ``length`` tokens before each."""
+    """Return a request whose prompt has one image per seed, and ``length`` tokens before each image."""
     ids, images = [], []
     for seed in seeds:
         image = reader.image(as_png(picture(seed, width=width)), "image")

@@ -49,7 +49,7 @@ STEPS = [
     "/continue_generation",
 ]
 TOGETHER = {"/end_weight_update": {"/update_weight_version"}}
-"""Calls that the engine sends with the named call, before it has the answer."""
+"""For a call, the further calls that the engine sends before it has the answer."""
 DEADLINE_S = 3.0
 GRACE_S = 5.0
 MAX_ENDS = 5
@@ -117,7 +117,7 @@ class Servers:
     async def _end_session(self):
         """End the open update of the failed load.
 
-        A server that was stopped may begin this update only when it continues.
+        A server that was stopped by SIGSTOP may begin this update only after it continues.
         """
         for _ in range(MAX_ENDS):
             with contextlib.suppress(AsyncRLError):  # no update is open
@@ -169,7 +169,7 @@ def fault_of(servers, fault, seed):
     delay_s = random.Random(seed).uniform(0, 0.02)
 
     async def send_signal():
-        await asyncio.sleep(delay_s)  # sends the signal at some time during the server's work
+        await asyncio.sleep(delay_s)  # sends the signal at a random time during the server's work on the call
         processes = server_processes(servers.owner)
         for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills the rest of a dead server
             process.send_signal(signal.Signals[fault])
@@ -244,7 +244,7 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
     assert took_s < 3 * DEADLINE_S + GRACE_S
     before, made = STEPS[: STEPS.index(step) + 1], [path for path in proxy.paths if path in STEPS]
     assert list(dict.fromkeys(made))[: len(before)] == before
-    # A signal may come late, when the server has already answered and the engine has made the next call.
+    # A signal may come late: the server has already answered, and the engine has made the next call.
     may_be_made = {*before, *TOGETHER.get(step, ())}
     assert set(made) <= may_be_made or (moment == "during" and fault.startswith("SIG")), f"it went on: {made}"
     assert servers.other.version == offer.version

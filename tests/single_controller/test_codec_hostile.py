@@ -253,8 +253,8 @@ LARGE = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\0" * 8, struct.pack("<q", 2**62)
 def mutated(draw):
     """Return a valid message after a few changes.
 
-    The changes are bit flips, cuts, insertions, splices, eight bytes replaced by an extreme integer, lost frames and
-    added frames.
+    The changes are bit flips, cuts, insertions, splices, lost frames and added frames. A change may also replace eight
+    bytes by an extreme integer.
     """
     frames = [bytearray(frame) for frame in draw(st.sampled_from(MESSAGES))]
     for _ in range(draw(st.integers(1, 4))):

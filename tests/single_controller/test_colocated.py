@@ -164,7 +164,7 @@ def test_an_unknown_role_is_refused(host):
         host.spawn(["rm"])
 
 
-@pytest.mark.slow  # `test_ported.py` tests in every session that several groups share a pool
+@pytest.mark.slow  # `test_ported.py`, which is not slow, tests that several groups share a pool
 def test_separate_groups_on_one_pool_give_the_same_results(cluster):
     pool = small_pool(1)
     actors = RayWorkerGroup(pool, ROLES["actor"])

@@ -1,6 +1,7 @@
 """Folders with a small tokenizer and a chat template in the style of a model family, without weights.
 
-The tokenizer is a byte-level BPE with few merges. So decoding sampled tokens and encoding the text gives other tokens.
+The tokenizer is a byte-level BPE with few merges. So if sampled tokens are decoded and their text is encoded again, the
+result is usually other tokens.
 """
 
 import json
@@ -56,7 +57,7 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}
 {%- endfor %}
 {{- '<|im_start|>assistant\\n' if add_generation_prompt }}"""
-"""The template only appends, and has no reasoning. The library ``renderers`` has no renderer for it."""
+"""The template only appends, and has no reasoning. The library ``renderers`` has no renderer for this template."""
 
 LLAMA = """\
 {{- bos_token }}
@@ -155,7 +156,8 @@ def save_chat_model(
 def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0.1, p_stop: float = 0.15) -> str:
     """Save a random Qwen3 of 40k parameters that calls tools by chance.
 
-    Returns the folder. Decoding sampled tokens and encoding the text again seldom gives the same tokens.
+    Returns the folder. If sampled tokens are decoded and their text is encoded again, the result is seldom the same
+    tokens.
 
     Args:
         folder: Folder for the model, its tokenizer and its ``chatml`` template.
@@ -184,7 +186,7 @@ def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0
         eos_token_id=stop,
     )
     model = Qwen3ForCausalLM(config)
-    # gives all hidden states a common direction, so that the output layer can bias tokens along it
+    # gives all hidden states a common direction, so that the output layer can favor tokens by this direction
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(10).add_(1)
         hidden = model.model(torch.arange(size)[None]).last_hidden_state[0].mean(0)

@@ -1,4 +1,4 @@
-"""Checkpoints without weights, for code that reads only their records."""
+"""Checkpoints without weights, for code that reads only the saved progress (`SavedProgress`)."""
 
 from dataclasses import replace
 

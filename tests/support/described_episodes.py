@@ -4,7 +4,7 @@ from typing import Any
 
 
 def turn(index, parent, text, *, at=None, reward=None, finish_reason="stop", version=11) -> dict[str, Any]:
-    """Return a turn that two versions sampled, or a given turn without ``at``.
+    """Return a turn that two policy versions sampled. Without ``at``, return a given turn.
 
     ``at`` has the times of the turn's request, its first token and its end.
     """
@@ -19,7 +19,7 @@ def turn(index, parent, text, *, at=None, reward=None, finish_reason="stop", ver
 
 
 def forest() -> dict[str, Any]:
-    """Return an episode with two parallel tools, a branch that ends, a new root, and texts that are HTML."""
+    """Return an episode with two parallel tools, a branch that ends, a new root, and texts that contain HTML."""
     turns = [
         turn(0, -1, "<|user|>When was the tower built? <script>alert(1)</script>"),
         turn(1, 0, '<tool_call>{"name": "search"}</tool_call>' * 2, at=(0.2, 0.5, 1.5), reward=0.25),

@@ -1,4 +1,4 @@
-"""A log of the requests that a run sent to SGLang and of the sampled tokens, from the raw answers of the servers.
+"""A log of a run's requests to SGLang and of the sampled tokens in the raw answers of the servers.
 
 `LOGGING` is a ``sitecustomize`` module. Pass its folder as ``python_path`` of a `RunningTraining`. Then each rollout
 worker appends one line per chunk of an answer to ``engine.jsonl`` in the module's folder.
@@ -45,7 +45,7 @@ class EngineAnswer:
     """SGLang's answer to one request.
 
     Attributes:
-        id: Id of the request: group, attempt, sample, turn, number.
+        id: Id of the request: group, attempt, sample, turn, and number of the request within the turn.
         pid: The rollout worker.
         prompt_ids: The tokens that were sent. ``token_ids``, ``logprobs`` and ``versions`` have the sampled tokens. The
             versions come with the last chunk.
@@ -98,10 +98,10 @@ def read_engine_log(folder: Path) -> list[EngineAnswer]:
 
 
 def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: Sequence[EngineAnswer]) -> int:
-    """Check that SGLang sampled every trained token after exactly the tokens before it.
+    """Check that SGLang sampled every trained token after exactly the tokens that precede it in ``rows``.
 
-    The log-prob and the version of the token must be those of SGLang. The tokens before it must be the prompt of a
-    request. Returns the number of trained tokens.
+    The log-prob and the version of the token must be those of SGLang. The tokens that precede a sampled part must be
+    the prompt of a request. Returns the number of trained tokens.
     """
     by_prompt: dict[bytes, list[EngineAnswer]] = defaultdict(list)
     for answer in answers:
@@ -124,13 +124,13 @@ def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: 
 def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, first: int, last: int) -> bool:
     """Return whether a chain of answers gives the tokens from ``first`` to ``last``.
 
-    Each answer continues the one before it.
+    The prompt of each answer ends with the tokens of the previous answer.
     """
     if first == last:
         return True
     for answer in by_prompt.get(_key(ids[:first]), ()):
         end = first + len(answer.token_ids)
-        ends = [end] if answer.is_finished else range(end, first, -1)  # a part of an answer that was cut off
+        ends = [end] if answer.is_finished else range(end, first, -1)  # of an answer that was cut off, any beginning
         for place in ends:
             num = place - first
             if (

@@ -1,4 +1,4 @@
-"""Requests, publishes, and recomputed answers for tests of the real engines."""
+"""Makes requests and weight offers, and recomputes log-probs, for tests of the real engines."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ _NUMBERS = itertools.count()
 
 
 def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
-    """Return requests for samples of prompts with 2, 3, ... tokens, prompt by prompt.
+    """Return ``num_samples`` requests for each of ``num_prompts`` prompts. The prompts have 2, 3, ... tokens.
 
     Each call uses new ids, as in a run. Otherwise a server that notices a closed stream late would abort running
     requests with the same ids.
@@ -106,7 +106,7 @@ def server_processes(engine: Any) -> list[psutil.Process]:
 
 
 async def until_writing(engine: Any) -> None:
-    """Wait until the first tokens of the new requests have arrived."""
+    """Wait until another token of the running requests has arrived."""
     first, token = asyncio.Event(), engine.silence.token
     engine.silence.token = lambda: (first.set(), token())
     await asyncio.wait_for(first.wait(), 60)
@@ -152,7 +152,10 @@ def forward_by_versions(
 
 
 async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
-    """Request greedy samples again after their first two tokens, and check that the engine writes the same rest."""
+    """Request greedy samples again after their first two tokens.
+
+    Check that the engine samples the same remaining tokens.
+    """
     requests = requests_of(3, temperature=0.0)
     whole = await answer(engine, requests)
     begun = [

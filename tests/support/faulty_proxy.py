@@ -61,7 +61,7 @@ class FaultyProxy(RunningServer):
             moment: ``before`` the server receives the call, ``during`` its work on the call, ``midway`` after the first
                 event of its answer, or ``after`` its answer.
             answer: The answer to the engine, in place of the server's answer.
-            act: Function to call at the moment. Then the server's own answer is passed on.
+            act: Function to call at ``moment``. Without ``answer``, the server's own answer is passed on afterwards.
         """
         self._fault, self._answer, self._act = (path, moment), answer, act
 

@@ -57,7 +57,8 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
     """Return the inodes of the files in shared memory that these processes map.
 
-    An inode also identifies a semaphore, which is mapped under another name than its own.
+    An inode also identifies a semaphore. The name in the memory map of a process is not the name of the semaphore's
+    file.
     """
     inodes = set()
     for process in processes:

@@ -22,9 +22,8 @@ class Killed(BaseException):
 class MortalWrites:
     """Replaces `buffer.journal.write_all` and kills the process before, within or after some writes.
 
-    ``kills`` has, per kill, the number of writes since the previous kill, and the share of the write that reaches the
-    disk, in 32nds.
-    Writes of the journal's threads are not interrupted.
+    ``kills`` has a pair for each kill: the number of writes since the previous kill, and how many 32nds of the
+    interrupted write reach the disk. Writes of the journal's threads are not interrupted.
     """
 
     def __init__(self, kills: list[tuple[int, int]]) -> None:
@@ -111,7 +110,7 @@ class MortalServer:
             self.deliver(client, request)
 
     def send(self, client: bytes, request: Message) -> None:
-        """Send a request, and repeat it to each later server until one has answered."""
+        """Send a request. After each restart of the server, send the request again until a reply has come."""
         self._unanswered[client, request.request_id] = request
         self.deliver(client, request)
 

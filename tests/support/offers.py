@@ -13,7 +13,9 @@ def bare_offer(version: int) -> WeightOffer:
 
 
 class OffersInMemory:
-    """Implements the buffer's calls for weight offers on the real log, without sockets. Engines have numbers as names.
+    """Implements the buffer's calls for weight offers on the real log, without sockets.
+
+    The names of engines are numbers.
 
     Attributes:
         log: The log of offers.

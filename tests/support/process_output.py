@@ -75,7 +75,7 @@ class ProcessOutput:
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:
-        """Wait for two steps after ``before``, because the first one may have been running already.
+        """Wait for two steps after ``before``, because the first of these steps may have been running already.
 
         Prints the duration.
         """

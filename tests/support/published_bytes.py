@@ -1,4 +1,4 @@
-"""Plain bytes, published as a learner does, in full or as a delta."""
+"""Random bytes that are published as a learner publishes weights: in full, as a delta or as an adapter."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndar
 
 
 def changed(image: np.ndarray, seed: int, share: float = 0.03, item_bytes: int = 2) -> np.ndarray:
-    """Return a copy with new random values at random places."""
+    """Return a copy of the bytes ``image`` with new random values at random places."""
     generator = np.random.default_rng(seed)
     values = image.copy().reshape(-1, item_bytes)
     places = generator.random(len(values)) < share
@@ -38,10 +38,10 @@ def publish_bytes(
     item_bytes: int = 2,
     num_files: int = 2,
 ) -> WeightOffer:
-    """Publish an image as one tensor, in pieces of 16 KiB.
+    """Publish the bytes ``image`` as one tensor, in pieces of 16 KiB.
 
-    With ``base``, the image is written as delta files, otherwise as one data file. With ``frozen``, the manifest names
-    the image as an adapter of these weights.
+    With ``base``, the bytes are written as delta files. Otherwise they are written as one data file. With ``frozen``,
+    the manifest says that the bytes are an adapter of these frozen weights.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)

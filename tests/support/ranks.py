@@ -38,7 +38,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     """Call ``function(*args)`` on every rank. Returns the results by rank. If a rank fails or dies, the call fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    # The ranks connect through a store on a port of this process, as with torchrun.
+    # The ranks find each other through a TCP store in this process, as with torchrun.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(num_ranks)]
     processes = [

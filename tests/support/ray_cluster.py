@@ -12,7 +12,7 @@ HEAD_ADDRESS = f"127.{_NETWORK}.9"
 SECOND_ADDRESS = f"127.{_NETWORK}.10"
 NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
 
-# Idle workers started in advance take a second of CPU each, and most tests need other workers.
+# Ray starts no idle workers in advance. Each of them would take a second of CPU, and most tests need other workers.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "disabled",

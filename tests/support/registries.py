@@ -1,4 +1,4 @@
-"""Registrations of a test."""
+"""Undoes the registrations that a test makes in a registry."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
-OTHERS = 1_000_000  # first id of groups of other workers
+OTHERS = 1_000_000  # the first group id that other workers use
 WRITTEN = 14
 """A token that no prompt of `make_prompts` contains."""
 
@@ -38,7 +38,7 @@ class InMemoryBuffer(OffersInMemory):
     Attributes:
         groups: The groups put so far.
         released: Group id, tokens and reason of every release.
-        progress: Last saved progress by group id.
+        progress: The progress that was saved latest, by group id.
         leases_asked: Engine version and number of groups of every request for leases.
         renewals: Number of leases renewed so far.
     """
@@ -138,7 +138,7 @@ class InMemoryBuffer(OffersInMemory):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         self.leases_asked.append((engine_version, max_groups))
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
-        async with self._changed:  # asks under the lock, because a change could come between the answer and the wait
+        async with self._changed:  # asks with the lock, so that no change comes between the answer and the wait
             while not (granted := self.ledger.apply(command, self._now).leases):
                 await self._changed.wait()
         self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}
@@ -206,7 +206,7 @@ def make_prompts(num_prompts: int) -> list[Prompt]:
 
 
 async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
-    """Make a learner step, and let the worker load its version."""
+    """Make a learner step, and let the worker load the new version."""
     await buffer.advance()
     await loop.load_weights(bare_offer(buffer.ledger.learner_version))
 

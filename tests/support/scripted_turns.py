@@ -1,4 +1,4 @@
-"""A sampler of one episode without an engine. A script writes the tokens of each turn."""
+"""Runs one episode without an engine. A script writes the tokens of each turn."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -54,7 +54,7 @@ class ScriptedTurns:
 
 
 class Talk:
-    """A session whose turns are these texts, one after the other, encoded letter by letter.
+    """A session whose sampled turns are the texts ``texts``, one after the other, encoded letter by letter.
 
     ``recorded`` is the progress of an earlier attempt.
     """
@@ -90,7 +90,7 @@ class Talk:
         return await self.session.chat(request)
 
     def check(self):
-        """Check that each engine prompt is the path of its turn, so that no sampled text was encoded again."""
+        """Check that each engine prompt is the path to its turn. Then no sampled text was encoded again."""
         for prompt, turn in self.turns.requests:
             episode = self.turns.episode
             assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))

@@ -29,7 +29,7 @@ class Workers:
         replaced: Ranks in the order of their replacements.
         full: An event while no node has room, otherwise None. A test sets the event when there is room again.
         closed: Ranks whose resources were released.
-        made_with: Arguments of the last worker, without its seed.
+        made_with: Arguments of the latest worker, without its seed.
         engine_seeds: Seeds of the engines in the order of their starts.
         calls: Rank and method of every call except `counters`.
         keeps_leases: Ranks that cannot give all leases back when they end.
@@ -64,7 +64,7 @@ class Workers:
 
     def die(self, rank, error):
         self.death_of(rank).set_exception(error)
-        self.death_of(rank).exception()  # marks the error as retrieved, because perhaps no call waits for it
+        self.death_of(rank).exception()  # marks the error as retrieved, because perhaps no call waits for this future
 
     def stand_still(self, rank, seconds):
         """Stop a worker's answers for a time, as SIGSTOP does. Then the worker answers the waiting calls."""

@@ -1,7 +1,8 @@
 """A proxy in front of the SGLang server of a whole run.
 
-The proxy finds the server itself, and makes calls fail on request. The run's server listens on another port (``--port``
-in its extra arguments). The proxy listens on the port that the worker calls, also for replaced servers.
+The proxy finds the server itself, and makes calls fail if the test requests this. The run's server listens on another
+port than its worker calls (``--port`` in the server's extra arguments). The proxy listens on the port that the worker
+calls. If the run replaces the server, the proxy also serves the new worker's port.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ class ServerProxy:
     """One proxy per run. `fail` and `heal` may be called from any thread.
 
     Attributes:
-        option: Required option of the run.
+        option: The option that the run needs for the proxy.
         num_failed: Number of failed calls.
     """
 
@@ -81,7 +82,7 @@ class ServerProxy:
                     self._do(proxy.start(port=port))
 
     def _called_ports(self, run: RunningTraining) -> set[int]:
-        """Return the ports that workers call. A server's command names this port first, before those of its parts."""
+        """Return the ports that workers call. In a server's command, the first ``--port`` is this port."""
         ports = set()
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(run.process.pid).children(recursive=True):

@@ -1,6 +1,6 @@
 """A fleet of engines of different speeds and a learner, with the real buffer service in simulated time.
 
-The pace of an engine does not depend on the number of its groups. Handed-over groups are saved and continued.
+The pace of a group does not depend on the number of groups on its engine. Handed-over groups are saved and continued.
 """
 
 from collections.abc import Callable, Sequence

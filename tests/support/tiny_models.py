@@ -36,7 +36,7 @@ _WINDOW_THEN_ALL = {**_WINDOW, "layer_types": ["sliding_attention", "full_attent
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 
-# Windows, chunks and query scales have an effect within the 24 tokens of a test's longest sequence.
+# Windows, chunks and query scales are small, so they have an effect within 24 tokens, a test's longest sequence.
 _FAMILIES: dict[str, dict] = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
@@ -117,7 +117,7 @@ _FAMILIES: dict[str, dict] = {
     "electra": {"is_decoder": True, "embedding_size": 16},
 }
 FAMILIES = ["llama", "qwen2", "qwen3", "qwen3_moe"]
-"""Families without anything unusual."""
+"""Families without unusual layers."""
 
 TRAINED_FAMILIES = [*list(_FAMILIES)[: list(_FAMILIES).index("minimax") + 1]]
 """Families that the learner trains with and without sequence parallelism."""

@@ -162,7 +162,7 @@ class RunningTraining(ProcessOutput):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that were made and not lost."""
+        """Number of learner steps that were made and not lost."""
         path = self.run_dir / "metrics.jsonl"
         whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
         return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0

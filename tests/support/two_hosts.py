@@ -38,7 +38,7 @@ def skip_unless_permitted(process: subprocess.Popen, output: str) -> None:
 
 
 def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
-    """Return the processes that still have this mark after a short wait for their end."""
+    """Return the processes with this mark that are still alive after ``grace_s`` seconds."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -77,7 +77,7 @@ class RunOnTwoHosts(ProcessOutput):
         return [one.pid for one in ours if words in _words_of(one) and _host_of(one) == host]
 
     def set_link(self, state: str) -> None:
-        """Set the second host's end of the link ``up`` or ``down``."""
+        """Set the second host's end of the network link to ``state``: ``up`` or ``down``."""
         inside = self.pids_on_second("raylet")[0]
         command = ["nsenter", "--target", str(inside), "--net", "ip", "link", "set", "eth0", state]
         subprocess.run(command, check=True, timeout=10)

@@ -74,7 +74,7 @@ def assert_weights_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray]
 
 
 def save_whole(directory: Path, model: PackedModel) -> str:
-    """Write a model of one rank. This does not use the code that publishes weights and saves policies."""
+    """Save a model that is on one rank. This does not use the code that publishes weights and saves policies."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     weights = {name: tensor.contiguous() for name, tensor in (gather_weights(model) or {}).items()}

@@ -18,7 +18,7 @@ EXPERTS, WIDTH, HIDDEN = 6, 8, 4
 
 
 class Mixture(nn.Module):
-    """Loads weights like SGLang's models: w13 [E, 2I, H] and w2 [E, H, I]. This rank has a part of each.
+    """Loads weights like SGLang's models: w13 [E, 2I, H] and w2 [E, H, I]. This rank has parts of both.
 
     Args:
         ranks: Number of tensor-parallel ranks. This rank is the last one.
@@ -143,7 +143,10 @@ def assert_holds(model, tensors):
 
 @pytest.fixture(params=["mapped", "device"])
 def load(request, monkeypatch):
-    """Return the load of an offer: from the mapped file, as on a CPU, or from copies of its spans, as on a GPU."""
+    """Return the function that loads an offer.
+
+    It reads the mapped file, as on a CPU, or copies of its spans, as on a GPU.
+    """
     if request.param == "device":
         monkeypatch.setattr(
             load_module, "open_weights", lambda offer, device, timeout_s: FileWeights(offer, torch.device("cpu"))

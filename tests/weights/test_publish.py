@@ -159,7 +159,7 @@ class NewestOnly:
 
 
 def sent_and_received_by_a_rank(config, path, folder, hosts):
-    """Publish over the network, and receive the version on each rank, like the host of an engine."""
+    """Publish over the network. Each rank then receives the version, as the host of an engine does."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     weights.socket.gethostname = lambda: hosts[rank]
@@ -204,7 +204,7 @@ def test_weights_that_two_ranks_stream_equal_the_gathered_weights(family, option
 
 
 def adapters_of_a_rank(config, path, folder, hosts):
-    """Return what an engine merges from two published adapters, the published folders, and the gathered weights."""
+    """Publish two adapters. Returns the weights that an engine merges, the published folders, and the whole weights."""
     trainer = Trainer(config, model_path=path, total_updates=2)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     options = PublishOptions(adapters=True)
@@ -232,7 +232,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Return the inode of the frozen weights' manifest, which identifies the copy, and the merged weights."""
+    """Return the inode of the frozen weights' manifest and the merged weights. The inode identifies the staged copy."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()
@@ -485,7 +485,7 @@ def test_a_saved_policy_includes_its_tokenizer(tmp_path: Path) -> None:
 
 
 def saved_by_a_rank(config, path, folder):
-    """Save the weights, with another folder on rank 1. Returns the gathered weights."""
+    """Save the weights. Rank 1 gets a different folder than rank 0. Returns the gathered weights."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
     save_policy(trainer, f"{folder}/{trainer.mesh.rank}")

@@ -27,7 +27,9 @@ from tests.support.training_run import ROOT
 
 
 class Network:
-    """A learner of one rank that sends its versions. Every fourth version is full. The others are also sent as deltas.
+    """A learner of one rank that sends its versions.
+
+    With ``deltas``, three of four versions have a delta too.
 
     Attributes:
         images: The data file of each version.
@@ -370,7 +372,7 @@ def test_when_the_receiver_dies_while_others_wait_one_of_them_receives(tmp_path)
 
 
 def stop_in_a_transfer(state, memory):
-    """Write this process's id when it receives a version, and continue when a file exists."""
+    """During the transfer of a version, write this process's id to a file and wait until another file exists."""
     receive = WeightGroup.receive
 
     def waiting(self, data, source, deadline):

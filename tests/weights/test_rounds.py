@@ -83,7 +83,10 @@ def coordinator():
 
 @contextmanager
 def coordinators(first_message=None, num_receivers=1):
-    """Yield a coordinator of one rank in a thread. ``first_message`` gets each connection and message."""
+    """Yield a coordinator of one rank that runs in a thread.
+
+    ``first_message`` replaces the function that handles messages: it gets the connection and the message.
+    """
     coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
         coordinator._take = first_message
@@ -130,7 +133,10 @@ def test_the_channel_takes_no_message_of_a_client_without_the_key():
 
 
 def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
-    """A false server returns the client's messages. The client's own proof must not count as a proof of the server."""
+    """A false server returns the client's messages.
+
+    A proof that the client itself sent must not count as a proof of the server.
+    """
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
         def reflect():
@@ -259,7 +265,7 @@ def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(coordinator):
 def test_a_stream_needs_no_name_service(tmp_path):
     """Torch's store asks a name service once per connection.
 
-    If the answer was lost, this took 5 s, and rounds were missed.
+    If the answer of the name service was lost, the wait took 5 s, and receivers missed rounds.
     """
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(20)
 
 @pytest.fixture
 def make_stager(tmp_path):
-    """Return a function that makes stagers with an image in memory."""
+    """Return a function that makes stagers, which stage versions below one folder. The fixture closes the stagers."""
     made = []
 
     def make(name="engine-0", *, copies=False, timeout_s=10.0):
@@ -40,7 +40,7 @@ def make_stager(tmp_path):
 
 
 class Learner:
-    """Publishes random bytes. Every fourth version is full."""
+    """Publishes random bytes. Every fourth version is full, and the versions between are deltas."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -342,7 +342,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(ma
 
 
 class NetworkLearner(Learner):
-    """Sends its versions over loopback as one rank. Records for each round whether it sent a delta."""
+    """Sends its versions over loopback as one rank. Records for each round whether a delta was sent."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -360,7 +360,7 @@ class NetworkLearner(Learner):
         offer = super().publish()
         manifest = read_manifest(offer)
         delta = None
-        if manifest.delta is not None:  # join the two files into one, for one rank
+        if manifest.delta is not None:  # join the two delta files, because there is one rank
             manifest = replace(
                 manifest, delta=replace(manifest.delta, files=("delta.bin",), changes=self.joined(manifest))
             )

@@ -58,7 +58,7 @@ OPTIONS = PublishOptions(carrier=Carrier.host_stream, num_receivers=2, timeout_s
 def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
     """Return random data, the pieces of two ranks, and the manifest.
 
-    The first rank has the first third of each tensor, the second rank has the rest.
+    The first rank has the first third of each tensor. The second rank has the remaining two thirds.
     """
     sizes = [(name, dtype, shape, int(np.prod(shape)) * width) for name, dtype, shape, width in TENSORS]
     head, starts = safetensors_header(sizes)
@@ -358,7 +358,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
 
 
 async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
-    """An evaluation may wait for an engine that joined late and needs the pinned version."""
+    """An evaluation keeps a version offered (pins it). An engine that joined late may still need this version."""
     pinned = offered_by(ranks, 1, tmp_path)
     for state in ranks:
         state["sender"].retire(1)
@@ -392,7 +392,7 @@ async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(rank
 
 
 async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path):
-    """The receivers can then request a newer version before the round's deadline."""
+    """The receivers can then request a newer version, and do not wait for the round's deadline."""
     offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
     ranks[1]["sender"].retire(2)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
