@@ -40,6 +40,8 @@ class LifeRecord:
         before: Run folder of the process that saved this checkpoint.
         ended_s: Unix time of the end; 0 while the process runs.
         status: Exit status; None while the process runs, and after its parent process was killed.
+        policy: Folder of the initial policy; empty if the process continued from a checkpoint, and before the policy
+            exists.
     """
 
     host: str
@@ -48,6 +50,7 @@ class LifeRecord:
     before: str = ""
     ended_s: float = 0.0
     status: int | None = None
+    policy: str = ""
 
     @property
     def end(self) -> LifeState:

@@ -45,8 +45,8 @@ class StoredSample:
 def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     """Recompute the log-probs of up to ``count`` stored samples, and add the comparison to ``result``.
 
-    ``lives`` are the processes of the run, which stored the samples. A sample is checked only if a checkpoint or
-    ``snapshots/`` has the weights of each of the sample's versions.
+    ``lives`` are the processes of the run, which stored the samples. A sample is checked only if the weights of each of
+    its versions still exist, in a checkpoint, in ``snapshots/`` or in the folder of the initial policy.
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
     models = [*stored.values(), *(_options(life)["model"]["path"] for life in lives)]
@@ -103,6 +103,9 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
 
 
 def _weights(life: Life) -> Iterator[tuple[int, Path]]:
+    initial = Path(life.record.policy)
+    if life.record.policy and (initial / "config.json").is_file():
+        yield 0, initial
     for folder in sorted((life.folder / "snapshots").glob("v*")):
         if (folder / "config.json").is_file() and any(folder.glob("*.safetensors")):
             yield int(folder.name[1:]), folder

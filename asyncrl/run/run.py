@@ -45,7 +45,7 @@ from asyncrl.run.resume import (
     take_up,
 )
 from asyncrl.run.run_folder import SHARED_MEMORY, RunPaths, shared_folder
-from asyncrl.run.run_lives import begin_life
+from asyncrl.run.run_lives import begin_life, record_policy
 from asyncrl.run.training import Training, unless
 from asyncrl.sft.warm_start import WarmStart, needs_fine_tuning, policy_path
 from asyncrl.single_controller import ray_death
@@ -256,7 +256,9 @@ class Run:
         config = replace(self._config, model=replace(self._config.model, path=str(policy)))
         learner = await make(LearnerGroup, config)
         stack.push_async_callback(learner.stop, stop_deadlines(self._config).learner_s)
-        await self._warmed()
+        initial = await self._warmed()
+        if self._resumed is None:
+            await asyncio.to_thread(record_policy, self._run_dir, initial)
         with self._view.waiting_for(f"learner ({config.learner.num_ranks} ranks)"):
             await learner.init()
         if self._resumed is not None:

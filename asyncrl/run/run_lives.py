@@ -67,6 +67,12 @@ def begin_life(run_dir: Path, resumed: Path | None) -> None:
     write_life(run_dir, record)
 
 
+def record_policy(run_dir: Path, policy: Path) -> None:
+    """Write the folder of the initial policy into the record of a life. If the life has no record, do nothing."""
+    if (record := read_life(run_dir)) is not None:
+        write_life(run_dir, replace(record, policy=str(policy.resolve())))
+
+
 def end_life(run_dir: Path, status: int) -> None:
     """Write the exit status of a life (one ``asyncrl train`` process) into its record.
 

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.run.audit import Audit, audited_lives
 from asyncrl.run.forward_audit import check_forward
+from asyncrl.run.run_lives import record_policy
 from learner.trajectory_log import SCHEMA
 from tests.asyncrl.test_run_lives import make_life
 from tests.support.tiny_models import save_tiny_model
@@ -72,3 +73,16 @@ def test_samples_with_images_are_not_checked_and_the_audit_says_why(run):
     check_forward(result, audited_lives(run), 5)
     assert (result.bad, result.checked) == ([], [])
     assert result.unchecked == ["log-probs of 5 samples: they are of a model with images, and no image is stored"]
+
+
+def test_tokens_of_version_0_are_compared_under_the_initial_policy(run, tmp_path):
+    initial = tmp_path / "initial"
+    save_tiny_model(initial, seed=5)
+    file = run / "trajectories" / "step_00000003_rank0.parquet"
+    row = pq.read_table(file).to_pylist()[0] | {"versions": [0] * 4, "behavior_logprobs": logprobs_under(initial)}
+    pq.write_table(pa.Table.from_pylist([row], schema=SCHEMA), file)
+    for policy, num_checked, num_bad in ((initial, 1, 0), (run / "snapshots" / "v00000002", 1, 1), (run, 0, 0)):
+        record_policy(run, policy)
+        result = Audit()
+        check_forward(result, audited_lives(run), 1)
+        assert (len(result.checked), len(result.bad)) == (num_checked, num_bad), policy
