@@ -243,7 +243,7 @@ class RolloutLoop:
                 if self._config.save_progress is SaveProgress.at_updates:
                     await self._park(self._config.load_timeout_s)
                 if offer.incarnation < self._incarnation:
-                    raise WeightsGone(f"{offer.name} is of incarnation {offer.incarnation} of the learner, which died")
+                    raise WeightsGone(f"{offer.name} is of an earlier life of the learner, number {offer.incarnation}")
                 self._is_loading, self._is_released = True, False
                 self._meter.loaded(await self._engine.load_weights(local))
             receipts.note(receipts.Act.loaded, engine=member.name, version=offer.version, digest=offer.digest)

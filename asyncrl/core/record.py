@@ -64,7 +64,7 @@ class ProfileConfig:
             raise ValueError(f"profile.max_file_bytes must be >= 1048576, got {self.max_file_bytes}; 1 GiB is usual")
         if self.torch_steps and not self.enabled:
             raise ValueError(
-                "profile.torch_steps needs profile.enabled=true, got false; enable it, or leave them empty"
+                "profile.torch_steps needs profile.enabled=true, got false; enable it, or leave torch_steps empty"
             )
 
 

@@ -150,9 +150,7 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Convert a prompt's trajectories to a group with arrays over all tokens.
-
-        ``attempt`` is the number of earlier attempts to generate the group.
+        """Convert a prompt's trajectories to a group, which is attempt number ``attempt`` (from 0) at the prompt.
 
         Raises `ValueError` if there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
         """

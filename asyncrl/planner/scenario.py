@@ -247,7 +247,7 @@ class Scenario:
                 "a batch could never be complete"
             )
         if not 0 <= self.equal_rewards < 1:
-            raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 keeps no group")
+            raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; at 1 no group remains")
         if self.host.is_shared and not self.engine.takes_batches:
             raise ValueError(
                 "host.is_shared needs engine.takes_batches=true: the simulator cannot model other engines that share "

@@ -190,8 +190,8 @@ def audit(lives: Sequence[Life]) -> Audit:
     for one in own:
         if not (one.folder / FOLDER).is_dir():
             raise ValueError(
-                f"{one.folder / FOLDER} must hold the receipts of the life, and does not exist; the life made no step, "
-                "or an earlier version of asyncrl ran it"
+                f"{one.folder / FOLDER} must hold the receipts of this train process, and does not exist; the process "
+                "made no step, or an earlier version of asyncrl ran it"
             )
     for one, after in pairwise(own):
         one.commit_before(after.began_at)

@@ -108,8 +108,7 @@ class RayResourcePool(ResourcePool):
         accelerator_type: Use only nodes with this kind of device. Example: ``"A100"``.
         num_cpus_per_process: CPUs of each process; ``max_colocate_count`` by default.
         num_devices_per_process: Devices of each process, if ``use_gpu`` is set.
-        strategy: Ray's placement strategy for the bundles of a placement group. ``STRICT_PACK`` puts the bundles on one
-            node.
+        strategy: Ray's placement strategy for the bundles of a placement group. ``STRICT_PACK`` packs all on one node.
         apart: Whether each placement group must be on a different node.
         labels: Ray label selectors of the nodes. Example: ``{"market-type": "!spot"}``.
         timeout_s: Seconds to wait for the cluster to grant the reservation.
@@ -170,9 +169,9 @@ class RayResourcePool(ResourcePool):
     def get_placement_groups(
         self, strategy: str | None = None, name: str | None = None, device_name: str = "cuda"
     ) -> list[PlacementGroup]:
-        """Return one placement group per node. The first call in a Ray cluster reserves the groups.
+        """Return one placement group per node. The first call in a Ray cluster waits until the groups are reserved.
 
-        This call waits until the cluster grants the groups. ``strategy`` replaces the pool's strategy. ``name``
+        ``strategy`` replaces the pool's strategy. ``name``
         replaces the first part of the groups' names. ``device_name`` is ``cuda`` or ``npu``.
 
         Raises:
@@ -500,8 +499,7 @@ class ResourcePoolManager:
         resource_pool_spec: Number of processes on each node, by pool name. Example: ``{"actor": [8, 8]}``.
         mapping: Name of the pool of each role.
         resource_pool_dict: The pools, after `create_resource_pool` has made them.
-        max_colocate_count: Number of worker groups that may share a pool; 1 if all roles of a pool run in the same
-            processes.
+        max_colocate_count: Number of groups that may share a pool; 1 if all roles of a pool share the processes.
         device_name: ``cuda`` or ``npu``.
         own_options: By pool name, options of `RayResourcePool` that replace the options of this object.
     """

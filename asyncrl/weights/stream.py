@@ -675,7 +675,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
         if answer.get("gone"):
             raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
         if answer.get("late"):
-            raise WeightsError(f"rank 0 did not hear of this receiver within {rounds.CALL_S} s")
+            raise WeightsError(f"rank 0 got no message of this receiver in {rounds.CALL_S} s")
     except BaseException as error:
         if member is not None:
             member.close()

@@ -528,8 +528,8 @@ def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
         odd = np.flatnonzero(is_placeholder != is_image)
         raise RequestRefused(
             f"request {request.id}: the placeholders of images (token {image_token_id}) must belong to its "
-            f"{len(request.images)} images and must not end the prompt, got others at {odd.tolist()[:8]}; a path "
-            "cannot be continued after a placeholder that the policy sampled"
+            f"{len(request.images)} images and must not end the prompt, they differ at positions {odd.tolist()[:8]}. "
+            "A turn in which the policy sampled a placeholder cannot be continued"
         )
 
 

@@ -130,7 +130,7 @@ def test_a_placeholder_ends_a_turn_and_is_refused_where_no_image_is(model_path, 
     request = request_of(reader, "a", 0)
     check_prompt(request, facts.vocab_size, facts.image_token_id)
     for ids, images, message in (
-        ([*request.prompt_ids, IMAGE, 9], request.images, r"got others at \[9\]"),
+        ([*request.prompt_ids, IMAGE, 9], request.images, r"differ at positions \[9\]"),
         (request.prompt_ids, (), r"belong to its 0 images"),
         (request.prompt_ids[:6], request.images, "not end the prompt|must belong to"),
     ):

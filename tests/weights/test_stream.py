@@ -387,7 +387,7 @@ async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ran
 async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message of this receiver in 1\.0 s', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
@@ -432,7 +432,7 @@ def test_bytes_that_change_in_transfer_never_reach_an_engines_model(ranks_into_e
 def test_an_engines_rank_whose_answers_are_lost_asks_again_and_then_raises(ranks_into_engines, tmp_path, monkeypatch):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 did not hear of this receiver within 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message of this receiver in 1\.0 s', .*"):
         arrive({}, offered)
 
 
