@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from learner.checkpoint_folder import named_checkpoints
 from tests.e2e.run_checks import assert_the_account_closes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -49,7 +50,7 @@ def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start,
         assert record["learner.rollout_device_bytes_after"] == 0
         assert record["learner.trainer_device_bytes_after"] == record["learner.rollout_device_bytes_before"]
         assert record["engine_version"] == record["step"] + 1
-    assert sorted(path.name for path in (run.run_dir / "checkpoints").iterdir()) == ["v00000004", "v00000005"]
+    assert [path.name for path in named_checkpoints(run.run_dir / "checkpoints")] == ["v00000004", "v00000005"]
 
 
 PPO = ["experiment=ppo", "learner.critic.warmup_steps=1"]

@@ -99,8 +99,10 @@ def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
     assert records[3]["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]), abs=1e-4)
     assert np.std([row["reward"] for row in rows]) > 0.05
     for row in rows[::16]:
+        # not `judge(...)`, whose score ignores sampled padding tokens at the end
         with torch.no_grad():
-            score = judge(torch.tensor([row["prompt_ids"] + row["response_ids"]])).logits.item()
+            hidden = judge.model(torch.tensor([row["prompt_ids"] + row["response_ids"]])).last_hidden_state
+            score = judge.score(hidden[0, -1]).item()
         assert row["reward"] == pytest.approx(score, abs=1e-4)
     rewards = [record["reward"] for record in records]
     assert np.mean(rewards[-3:]) > np.mean(rewards[:3]) + 0.05

@@ -16,7 +16,7 @@ from tests.support.vision_models import COLOURS, as_png, coloured, write_vision_
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
-STEPS = 120
+STEPS = 180
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +57,7 @@ def run(tmp_path_factory, images):
         "rollout_fleet.reward=exact_match",
         "rollout_fleet.sampling.max_new_tokens=1",
         "learner.device=cpu",
-        "learner.optimizer.lr=0.003",
+        "learner.optimizer.lr=0.001",
         "learner.keep_snapshots=-1",
         "record_trajectories=true",
     )
