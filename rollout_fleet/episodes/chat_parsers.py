@@ -75,12 +75,15 @@ class LibraryParser:
 def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Separate usable from malformed tool calls, which the library ``renderers`` has parsed.
 
-    Returns a list of (tool name, arguments) of the usable calls, and the texts of the malformed calls.
+    Returns a list of (tool name, arguments) of the usable calls, and the texts of the malformed calls. The library
+    gives the status ``invalid_json`` to a call in XML with an argument such as ``Rome``, which is text and not JSON.
+    Such a call is usable: the argument stays text.
     """
     good: list[tuple[str, Any]] = []
     malformed: list[str] = []
     for call in calls:
-        if call.status == "ok" and call.name and is_usable(call.arguments):
+        is_read = call.status == "ok" or (call.status == "invalid_json" and isinstance(call.arguments, dict))
+        if is_read and call.name and is_usable(call.arguments):
             good.append((call.name, call.arguments))
         else:
             malformed.append(call.raw)

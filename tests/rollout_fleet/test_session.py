@@ -267,6 +267,20 @@ async def test_siblings_that_say_the_same_are_told_apart_by_the_ids_of_their_cal
         assert episode.turn(episode.turn(after.turn).parent).parent == answer.turn
 
 
+async def test_the_ids_of_calls_are_of_the_form_that_the_templates_of_mistral_need(tmp_path):
+    check = """{%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{- raise_exception('not 9') }}{%- endif %}"""
+    template = CHATML.replace("{%- for m in messages %}", "{%- for m in messages %}" + check)
+    renderer = load_renderer(save_chat_model(tmp_path, "chatml", template=template), RendererConfig())
+    assert renderer.append_only["results of two parallel calls"]
+    talk = Talk(renderer, CALL.removesuffix("<|im_end|>") + CALL, "Warm.<|im_end|>")
+    (call,) = await talk.chat(USER, tools=[TOOL])
+    ids = [own["id"] for own in call.message["tool_calls"]]
+    results = [{"role": "tool", "tool_call_id": own, "content": "21"} for own in ids]
+    await talk.chat(USER, call.message, *results, tools=[TOOL])
+    assert len(set(ids)) == 2
+    assert all(own.isalnum() for own in ids)
+
+
 async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path):
     """Some templates render the ids of tool calls.
 
@@ -343,6 +357,39 @@ async def test_texts_are_continued_by_their_tokens(renderers):
     assert episode.turn(episode.turn(second.turn).parent).parent == first.turn
     assert talk.session.counts.branches == {"new_root": 1}
     talk.check()
+
+
+async def test_a_text_with_the_end_token_of_an_answer_continues_the_answer(renderers):
+    """A client that applies the chat template itself writes the end token that its last answer did not contain."""
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
+    text = talk.renderer.tokenizer.decode(talk.prompt.prompt_ids.tolist())
+    (first,) = await talk.session.complete(TextRequest(prompt=text))
+    assert first.message["content"] == "Warm."
+    longer = text + "Warm.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    await talk.session.complete(TextRequest(prompt=longer))
+    prompt, turn = talk.turns.requests[1]
+    assert talk.renderer.tokenizer.decode(prompt.tolist()) == longer
+    episode = talk.turns.episode
+    assert episode.turn(episode.turn(turn).parent).parent == first.turn
+    talk.check()
+
+
+async def test_an_equal_text_after_an_empty_answer_is_another_sample(renderers):
+    talk = Talk(renderers("chatml"), "<|im_end|>", "it is warm<|im_end|>")
+    for _ in range(2):
+        await talk.session.complete(TextRequest(prompt="say:"))
+    (first, _), (second, _) = talk.turns.requests
+    assert first.tolist() == second.tolist()
+
+
+async def test_more_answers_than_the_episode_has_turns_left_are_refused_before_any_is_sampled(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", max_turns=3)
+    await talk.chat(USER)
+    with pytest.raises(EpisodeOverflow, match="would use 1000000000 more turns, and 2 of max_turns are left"):
+        await talk.chat(USER, n=10**9)
+    with pytest.raises(ValueError, match="n must be 1 for token ids, got 2"):
+        await talk.session.sample(0, [5], SampleOptions(n=2))
+    assert len(talk.turns.requests) == 1
 
 
 async def test_raw_tokens_are_sampled_and_given_below_any_turn(renderers):
