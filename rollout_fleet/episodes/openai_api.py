@@ -115,6 +115,8 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop must be a text or a list of texts, got {stop!r}")
+    if not isinstance(body.get("stream_options") or {}, Mapping):
+        raise ValueError(f"stream_options must be an object, got {body['stream_options']!r}")
     for name, value in (("n", body.get("n")), ("seed", body.get("seed")), ("max_tokens", max_tokens)):
         if value is not None and type(value) is not int:
             raise ValueError(f"{name} must be a whole number, got {value!r}")

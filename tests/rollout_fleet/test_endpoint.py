@@ -162,6 +162,8 @@ async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
         ({"messages": [USER], "functions": []}, "functions is not supported here; leave it out"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0] must be"),
         ({"messages": [USER], "tools": ["web"]}, "tools[0] must be an object, got 'web'"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be a list, got int"),
+        ({"messages": [USER], "stream": True, "stream_options": [1]}, "stream_options must be an object, got [1]"),
         ({"messages": [USER], "top_logprobs": 5}, "top_logprobs must be 0, got 5"),
         ({"messages": [USER], "n": 0}, "n must be >= 1, got 0"),
         ({"messages": [USER], "n": "2"}, "n must be a whole number, got '2'"),

@@ -423,6 +423,28 @@ async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_re
         await talk.chat(USER, first.message, MORE, key="another")
 
 
+@pytest.mark.parametrize("style", ["chatml", "qwen3"])
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("null", "{}"),
+        (r'"{\"city\": \"Rome\"}"', '{"city": "Rome"}'),
+        ('"Rome"', None),
+        ("[1, 2]", None),
+        ("5", None),
+        ("true", None),
+    ],
+)
+async def test_a_call_whose_arguments_are_no_object_is_text(renderers, style, arguments, read):
+    """Clients call a function with the names and values of an object."""
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    talk = Talk(renderers(style), text + "<|im_end|>")
+    (answer,) = await talk.chat(USER, tools=[TOOL])
+    calls = [call["function"]["arguments"] for call in answer.message.get("tool_calls", ())]
+    assert (calls, talk.session.counts.malformed_calls) == (([], 1) if read is None else ([read], 0))
+    assert read is not None or arguments in answer.message["content"]
+
+
 NESTED = '{"name": "weather", "arguments": {"city": %s}}'
 
 
