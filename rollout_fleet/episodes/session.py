@@ -548,7 +548,7 @@ class Session:
         if known:
             known_text, parent = max(known, key=lambda pair: len(pair[0]))
             rest = text[len(known_text) :]
-            place = _Place(parent=parent, new_tokens=tokenizer.encode(rest) if rest else ())
+            place = _Place(parent=parent, new_tokens=tokenizer.encode_rest(rest) if rest else ())
         else:
             tokens = tokenizer.encode(text) if text else [int(token) for token in request.prompt]
             parent, num_shared = self._deepest(tokens)

@@ -4,6 +4,8 @@ import asyncio
 import json
 
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import ROOT
@@ -372,6 +374,19 @@ async def test_a_text_with_the_end_token_of_an_answer_continues_the_answer(rende
     episode = talk.turns.episode
     assert episode.turn(episode.turn(turn).parent).parent == first.turn
     talk.check()
+
+
+async def test_a_text_is_continued_without_the_space_that_a_tokenizer_adds_at_the_start_of_a_text(tmp_path):
+    path = save_chat_model(tmp_path, "chatml")
+    letters = ["\n", "\u2581", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(BPE(vocab={letter: token for token, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    talk = Talk(load_renderer(path, RendererConfig()), "a", "b")
+    for text in ("say:", "say:a, and so"):
+        await talk.session.complete(TextRequest(prompt=text))
+    assert talk.renderer.tokenizer.decode(talk.turns.requests[1][0].tolist()) == "say: a, and so"
 
 
 async def test_an_equal_text_after_an_empty_answer_is_another_sample(renderers):
