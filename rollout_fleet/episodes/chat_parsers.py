@@ -84,7 +84,8 @@ def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]
     for call in calls:
         is_read = call.status == "ok" or (call.status == "invalid_json" and isinstance(call.arguments, dict))
         arguments = call.arguments or {}
-        if is_read and call.name and is_usable(arguments) and _is_object(arguments):
+        is_named = isinstance(call.name, str) and call.name != ""
+        if is_read and is_named and is_usable(arguments) and _is_object(arguments):
             good.append((call.name, arguments))
         else:
             malformed.append(call.raw)

@@ -175,7 +175,7 @@ class LibraryRenderer(ChatRenderer):
         """Split a sampled answer into content, reasoning and tool calls (`ChatRenderer.parse`)."""
         try:
             answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
-        except RecursionError:  # the policy wrote JSON with too many levels
+        except (RecursionError, ValueError):  # the policy wrote JSON with too many levels, or a number too long to read
             return ParsedAnswer(content=self.tokenizer.decode(self.without_stop(sampled_ids)), num_malformed=1)
         calls, malformed = split_calls(answer.tool_calls)
         return ParsedAnswer(
@@ -329,7 +329,7 @@ class TemplateRenderer(ChatRenderer):
         if self._tool_parser is not None:
             try:
                 content, calls, malformed = self._tool_parser.split(rest, tools)
-            except RecursionError:  # the policy wrote JSON with too many levels
+            except (RecursionError, ValueError):  # JSON with too many levels or too long a number
                 content, malformed = "", [content]
         for token in self.tokenizer.all_special_tokens:
             content = content.replace(token, "")

@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from renderers.base import ParsedToolCall
 
+from rollout_fleet.episodes.chat_parsers import split_calls
 from rollout_fleet.episodes.chat_tokenizer import ChatTokenizer
 from rollout_fleet.episodes.config import RendererConfig
 from rollout_fleet.episodes.renderer import load_renderer
@@ -138,6 +140,11 @@ def test_a_text_argument_of_a_call_in_xml_is_read_as_text(tmp_path):
     call = f"<tool_call>\n<function=weather>\n{arguments}\n</function>\n</tool_call><|im_end|>"
     parsed = renderer.parse(renderer.render([USER], [TOOL]), renderer.tokenizer.encode(call), [TOOL])
     assert (parsed.calls, parsed.num_malformed) == ((("weather", {"city": "Rome", "days": 2}),), 0)
+
+
+def test_a_call_whose_name_is_no_text_is_malformed():
+    calls = [ParsedToolCall(raw=str(name), name=name, arguments={}) for name in (5, {"a": 1}, "", None, "weather")]
+    assert split_calls(calls) == ([("weather", {})], ["5", "{'a': 1}", "", "None"])
 
 
 def test_only_a_model_with_channels_makes_the_renderer_of_gpt_oss_download_its_vocabulary(

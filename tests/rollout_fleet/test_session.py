@@ -464,7 +464,9 @@ NESTED = '{"name": "weather", "arguments": {"city": %s}}'
 
 
 @pytest.mark.parametrize("style", ["chatml", "qwen3", "chatml/qwen3"])
-@pytest.mark.parametrize("arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300, r'"\ud83d"'])
+@pytest.mark.parametrize(
+    "arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300, r'"\ud83d"', "9" * 5000]
+)
 async def test_a_call_with_deep_or_invalid_arguments_is_text_and_the_session_goes_on(renderers, style, arguments):
     text = f"<tool_call>\n{NESTED % arguments}\n</tool_call>"
     style, _, parser = style.partition("/")
