@@ -114,6 +114,10 @@ class TimedTurns:
         self.episode.take(request.id, output)
         return turn
 
+    def give(self, parent: int, tokens: Sequence[int]) -> int:
+        """Append given tokens to the episode, and return the index of the turn."""
+        return self.episode.give(parent, tokens)
+
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
     """Measure the milliseconds of a call to the endpoint minus the time of the call's turn, with 64 concurrent calls.

@@ -115,14 +115,15 @@ def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
         blocks.append(
             {"type": "tool_use", "id": call["id"], "name": function["name"], "input": _input_of(function["arguments"])}
         )
+    is_cut = answer.finish_reason == "stop" and answer.stop_text != ""
     return {
         "id": f"msg_{uuid.uuid4().hex}",
         "type": "message",
         "role": "assistant",
         "model": body.get("model") or MODEL,
         "content": blocks,
-        "stop_reason": _REASONS[answer.finish_reason],
-        "stop_sequence": None,
+        "stop_reason": "stop_sequence" if is_cut else _REASONS[answer.finish_reason],
+        "stop_sequence": answer.stop_text if is_cut else None,
         "usage": {
             "input_tokens": answer.num_prompt_tokens - answer.num_reused_tokens,
             "cache_read_input_tokens": answer.num_reused_tokens,
@@ -135,7 +136,13 @@ def message(body: Mapping[str, Any], answer: SampledAnswer) -> dict[str, Any]:
 
 def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the server-sent events of a streamed answer. ``whole`` is the answer that `message` returns."""
-    begun = {**whole, "content": [], "stop_reason": None, "usage": {**whole["usage"], "output_tokens": 0}}
+    begun = {
+        **whole,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+        "usage": {**whole["usage"], "output_tokens": 0},
+    }
     yield {"type": "message_start", "message": begun}
     for index, block in enumerate(whole["content"]):
         if block["type"] == "tool_use":
@@ -150,7 +157,7 @@ def events(whole: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"type": "content_block_start", "index": index, "content_block": start}
         yield {"type": "content_block_delta", "index": index, "delta": delta}
         yield {"type": "content_block_stop", "index": index}
-    ended = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    ended = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
     yield {"type": "message_delta", "delta": ended, "usage": {"output_tokens": whole["usage"]["output_tokens"]}}
     yield {"type": "message_stop"}
 

@@ -48,7 +48,7 @@ class JsonTagParser:
         for match in _CALL.finditer(text):
             try:
                 call = read_json(match[1])
-                calls.append((str(call["name"]), call.get("arguments") or {}))
+                calls.append((str(call["name"]), _checked(call.get("arguments") or {})))
             except (ValueError, KeyError, TypeError, AttributeError):
                 malformed.append(match[0])
         return text.partition("<tool_call>")[0], calls, malformed
@@ -75,16 +75,35 @@ class LibraryParser:
 def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]:
     """Separate the tool calls that the library ``renderers`` has parsed into usable and malformed calls.
 
-    Returns a list of (tool name, arguments) of the usable calls, and the texts of the malformed calls.
+    Returns a list of (tool name, arguments) of the usable calls, and the texts of the malformed calls. The library
+    gives the status ``invalid_json`` to a call in XML with an argument such as ``Rome``, which is text and not JSON.
+    Such a call is usable: the argument stays text.
     """
     good: list[tuple[str, Any]] = []
     malformed: list[str] = []
     for call in calls:
-        if call.status == "ok" and call.name and is_usable(call.arguments):
-            good.append((call.name, call.arguments))
+        is_read = call.status == "ok" or (call.status == "invalid_json" and isinstance(call.arguments, dict))
+        arguments = call.arguments or {}
+        is_named = isinstance(call.name, str) and call.name != ""
+        if is_read and is_named and is_usable(arguments) and _is_object(arguments):
+            good.append((call.name, arguments))
         else:
             malformed.append(call.raw)
     return good, malformed
+
+
+def _is_object(arguments: Any) -> bool:
+    """Return whether arguments of a call are an object, or the JSON text of one. Clients cannot use other arguments."""
+    try:
+        return isinstance(read_json(arguments) if isinstance(arguments, str) else arguments, Mapping)
+    except ValueError:
+        return False
+
+
+def _checked(arguments: Any) -> Any:
+    if not _is_object(arguments):
+        raise ValueError(f"arguments of a call must be an object, got {arguments!r}")
+    return arguments
 
 
 class SGLangParser:
@@ -116,7 +135,7 @@ class SGLangParser:
         malformed: list[str] = []
         for call in calls:
             try:
-                good += [(call.name, read_json(call.parameters))] if call.name else []
+                good += [(call.name, _checked(read_json(call.parameters) or {}))] if call.name else []
             except ValueError:
                 malformed.append(call.parameters)
         return content, good, malformed

@@ -25,6 +25,7 @@ PLAIN_TEMPLATE = """\
 """Chat template for a model that has none. Each message becomes a marker of its role, its text, and the end token."""
 
 PLAIN_ROLES = ("system", "user", "assistant", "tool")
+_SPACE = "\u2581"  # the space in tokens of SentencePiece
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -77,6 +78,13 @@ class ChatTokenizer:
     def encode(self, text: str, **_: Any) -> list[int]:
         """Encode a text to token ids. A special token written in the text becomes its id. No tokens are added."""
         return self._fast.encode(text, add_special_tokens=False).ids
+
+    def encode_rest(self, text: str) -> list[int]:
+        """Encode a text that follows other tokens, without the space that some tokenizers add at a text's start."""
+        before = self.encode("\n")
+        ids = self.encode("\n" + text)
+        adds_space = str(self._fast.id_to_token(before[0]) if before else "").startswith(_SPACE)
+        return ids[len(before) :] if adds_space and ids[: len(before)] == before else self.encode(text)
 
     def decode(self, token_ids: Sequence[int] | int, *, skip_special_tokens: bool = False, **_: Any) -> str:
         """Decode one token id, or a sequence of token ids, to text. Special tokens stay in the text by default."""

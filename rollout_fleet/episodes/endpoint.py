@@ -209,7 +209,7 @@ class Endpoint:
 
         def whole(answers: list[SampledAnswer]) -> dict[str, Any]:
             response = responses_api.response(body, answers[0])
-            stored[response["id"]] = [*asked.messages, answers[0].message]
+            stored[response["id"]] = [*asked.messages[bool(body.get("instructions")) :], answers[0].message]
             return response
 
         def stream(answers: list[SampledAnswer]) -> Iterable[bytes]:
@@ -241,7 +241,7 @@ class Endpoint:
         body = await _body_of(request)
         parent = _parent_of(body)
         options = openai_api.read_options(body, max_tokens=body.get("max_tokens"))
-        answer = await session.sample(parent, openai_api.list_of(body, "tokens"), options)
+        answer = await session.sample(parent, openai_api.token_ids_of(body, "tokens"), options)
         return _json(
             {
                 "turn": answer.turn,
@@ -254,7 +254,7 @@ class Endpoint:
 
     async def _give(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:
         body = await _body_of(request)
-        return _json({"turn": session.give(_parent_of(body), openai_api.list_of(body, "tokens"))})
+        return _json({"turn": session.give(_parent_of(body), openai_api.token_ids_of(body, "tokens"))})
 
     async def _answer(
         self,

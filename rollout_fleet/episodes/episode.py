@@ -140,6 +140,11 @@ class Episode:
         return len(self.sampled)
 
     @property
+    def num_turns_left(self) -> int:
+        """Number of turns that may still be requested in this attempt."""
+        return self._budget.max_turns - sum(node.sampling is not None for node in self._nodes)
+
+    @property
     def num_tokens(self) -> int:
         """Number of sampled tokens so far, including tokens of an earlier attempt that were replayed."""
         return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)

@@ -231,16 +231,19 @@ class EpisodeRun:
             ValueError: ``parent`` is being sampled or unknown, or a new sequence has no tokens.
         """
         self._check_running()
-        ids = np.asarray(new_tokens, dtype=np.int64)
-        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
-            raise RequestRefused(
-                f"episode {self.episode.name}: token ids must be in 0..{self._vocab_size - 1}, got {ids.min()}.."
-                f"{ids.max()}; encode them with the policy's tokenizer"
-            )
-        index = self.episode.sample(parent, ids, sampling, images=images)
+        self._check_tokens(new_tokens)
+        index = self.episode.sample(parent, new_tokens, sampling, images=images)
         self.times.asked(index)
         await self.finished(index)
         return index
+
+    def give(self, parent: int, tokens: Sequence[int] | np.ndarray) -> int:
+        """Append tokens that the policy did not sample (`Episode.give`). Returns the index of the new turn.
+
+        Raises the errors of `Episode.give`, and `RequestRefused` if a token is outside the vocabulary.
+        """
+        self._check_tokens(tokens)
+        return self.episode.give(parent, tokens)
 
     async def finished(self, index: int) -> None:
         """Wait until the turn ``index`` is finished. `take`, `refuse` and `end` end this wait.
@@ -290,6 +293,14 @@ class EpisodeRun:
         for waiting in self._waiting.values():
             _wake(waiting, EpisodeEnded(f"episode {self.episode.name} gets no more answers: {self._end_reason}"))
         self._waiting.clear()
+
+    def _check_tokens(self, tokens: Sequence[int] | np.ndarray) -> None:
+        ids = np.asarray(tokens, dtype=np.int64)
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._vocab_size:
+            raise RequestRefused(
+                f"episode {self.episode.name}: token ids must be in 0..{self._vocab_size - 1}, got {ids.min()}.."
+                f"{ids.max()}; encode them with the policy's tokenizer"
+            )
 
     def _check_running(self) -> None:
         if self._end_reason:

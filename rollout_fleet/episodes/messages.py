@@ -62,6 +62,8 @@ def read_message(message: Any, where: str, read_image: ReadImage | None = None) 
         if isinstance(reasoning, str) and reasoning:
             read["reasoning_content"] = reasoning
         if calls := message.get("tool_calls"):
+            if not isinstance(calls, list):
+                raise ValueError(f"{where}.tool_calls must be a list, got {type(calls).__name__}")
             read["tool_calls"] = [_read_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return read
 

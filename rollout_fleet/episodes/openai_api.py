@@ -12,6 +12,7 @@ from .chat_tokenizer import ChatTokenizer
 from .session import ChatRequest, SampledAnswer, SampleOptions, TextRequest
 
 MODEL = "policy"
+_LARGEST_TOKEN = 2**31 - 1
 
 _OTHER = (
     "temperature",
@@ -97,8 +98,7 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
         prompt = prompt[0]
-    is_ids = isinstance(prompt, list) and all(type(token) is int for token in prompt)
-    if not prompt or not (isinstance(prompt, str) or is_ids):
+    if not prompt or not (isinstance(prompt, str) or (isinstance(prompt, list) and all(map(_is_token_id, prompt)))):
         raise ValueError("prompt must be one text or one list of token ids, and not empty; send one request per prompt")
     options = read_options(body, max_tokens=body.get("max_tokens"))
     return TextRequest(prompt=prompt, options=options, key=key, is_retry=is_retry)
@@ -115,12 +115,12 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):
         raise ValueError(f"stop must be a text or a list of texts, got {stop!r}")
+    if not isinstance(body.get("stream_options") or {}, Mapping):
+        raise ValueError(f"stream_options must be an object, got {body['stream_options']!r}")
     for name, value in (("n", body.get("n")), ("seed", body.get("seed")), ("max_tokens", max_tokens)):
         if value is not None and type(value) is not int:
             raise ValueError(f"{name} must be a whole number, got {value!r}")
-    ids = list_of(body, "stop_token_ids")
-    if not all(type(token) is int for token in ids):
-        raise ValueError(f"stop_token_ids must be a list of token ids, got {ids!r}")
+    ids = token_ids_of(body, "stop_token_ids")
     other = {name: body[name] for name in (*_OTHER, "hosted_tools") if body.get(name) is not None}
     if other.get("tool_choice") == "none":
         del other["tool_choice"]
@@ -179,6 +179,22 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
     if not isinstance(value, list):
         raise ValueError(f"{name} must be a list, got {type(value).__name__}")
     return value
+
+
+def token_ids_of(body: Mapping[str, Any], name: str) -> list[int]:
+    """Return the field ``name`` of a request's body, a list of token ids; an empty list if it is missing or None.
+
+    Raises `ValueError` for any other value.
+    """
+    tokens = list_of(body, name)
+    wrong = [token for token in tokens if not _is_token_id(token)]
+    if wrong:
+        raise ValueError(f"{name} must be a list of token ids, got one with {wrong[0]!r}")
+    return tokens
+
+
+def _is_token_id(token: Any) -> bool:
+    return type(token) is int and 0 <= token <= _LARGEST_TOKEN
 
 
 def _read_format(value: Any) -> str:
@@ -284,7 +300,9 @@ def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str,
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])
-        entries.append({"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []})
+        # a token may be only a part of a letter
+        own_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
+        entries.append({"token": text, "logprob": logprob, "bytes": own_bytes, "top_logprobs": []})
     return {"content": entries, "refusal": None}
 
 

@@ -6,6 +6,7 @@ chat template. Otherwise it chooses the template itself. Sampled text is never e
 
 from __future__ import annotations
 
+import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -175,7 +176,7 @@ class LibraryRenderer(ChatRenderer):
         """Split a sampled answer into content, reasoning and tool calls (`ChatRenderer.parse`)."""
         try:
             answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
-        except RecursionError:  # the policy wrote JSON with too many levels
+        except (RecursionError, ValueError):  # the policy wrote JSON with too many levels, or a number too long to read
             return ParsedAnswer(content=self.tokenizer.decode(self.without_stop(sampled_ids)), num_malformed=1)
         calls, malformed = split_calls(answer.tool_calls)
         return ParsedAnswer(
@@ -259,7 +260,9 @@ class TemplateRenderer(ChatRenderer):
         self._options = dict(options or {})
         self._keeps_reasoning = keeps_reasoning
         self._texts = _PromptTexts()
+        self._joins_arguments, self._tail = False, ""
         super().__init__(TEMPLATE if tokenizer.chat_template else "plain", tokenizer, ())
+        self._tail = self._find_tail()
         self._close = self._text([_USER, _assistant(_SENTINEL)], (), prompts=False).rpartition(_SENTINEL)[2]
         self._stop_texts = self._find_stop_texts()
         known = [tokenizer.convert_tokens_to_ids(text) for text in self._stop_texts]
@@ -334,7 +337,7 @@ class TemplateRenderer(ChatRenderer):
         if self._tool_parser is not None:
             try:
                 content, calls, malformed = self._tool_parser.split(rest, tools)
-            except RecursionError:  # the policy wrote JSON with too many levels
+            except (RecursionError, ValueError):  # JSON with too many levels or too long a number
                 content, malformed = "", [content]
         for token in self.tokenizer.all_special_tokens:
             content = content.replace(token, "")
@@ -361,11 +364,41 @@ class TemplateRenderer(ChatRenderer):
         ends = [sampled.rfind(text) + len(text) for text in self._stop_texts if text in sampled]
         return self.tokenizer.encode(sampled[: max(ends)] if ends else sampled)
 
+    def self_test(self) -> dict[str, str]:
+        """Find out which form the template needs for arguments of tool calls, then run `ChatRenderer.self_test`."""
+        self._joins_arguments = not self._accepts(_CALLED) and self._accepts(_with_text_arguments(_CALLED))
+        return super().self_test()
+
+    def _accepts(self, answer: Message) -> bool:
+        try:
+            self.tokenizer.render([_USER, answer], tools=[_WEATHER], **self._options)
+        except ValueError:
+            return False
+        return True
+
     def _text(self, messages: Sequence[Message], tools: Sequence[Message], *, prompts: bool) -> str:
         return self._prepared_text(_prepared(messages), tools, prompts=prompts)
 
     def _prepared_text(self, messages: Sequence[Message], tools: Sequence[Message], *, prompts: bool) -> str:
-        return self.tokenizer.render(messages, tools=_tools(tools), add_generation_prompt=prompts, **self._options)
+        if self._joins_arguments:
+            messages = [_with_text_arguments(message) for message in messages]
+        text = self.tokenizer.render(messages, tools=_tools(tools), add_generation_prompt=prompts, **self._options)
+        return text if prompts else text.removesuffix(self._tail)
+
+    def _find_tail(self) -> str:
+        """Return the end-of-sequence token if the template writes it only after the last message of a conversation.
+
+        The templates of Phi do so. Empty for other templates.
+        """
+        eos = self.tokenizer.special_tokens.get("eos_token", "")
+        whole = self._text([_USER, _assistant(_SENTINEL)], (), prompts=False)
+        begun = whole.removesuffix(eos)
+        try:
+            after = self._text([_USER, _assistant(_SENTINEL), _USER], (), prompts=True)
+        except ValueError:
+            return ""
+        is_tail = after.startswith(begun) and not after.startswith(whole) and not begun.endswith(_SENTINEL)
+        return eos if is_tail else ""
 
     def _find_stop_texts(self) -> list[str]:
         """Return the special tokens that close an assistant's message.
@@ -549,6 +582,17 @@ def _prepared_call(call: Message) -> dict[str, Any]:
     return {**call, "function": function}
 
 
+def _with_text_arguments(message: Message) -> dict[str, Any]:
+    """Return a message with the arguments of its tool calls as JSON texts, for templates that concatenate them."""
+    calls = []
+    for call in message.get("tool_calls", ()):
+        arguments = call["function"].get("arguments")
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
 def _assistant(content: str, reasoning: str = "", *calls: Message) -> dict[str, Any]:
     thought = {"reasoning_content": reasoning} if reasoning else {}
     called = {"tool_calls": list(calls)} if calls else {}
@@ -557,13 +601,13 @@ def _assistant(content: str, reasoning: str = "", *calls: Message) -> dict[str, 
 
 def _call(number: int, arguments: Mapping[str, Any]) -> dict[str, Any]:
     function = {"name": "weather", "arguments": dict(arguments)}
-    return {"id": f"call_{number}", "type": "function", "function": function}
+    return {"id": f"callcall{number}", "type": "function", "function": function}
 
 
 _USER = {"role": "user", "content": "How warm is it?"}
 _SYSTEM = {"role": "system", "content": "Be brief."}
-_RESULT = {"role": "tool", "content": "21 degrees", "tool_call_id": "call_0"}
-_SECOND = {"role": "tool", "content": "7 degrees", "tool_call_id": "call_1"}
+_RESULT = {"role": "tool", "content": "21 degrees", "tool_call_id": "callcall0"}
+_SECOND = {"role": "tool", "content": "7 degrees", "tool_call_id": "callcall1"}
 _WEATHER = {
     "type": "function",
     "function": {

@@ -41,8 +41,8 @@ def read_request(
 ) -> ChatRequest:
     """Convert the JSON body of a request to ``/v1/responses`` to a `ChatRequest`.
 
-    ``stored`` maps the id of each earlier response to its conversation. ``key`` is the request's idempotency key.
-    ``is_retry`` says whether the client marks the request as repeated.
+    ``stored`` maps the id of each earlier response to its conversation without its instructions. ``key`` is the
+    request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
 
     Raises:
         ValueError: a field is not supported. The message has the field's name and its valid values.
@@ -52,7 +52,7 @@ def read_request(
     if previous := body.get("previous_response_id"):
         if previous not in stored:
             raise ValueError(f"previous_response_id {previous!r} is not of this episode")
-        messages += [message for message in stored[previous] if message["role"] != "system"]
+        messages += stored[previous]
     if body.get("instructions"):
         messages = [{"role": "system", "content": body["instructions"]}, *messages]
     given = body.get("input")

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
+from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.image_files import ImageReader, is_image, place_images, read_bytes, source_of, with_placeholders
 from asyncrl.core.images import Image, PlacedImage, moved
 from asyncrl.core.trajectory import ROOT
@@ -83,6 +84,13 @@ class TurnSampler(Protocol):
         Raises:
             EpisodeOverflow: the episode has used up its budget.
             EpisodeEnded: the rollout worker stopped the episode before its end, and cancels the environment.
+        """
+        ...
+
+    def give(self, parent: int, tokens: Sequence[int]) -> int:
+        """Append token ids that the policy did not sample after the turn ``parent``. Returns the new turn's index.
+
+        Raises the errors of `Episode.give`, and `RequestRefused` for a token outside the vocabulary.
         """
         ...
 
@@ -151,6 +159,8 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
+        stop_text: The stop text of the request that ended the turn. The content does not contain it. Empty if no stop
+            text ended the turn.
         num_prompt_tokens: Number of tokens before the turn: the prompt and all turns on the path to this turn.
         num_reused_tokens: Number of these prompt tokens that were in the episode before the request.
         token_ids: [R] int32 tokens of the turn.
@@ -166,6 +176,7 @@ class SampledAnswer:
     token_ids: np.ndarray
     logprobs: np.ndarray
     versions: np.ndarray
+    stop_text: str = ""
 
 
 @dataclass(kw_only=True)
@@ -311,6 +322,8 @@ class Session:
 
         Raises the errors of `TurnSampler.sample` and `Episode.sample`, and `ValueError` for an unsupported option.
         """
+        if options.n != 1:
+            raise ValueError(f"n must be 1 for token ids, got {options.n}; send one request per turn")
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
 
@@ -318,9 +331,9 @@ class Session:
         """Append a turn of token ids that the policy did not sample.
 
         The turn follows the turn with the index ``parent``. If ``parent`` is `ROOT`, it begins a new sequence. Returns
-        the index of the new turn. Raises the errors of `Episode.give`.
+        the index of the new turn. Raises the errors of `TurnSampler.give`.
         """
-        turn = self._sampler.episode.give(parent, tokens)
+        turn = self._sampler.give(parent, tokens)
         self._know(turn)
         return turn
 
@@ -376,10 +389,11 @@ class Session:
         answers = await self._sample(place, request.options, stops=True)
         for place_of_answer, answer in enumerate(answers):
             parsed = self._parse(answer, tools, reads_calls=request.options.reads_calls)
-            message = self._message(answer, parsed, request.options.stop)
+            content, stop_text = _cut(parsed.content, request.options.stop)
+            message = self._message(answer, parsed, content)
             self._on_calls([name for name, _ in parsed.calls])
             reason = "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
-            answers[place_of_answer] = replace(answer, message=message, finish_reason=reason)
+            answers[place_of_answer] = replace(answer, message=message, finish_reason=reason, stop_text=stop_text)
             history = [*place.messages, read_message(message, "answer")]
             self._answers[canonical(history[-1], {})].append(answer.turn)
             ids = frozenset(call["id"] for call in message.get("tool_calls", ()))
@@ -497,8 +511,7 @@ class Session:
             return replace(parsed, content=text.rpartition("</think>")[2], calls=())
         return parsed
 
-    def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, stop: Sequence[str]) -> dict[str, Any]:
-        content = min((parsed.content.partition(text)[0] for text in stop), key=len, default=parsed.content)
+    def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, content: str) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
@@ -507,7 +520,7 @@ class Session:
             name_of_turn = self._name_of(answer.turn)
             message["tool_calls"] = [
                 {
-                    "id": f"call_{name_of_turn}_{place}",
+                    "id": _id_of_call(name_of_turn, place),
                     "type": "function",
                     "function": {
                         "name": name,
@@ -540,7 +553,7 @@ class Session:
         if known:
             known_text, parent = max(known, key=lambda pair: len(pair[0]))
             rest = text[len(known_text) :]
-            place = _Place(parent=parent, new_tokens=tokenizer.encode(rest) if rest else ())
+            place = _Place(parent=parent, new_tokens=tokenizer.encode_rest(rest) if rest else ())
         else:
             tokens = tokenizer.encode(text) if text else [int(token) for token in request.prompt]
             parent, num_shared = self._deepest(tokens)
@@ -549,11 +562,12 @@ class Session:
                 self.counts.branches["new_root"] += 1
         answers = await self._sample(place, request.options, stops=False)
         for index, answer in enumerate(answers):
+            whole = tokenizer.decode(answer.token_ids.tolist())
             written = tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True)
-            if text:
-                self._texts.append((text + written, answer.turn))
-            written = min((written.partition(stop)[0] for stop in request.options.stop), key=len, default=written)
-            answers[index] = replace(answer, message={"role": "assistant", "content": written})
+            # clients that apply the chat template themselves write the turn's end token again
+            self._texts += [(text + own, answer.turn) for own in {written, whole} if text and own]
+            content, stop_text = _cut(written, request.options.stop)
+            answers[index] = replace(answer, message={"role": "assistant", "content": content}, stop_text=stop_text)
         return answers
 
     # Turns
@@ -562,6 +576,11 @@ class Session:
         """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
+        if options.n > max(1, episode.num_turns_left):
+            raise EpisodeOverflow(
+                f"episode {episode.name} would use {options.n} more turns, and {episode.num_turns_left} of max_turns "
+                "are left"
+            )
         seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
         sampled = await asyncio.gather(
             *(
@@ -662,6 +681,17 @@ class Session:
                 if is_finished and has_images and np.array_equal(turn.token_ids, ids[depth:end]):
                     open_paths.append((child, end))
         return best
+
+
+def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
+    """Return ``text`` up to the first of the texts ``stop``, and this text; an empty text if there is none in it."""
+    found = ((before, own) for before, own, _ in map(text.partition, stop) if own)
+    return min(found, key=lambda cut: len(cut[0]), default=(text, ""))
+
+
+def _id_of_call(name_of_turn: str, place: int) -> str:
+    """Return the id of the tool call at a place of a turn: 9 letters and digits, because Mistral's templates need 9."""
+    return hashlib.blake2b(f"{name_of_turn}/{place}".encode(), digest_size=5).hexdigest()[:9]
 
 
 def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> list[dict[str, Any]]:

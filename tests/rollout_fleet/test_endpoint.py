@@ -88,6 +88,12 @@ async def test_the_endpoint_answers_the_client_of_openai(talk):
     assert (await client.models.list()).data[0].id == "policy"
 
 
+async def test_the_bytes_of_a_token_are_left_out_if_it_is_a_part_of_a_letter(talk):
+    _, client = talk("a€" + END)
+    answer = await client.chat.completions.create(model="policy", messages=[USER], logprobs=True)
+    assert [entry.bytes for entry in answer.choices[0].logprobs.content] == [[97], None, None, None, [*END.encode()]]
+
+
 async def test_the_endpoint_streams_what_the_helpers_of_openai_read(talk):
     talking, client = talk("<think>\nhm\n</think>\n\nSo:\n" + CALL + "\n" + CALL + END, tools=[TOOL])
     kinds = []
@@ -156,6 +162,8 @@ async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
         ({"messages": [USER], "functions": []}, "functions is not supported here; leave it out"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0] must be"),
         ({"messages": [USER], "tools": ["web"]}, "tools[0] must be an object, got 'web'"),
+        ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be a list, got int"),
+        ({"messages": [USER], "stream": True, "stream_options": [1]}, "stream_options must be an object, got [1]"),
         ({"messages": [USER], "top_logprobs": 5}, "top_logprobs must be 0, got 5"),
         ({"messages": [USER], "n": 0}, "n must be >= 1, got 0"),
         ({"messages": [USER], "n": "2"}, "n must be a whole number, got '2'"),
@@ -410,6 +418,28 @@ async def test_responses_run_a_tool_loop(talk):
     talking.check()
 
 
+async def test_responses_keep_the_system_message_of_their_input_but_not_their_instructions(talk):
+    system = {"role": "system", "content": "Be brief."}
+    talking, client = talk("Warm." + END, "Yes." + END, "No." + END, prompt=[system, USER])
+    first = await client.responses.create(model="policy", input=[system, USER])
+    await client.responses.create(model="policy", input="And now?", previous_response_id=first.id)
+    assert not talking.session.counts.branches
+    talking, client = talk("Warm." + END, "Yes." + END, prompt=[system, USER])
+    first = await client.responses.create(model="policy", input=[USER], instructions="Be brief.")
+    await client.responses.create(model="policy", input="And?", previous_response_id=first.id, instructions="Be long.")
+    text = talking.renderer.tokenizer.decode(talking.turns.requests[1][0].tolist())
+    assert ("Be brief." in text, "Be long." in text) == (False, True)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+async def test_the_messages_of_anthropic_name_the_stop_text_that_ended_them(talk, streams):
+    talking, _ = talk("So: STOP")
+    body = {"max_tokens": 99, "messages": [USER], "stop_sequences": ["never", "STOP"], "stream": streams}
+    _, text = await post(talking.access, "/messages", body)
+    assert '"stop_reason":"stop_sequence","stop_sequence":"STOP"' in text
+    assert '"text":"So: "' in text
+
+
 async def test_the_messages_of_anthropic_run_a_tool_loop(talk, endpoint):
     texts = ["<think>\nhm\n</think>\n\n" + CALL + END, "21." + END]
     talking, _ = talk(*texts, tools=[{"type": "function", "function": FUNCTION}])
@@ -452,6 +482,17 @@ async def test_raw_tokens_are_sampled_and_given(talk):
     assert path[len(talking.prompt.prompt_ids) :][:4] == [5, *first["token_ids"], 9]
     status, text = await post(talking.access, "/asyncrl/sample", {"parent": 99, "tokens": [1]})
     assert (status, "turn 99" in text) == (400, True)
+
+
+@pytest.mark.parametrize("tokens", [[5, 1.5], [5, None], [5, "5"], [[1, 2], [3, 4]], [5, -1], [5, 1 << 40]])
+@pytest.mark.parametrize("path", ["/asyncrl/sample", "/asyncrl/give", "/completions"])
+async def test_tokens_that_are_no_ids_are_refused(talk, path, tokens):
+    talking, _ = talk()
+    status, text = await post(
+        talking.access, path, {"prompt": tokens} if path == "/completions" else {"parent": 0, "tokens": tokens}
+    )
+    assert (status, "list of token ids" in text) == (400, True)
+    assert not talking.turns.requests
 
 
 async def test_an_unknown_route_is_named(talk):

@@ -8,6 +8,7 @@ import aiohttp
 import numpy as np
 import pytest
 
+from asyncrl.core.errors import RequestRefused
 from asyncrl.core.types import FinishReason
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
@@ -72,6 +73,17 @@ async def test_an_episode_is_described_with_a_piece_of_text_per_version_and_the_
     assert 0 <= turns[1]["asked_s"] <= turns[1]["ended_s"] <= turns[3]["asked_s"] <= described["duration_s"]
     assert [tool["name"] for tool in described["tools"]] == ["search"]
     json.dumps(described)
+
+
+async def test_tokens_outside_the_vocabulary_are_neither_given_nor_sampled_after():
+    run = await play([answered(1, num_cached=None) for _ in range(3)])
+    num_turns = len(run.episode.live)
+    with pytest.raises(RequestRefused, match=r"token ids must be in 0\.\.99, got 5\.\.100; encode them"):
+        run.give(PROMPT, [5, 100])
+    with pytest.raises(RequestRefused, match=r"token ids must be in 0\.\.99, got -1\.\.-1"):
+        await run.sample(PROMPT, [-1], SamplingConfig())
+    assert len(run.episode.live) == num_turns
+    assert run.episode.path(run.give(PROMPT, [5, 99])).tolist() == [*range(10), 5, 99]
 
 
 async def test_an_engine_that_does_not_report_its_cache_has_no_prefix_hits():

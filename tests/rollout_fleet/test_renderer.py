@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from renderers.base import ParsedToolCall
 
+from rollout_fleet.episodes.chat_parsers import split_calls
 from rollout_fleet.episodes.chat_tokenizer import ChatTokenizer
 from rollout_fleet.episodes.config import RendererConfig
 from rollout_fleet.episodes.renderer import load_renderer
@@ -84,6 +86,27 @@ def test_a_renderer_that_does_not_exist_or_fit_is_named(tmp_path, options, messa
         load(tmp_path, "chatml", **options)
 
 
+def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_path):
+    """The templates of DeepSeek do so; those of most other families need an object."""
+    call = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}'"""
+    renderer = load(tmp_path, "chatml", template=CHATML.replace("call.function | tojson", call))
+    assert not any("refused" in verdict for verdict in renderer.self_test().values())
+    called = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom\u00e9"}'}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [called]}
+    parsed = renderer.parse([], renderer.close([USER], answer, [TOOL]), [TOOL])
+    assert parsed.calls == (("weather", {"city": "Rom\u00e9"}),)
+
+
+def test_a_template_that_ends_a_whole_conversation_with_a_token_is_continued(tmp_path):
+    """The templates of Phi do so."""
+    renderer = load(tmp_path, "chatml", template=CHATML + "{{- eos_token if not add_generation_prompt }}")
+    assert renderer.append_only["a message after an answer"]
+    answer = {"role": "assistant", "content": "21"}
+    prompt, sampled = renderer.render([USER], []), renderer.tokenizer.encode("21")
+    suffix = renderer.extend(prompt, sampled, [USER, answer], [USER], [])
+    assert [*prompt, *sampled, *suffix] == renderer.render([USER, answer, USER], [])
+
+
 def test_a_model_without_a_template_needs_tokens_for_the_markers_of_roles(tmp_path):
     path = tmp_path / "plain"
     save_chat_model(path, "plain")
@@ -109,6 +132,19 @@ def test_a_tool_call_is_read_back_as_it_was_rendered(tmp_path, style):
     parsed = renderer.parse(prompt, renderer.close([USER], answer, [TOOL]), [TOOL])
     assert parsed.calls == (("weather", {"city": "Rome", "days": 2}),) * 2
     assert (parsed.content.strip(), parsed.num_malformed) == ("I ask.", 0)
+
+
+def test_a_text_argument_of_a_call_in_xml_is_read_as_text(tmp_path):
+    renderer = load(tmp_path, "chatml", tool_parser="qwen3.5")
+    arguments = "<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>"
+    call = f"<tool_call>\n<function=weather>\n{arguments}\n</function>\n</tool_call><|im_end|>"
+    parsed = renderer.parse(renderer.render([USER], [TOOL]), renderer.tokenizer.encode(call), [TOOL])
+    assert (parsed.calls, parsed.num_malformed) == ((("weather", {"city": "Rome", "days": 2}),), 0)
+
+
+def test_a_call_whose_name_is_no_text_is_malformed():
+    calls = [ParsedToolCall(raw=str(name), name=name, arguments={}) for name in (5, {"a": 1}, "", None, "weather")]
+    assert split_calls(calls) == ([("weather", {})], ["5", "{'a': 1}", "", "None"])
 
 
 def test_only_a_model_with_channels_makes_the_renderer_of_gpt_oss_download_its_vocabulary(

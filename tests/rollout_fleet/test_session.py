@@ -4,6 +4,8 @@ import asyncio
 import json
 
 import pytest
+from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import BPE
 
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import ROOT
@@ -267,6 +269,20 @@ async def test_siblings_that_say_the_same_are_told_apart_by_the_ids_of_their_cal
         assert episode.turn(episode.turn(after.turn).parent).parent == answer.turn
 
 
+async def test_the_ids_of_calls_are_of_the_form_that_the_templates_of_mistral_need(tmp_path):
+    check = """{%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{- raise_exception('not 9') }}{%- endif %}"""
+    template = CHATML.replace("{%- for m in messages %}", "{%- for m in messages %}" + check)
+    renderer = load_renderer(save_chat_model(tmp_path, "chatml", template=template), RendererConfig())
+    assert renderer.append_only["results of two parallel calls"]
+    talk = Talk(renderer, CALL.removesuffix("<|im_end|>") + CALL, "Warm.<|im_end|>")
+    (call,) = await talk.chat(USER, tools=[TOOL])
+    ids = [own["id"] for own in call.message["tool_calls"]]
+    results = [{"role": "tool", "tool_call_id": own, "content": "21"} for own in ids]
+    await talk.chat(USER, call.message, *results, tools=[TOOL])
+    assert len(set(ids)) == 2
+    assert all(own.isalnum() for own in ids)
+
+
 async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path):
     """Some templates render the ids of tool calls.
 
@@ -345,6 +361,52 @@ async def test_texts_are_continued_by_their_tokens(renderers):
     talk.check()
 
 
+async def test_a_text_with_the_end_token_of_an_answer_continues_the_answer(renderers):
+    """A client that applies the chat template itself writes the end token that its last answer did not contain."""
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
+    text = talk.renderer.tokenizer.decode(talk.prompt.prompt_ids.tolist())
+    (first,) = await talk.session.complete(TextRequest(prompt=text))
+    assert first.message["content"] == "Warm."
+    longer = text + "Warm.<|im_end|>\n<|im_start|>user\nAnd now?<|im_end|>\n<|im_start|>assistant\n"
+    await talk.session.complete(TextRequest(prompt=longer))
+    prompt, turn = talk.turns.requests[1]
+    assert talk.renderer.tokenizer.decode(prompt.tolist()) == longer
+    episode = talk.turns.episode
+    assert episode.turn(episode.turn(turn).parent).parent == first.turn
+    talk.check()
+
+
+async def test_a_text_is_continued_without_the_space_that_a_tokenizer_adds_at_the_start_of_a_text(tmp_path):
+    path = save_chat_model(tmp_path, "chatml")
+    letters = ["\n", "\u2581", *map(chr, range(33, 127))]
+    tokenizer = Tokenizer(BPE(vocab={letter: token for token, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    talk = Talk(load_renderer(path, RendererConfig()), "a", "b")
+    for text in ("say:", "say:a, and so"):
+        await talk.session.complete(TextRequest(prompt=text))
+    assert talk.renderer.tokenizer.decode(talk.turns.requests[1][0].tolist()) == "say: a, and so"
+
+
+async def test_an_equal_text_after_an_empty_answer_is_another_sample(renderers):
+    talk = Talk(renderers("chatml"), "<|im_end|>", "it is warm<|im_end|>")
+    for _ in range(2):
+        await talk.session.complete(TextRequest(prompt="say:"))
+    (first, _), (second, _) = talk.turns.requests
+    assert first.tolist() == second.tolist()
+
+
+async def test_more_answers_than_the_episode_has_turns_left_are_refused_before_any_is_sampled(renderers):
+    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", max_turns=3)
+    await talk.chat(USER)
+    with pytest.raises(EpisodeOverflow, match="would use 1000000000 more turns, and 2 of max_turns are left"):
+        await talk.chat(USER, n=10**9)
+    with pytest.raises(ValueError, match="n must be 1 for token ids, got 2"):
+        await talk.session.sample(0, [5], SampleOptions(n=2))
+    assert len(talk.turns.requests) == 1
+
+
 async def test_raw_tokens_are_sampled_and_given_below_any_turn(renderers):
     talk = Talk(renderers("chatml"), "ab", "cd")
     answer = await talk.session.sample(0, [5, 6], SampleOptions(max_tokens=2))
@@ -376,11 +438,35 @@ async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_re
         await talk.chat(USER, first.message, MORE, key="another")
 
 
+@pytest.mark.parametrize("style", ["chatml", "qwen3"])
+@pytest.mark.parametrize(
+    ("arguments", "read"),
+    [
+        ("null", "{}"),
+        (r'"{\"city\": \"Rome\"}"', '{"city": "Rome"}'),
+        ('"Rome"', None),
+        ("[1, 2]", None),
+        ("5", None),
+        ("true", None),
+    ],
+)
+async def test_a_call_whose_arguments_are_no_object_is_text(renderers, style, arguments, read):
+    """Clients call a function with the names and values of an object."""
+    text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
+    talk = Talk(renderers(style), text + "<|im_end|>")
+    (answer,) = await talk.chat(USER, tools=[TOOL])
+    calls = [call["function"]["arguments"] for call in answer.message.get("tool_calls", ())]
+    assert (calls, talk.session.counts.malformed_calls) == (([], 1) if read is None else ([read], 0))
+    assert read is not None or arguments in answer.message["content"]
+
+
 NESTED = '{"name": "weather", "arguments": {"city": %s}}'
 
 
 @pytest.mark.parametrize("style", ["chatml", "qwen3", "chatml/qwen3"])
-@pytest.mark.parametrize("arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300, r'"\ud83d"'])
+@pytest.mark.parametrize(
+    "arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300, r'"\ud83d"', "9" * 5000]
+)
 async def test_a_call_with_deep_or_invalid_arguments_is_text_and_the_session_goes_on(renderers, style, arguments):
     text = f"<tool_call>\n{NESTED % arguments}\n</tool_call>"
     style, _, parser = style.partition("/")

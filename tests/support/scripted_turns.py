@@ -52,6 +52,9 @@ class ScriptedTurns:
             self.episode.take(request.id, output)
         return turn
 
+    def give(self, parent: int, tokens: Sequence[int]) -> int:
+        return self.episode.give(parent, tokens)
+
 
 class Talk:
     """A session whose sampled turns are the texts ``texts``, one after the other, encoded letter by letter.
