@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -174,10 +174,13 @@ class BoundReward:
         try:
             values = self._call(prompt, list(rollouts))
             values = await values if inspect.isawaitable(values) else values
-            values = values.tolist() if hasattr(values, "tolist") else list(values)
-            if len(values) == len(rollouts):
-                return list(map(_as_answer, values, rollouts))
-            failure = f"returned {len(values)} scores; it must return one per rollout, {len(rollouts)}"
+            if isinstance(values, (Mapping, Set)):
+                failure = f"returned a {type(values).__name__}; it must return a list of scores, one per rollout"
+            else:
+                values = values.tolist() if hasattr(values, "tolist") else list(values)
+                if len(values) == len(rollouts):
+                    return list(map(_as_answer, values, rollouts))
+                failure = f"returned {len(values)} scores; it must return one per rollout, {len(rollouts)}"
         except Exception as error:  # noqa: BLE001 - an error affects only this group
             failure = f"raised {error!r}; fix it, or filter such prompts"
         return [failure] * len(rollouts)
@@ -211,7 +214,7 @@ def _as_answer(value: Any, rollout: Rollout) -> Answer:
     known = {*rollout.turns, *(rollout.outcome.turn_rewards if rollout.outcome is not None else ())}
     if strange := sorted(set(turns) - known):
         return f"returned rewards of turns {strange}; the turns of this rollout are {sorted(rollout.turns)}"
-    return Score(reward=numbers[0], turn_rewards=dict(zip(turns, numbers[1:], strict=True)))
+    return Score(reward=numbers[0], turn_rewards=dict(zip(map(int, turns), numbers[1:], strict=True)))
 
 
 def _as_number(value: Any) -> float | None:

@@ -7,6 +7,7 @@ no namespaces). The script writes its report in JSON to REPORT_FD.
 
 import base64
 import ctypes
+import fcntl
 import json
 import os
 import platform
@@ -38,23 +39,26 @@ _ALL_NAMESPACES = 0x7E020000
 # Refused system calls: calls that do not serve files, memory or processes, and calls for memory that no limit counts.
 _REFUSED = {
     "x86_64": {
-        "socket": 41, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155, "chroot": 161,
-        "mount": 165, "umount2": 166, "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250,
+        "socket": 41, "setsockopt": 54, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155,
+        "chroot": 161, "mount": 165, "umount2": 166, "mq_open": 240, "add_key": 248, "request_key": 249, "keyctl": 250,
         "unshare": 272, "perf_event_open": 298, "open_by_handle_at": 304, "setns": 308, "process_vm_readv": 310,
         "process_vm_writev": 311, "memfd_create": 319, "bpf": 321, "userfaultfd": 323,
     },
     "aarch64": {
-        "socket": 198, "shmget": 194, "semget": 190, "msgget": 186, "ptrace": 117, "pivot_root": 41, "chroot": 51,
-        "mount": 40, "umount2": 39, "mq_open": 180, "add_key": 217, "request_key": 218, "keyctl": 219,
+        "socket": 198, "setsockopt": 208, "shmget": 194, "semget": 190, "msgget": 186, "ptrace": 117, "pivot_root": 41,
+        "chroot": 51, "mount": 40, "umount2": 39, "mq_open": 180, "add_key": 217, "request_key": 218, "keyctl": 219,
         "unshare": 97, "perf_event_open": 241, "open_by_handle_at": 265, "setns": 268, "process_vm_readv": 270,
         "process_vm_writev": 271, "memfd_create": 279, "bpf": 280, "userfaultfd": 282,
     },
 }  # fmt: skip
 _REFUSED_EVERYWHERE = (*range(425, 434), 438, 442, 447)  # io_uring_*, the new mount calls, pidfd_getfd, memfd_secret
 _CLONE3 = 435
+_SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
+_SOCK_STREAM, _SOCKET_FLAGS = 1, 0o2004000  # the flags are SOCK_CLOEXEC and SOCK_NONBLOCK
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _EPERM, _ENOSYS = 1, 38
+_ADD_SEALS, _ALL_SEALS = 1033, 1 | 2 | 4 | 8
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -138,7 +142,7 @@ def refuse_system_calls() -> None:
     def step(code: int, if_true: int, if_false: int, value: int) -> bytes:
         return struct.pack("=HBBI", code, if_true, if_false, value)
 
-    load, equal, at_least, any_bit, end = 0x20, 0x15, 0x35, 0x45, 0x06
+    load, equal, at_least, any_bit, without, end = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
     allow, kill, refuse, unknown = 0x7FFF0000, 0x80000000, 0x00050000 | _EPERM, 0x00050000 | _ENOSYS
     numbers = sorted({*_REFUSED[machine].values(), *_REFUSED_EVERYWHERE})
     steps = [
@@ -151,6 +155,13 @@ def refuse_system_calls() -> None:
         step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; the C library falls back to clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
+        # only streams, because a pair of datagram sockets can send to any other socket
+        step(equal, 0, 4, _SOCKETPAIR[machine]),
+        step(load, 0, 0, 24),
+        step(without, 0, 0, 0xFFFFFFFF ^ _SOCKET_FLAGS),
+        step(equal, 1, 0, _SOCK_STREAM),
+        step(end, 0, 0, refuse),
+        step(load, 0, 0, 0),
         step(equal, 0, 3, _CLONE[machine]),
         step(load, 0, 0, 16),
         step(any_bit, 0, 1, _ALL_NAMESPACES),
@@ -215,9 +226,10 @@ class Program:
     def _become(self) -> None:
         job, limits, scratch = self._job, self._limits, Path(self._job["scratch"])
         _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets the program read its own /proc entries again
-        given = os.memfd_create("stdin")
+        given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)
+        fcntl.fcntl(given, _ADD_SEALS, _ALL_SEALS)  # no limit counts what the program would write to it
         os.dup2(given, 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)

@@ -88,7 +88,7 @@ class Rows:
             where = f"{self.where(index)}: column {key!r}"
             if is_json and isinstance(value, str):
                 try:
-                    value = json.loads(value)
+                    value = _parsed(value)
                 except ValueError as error:
                     raise ValueError(f"{where} is {value!r:.60}, expected JSON ({error}); fix the row") from error
             elif self.unit == "row":
@@ -160,7 +160,7 @@ def _read_jsonl(path: str, content: bytes) -> Rows:
         if not line.strip():
             continue
         try:
-            value = json.loads(line)
+            value = _parsed(line)
         except ValueError as error:
             raise ValueError(
                 f"{path}, line {number}: not JSON ({error}), expected one object per line; fix or remove the line"
@@ -173,6 +173,19 @@ def _read_jsonl(path: str, content: bytes) -> Rows:
         numbers.append(number)
         values.append(value)
     return Rows(path=path, unit="line", numbers=numbers, values=values, digest=_digest(content))
+
+
+def _parsed(text: str | bytes) -> Any:
+    """Parse JSON. Raises `ValueError` if it is not JSON, or has half of a surrogate pair, which is not Unicode."""
+    value = json.loads(text)
+    escape = b"\\u" if isinstance(text, bytes) else "\\u"
+    if not text.isascii() or escape in text:  # type: ignore[operator]
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = str(error.object)[error.start]
+            raise ValueError(f"{half!r} is half of a surrogate pair, and not valid Unicode") from error
+    return value
 
 
 def _digest(content: bytes) -> str:

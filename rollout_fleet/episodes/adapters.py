@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from asyncrl.core.types import Prompt
 
 _INTEGER = re.compile(r"-?\d+")
+_MOST_DIGITS = 100
+"""Longest text of an integer that the policy may write as an action. Python refuses to read very long ones."""
 _GYMNASIUM_ID = re.compile(r".*-v\d+")
 _MCP_TRANSPORTS = ("anyio", "httpcore", "httpx", "httpx2", "mcp")
 """An exception of one of these packages means that the connection to an MCP server is lost."""
@@ -106,11 +108,22 @@ class CommandEnvironment:
     replayable = False
 
     def __init__(self, command: str | Sequence[str], cwd: str = "", ground_truth: bool = True) -> None:
-        words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
+        try:
+            words = shlex.split(command) if isinstance(command, str) else list(map(str, command))
+        except ValueError as error:
+            raise ValueError(
+                f"rollout_fleet.environment.options.command must be a command line, got {command!r}: {error}; correct "
+                "its quotation marks"
+            ) from error
         if not words or shutil.which(words[0]) is None:
             raise ValueError(
                 f"rollout_fleet.environment.options.command must begin with a program, got {command!r}, which cannot "
                 "be found; name its whole path"
+            )
+        if cwd and not Path(cwd).is_dir():
+            raise ValueError(
+                f"rollout_fleet.environment.options.cwd must be an existing folder, got {cwd!r}; make it, or leave the "
+                "option out for a new folder per episode"
             )
         self._words = [str(Path(word).absolute()) if os.sep in word and Path(word).exists() else word for word in words]
         self._words[1:] = [str(Path(word).absolute()) if Path(word).is_file() else word for word in self._words[1:]]
@@ -176,12 +189,14 @@ def _read_end(stream: BinaryIO, most: int) -> str:
 
 
 def _outcome_of(path: Path, output: str) -> Any:
-    if not path.exists():
+    if not os.path.lexists(path):
         return Outcome(answer=output)
-    written = path.read_text()
+    if not path.is_file():  # reading a FIFO would block the event loop
+        raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON, got no regular file")
+    written = path.read_text(errors="replace")
     try:
         return json.loads(written)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         message = f"ASYNCRL_OUTCOME must hold JSON, got {written[:_SHOWN]!r}: {error}"
         raise EpisodeFailure(FailureKind.reward, message) from error
 
@@ -228,7 +243,10 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
     if not text:
         return messages
     if messages and messages[-1]["role"] == "user":
-        return [*messages[:-1], {"role": "user", "content": f"{messages[-1]['content']}\n\n{text}"}]
+        content = messages[-1]["content"]
+        is_parts = isinstance(content, (list, tuple))  # text and images
+        joined = [*content, {"type": "text", "text": f"\n\n{text}"}] if is_parts else f"{content}\n\n{text}"
+        return [*messages[:-1], {"role": "user", "content": joined}]
     return [*messages, {"role": "user", "content": text}]
 
 
@@ -274,6 +292,11 @@ class GymEnvironment:
 
             async def step(text: str) -> tuple[Any, float, bool]:
                 result = await self._call(policy, "step", game.step, _action(game, text))
+                if not isinstance(result, (tuple, list)) or len(result) not in (4, 5):
+                    raise ValueError(
+                        "step of rollout_fleet.environment.options.env must return (observation, reward, terminated, "
+                        f"truncated, info) or (observation, reward, done, info), got {result!r:.200}; correct it"
+                    )
                 return result[0], float(result[1]), any(map(bool, result[2:-1]))
 
             return await _play(prompt, policy, observation, step, **self._limits)
@@ -294,10 +317,10 @@ def _action(game: Any, text: str) -> Any:
     if num_actions is None:
         return text
     first = int(getattr(space, "start", 0))
-    numbers = _INTEGER.findall(text)
-    if not numbers or not first <= int(numbers[-1]) < first + int(num_actions):
+    numbers = [int(number) for number in _INTEGER.findall(text)[-1:] if len(number) <= _MOST_DIGITS]
+    if not numbers or not first <= numbers[0] < first + int(num_actions):
         raise _InvalidAction(f"Answer with a number from {first} to {first + int(num_actions) - 1}.")
-    return int(numbers[-1])
+    return numbers[0]
 
 
 _MORE_SESSIONS = (
@@ -483,8 +506,11 @@ class McpEnvironment:
             offered: list[tuple[str, Any, Any]] = []  # one entry per tool: name of its server, session, tool
             for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
-                for tool in await policy.run_tool(self._tools_of(session), name="list_tools"):
-                    offered.append((server_name, session, tool))
+                try:
+                    listed = await policy.run_tool(self._tools_of(session), name="list_tools")
+                except ToolError as error:
+                    raise ToolError(f"the MCP server {dict(server)} did not list its tools: {error}") from error
+                offered += [(server_name, session, tool) for tool in listed]
             names = Counter(tool.name for _, _, tool in offered)
             tools: dict[str, tuple[Any, str]] = {}
             schemas = list(prompt.tools)
@@ -497,13 +523,19 @@ class McpEnvironment:
 
             async def call(name: str, arguments: Mapping[str, Any]) -> str:
                 session, own_name = tools[name]
-                result = await session.call_tool(own_name, dict(arguments))
+                try:
+                    result = await session.call_tool(own_name, dict(arguments))
+                except Exception as error:
+                    if _has_lost_server(error):
+                        raise ConnectionError(f"its MCP server was lost: {error}") from error
+                    raise
                 return "\n".join(getattr(part, "text", f"[{part.type}]") for part in result.content)
 
             messages = await use_tools(policy, prompt.messages, tools=schemas, call=call)
         return Outcome(answer=messages[-1].text)
 
     async def _tools_of(self, session: Any) -> list[Any]:
+        await session.initialize()
         page = await session.list_tools()
         tools = list(page.tools)
         while cursor := page.model_dump(by_alias=True).get("nextCursor"):
@@ -526,7 +558,6 @@ class McpEnvironment:
                 stdio = importlib.import_module("mcp.client.stdio")
                 streams = await stack.enter_async_context(stdio.stdio_client(parameters, errlog=sys.stderr))
             session = await stack.enter_async_context(self._mcp.ClientSession(*streams[:2]))
-            await session.initialize()
         except OSError as error:
             raise ToolError(f"the MCP server {dict(server)} cannot be started or reached: {error}") from error
         return session
@@ -534,6 +565,12 @@ class McpEnvironment:
 
 def _is_of_connection(error: BaseException) -> bool:
     return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _MCP_TRANSPORTS
+
+
+def _has_lost_server(error: Exception) -> bool:
+    """Return whether an error of an MCP session means that its server is lost. The policy gets other errors."""
+    message = getattr(getattr(error, "error", None), "message", "")  # of mcp's own exception
+    return message == "Connection closed" or type(error).__module__.partition(".")[0] == "anyio"
 
 
 def _first_of(group: BaseException) -> BaseException:

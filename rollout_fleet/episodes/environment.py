@@ -70,7 +70,7 @@ class Outcome:
         reward: Value of the built-in reward ``environment``; None if other reward functions shall score the episode.
         turn_rewards: Additional rewards of turns, by the turn's index (`AssistantMessage.turn`, `SampledTurn.turn`).
         metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
-        answer: The text that reward functions score. Empty: the text of the last sampled turn.
+        answer: The text that reward functions score. Empty or None: the text of the last sampled turn.
     """
 
     reward: float | None = None
@@ -96,10 +96,10 @@ class Outcome:
             return cls(
                 reward=None if fields["reward"] is None else _number(fields["reward"]),
                 turn_rewards={_turn(turn): _number(value) for turn, value in fields["turn_rewards"].items()},
-                metrics={str(name): _number(value) for name, value in fields["metrics"].items()},
-                answer=str(fields["answer"]),
+                metrics={_text(name): _number(value) for name, value in fields["metrics"].items()},
+                answer="" if fields["answer"] is None else _text(fields["answer"]),
             )
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise EpisodeFailure(
                 FailureKind.reward,
                 f"the environment returned {str(returned)[:200]!r} ({error}); it must return an Outcome, a mapping of "
@@ -114,6 +114,11 @@ def _number(value: Any) -> float:
     if not math.isfinite(number) or abs(number) > _LARGEST:
         raise ValueError(f"{number} is not finite in float32")
     return number
+
+
+def _text(value: Any) -> str:
+    """Return ``str(value)`` with a ``?`` for each half of a surrogate pair, which no file or message can hold."""
+    return str(value).encode(errors="replace").decode()
 
 
 def _turn(key: Any) -> int:

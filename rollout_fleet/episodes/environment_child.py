@@ -72,7 +72,7 @@ class _Traces:
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
         """Kill the programs and cancel the tasks that still run. Return their number."""
         killed = sum(map(_kill_fork, self.forks))
-        if self.has_programs:
+        if self.has_programs or self.forks:  # a forked process may have started programs, too
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
             killed += await asyncio.get_running_loop().run_in_executor(own_thread, kill)
         tasks = {task for task in self.tasks if not task.done()}
@@ -81,6 +81,12 @@ class _Traces:
         if tasks:
             await asyncio.wait(tasks, timeout=GRACE_S)
         return killed + len(tasks)
+
+    def mark(self, environment: Mapping[str, str] | None) -> dict[str, str]:
+        """Return the environment variables of a program with the marks by which `clear_up` finds it."""
+        self.has_programs = True
+        given = os.environ if environment is None else environment
+        return {**given, EPISODE: self.episode, MARK: os.environ.get(MARK, "")}
 
     @property
     def num_stuck(self) -> int:
@@ -103,13 +109,21 @@ def _kill_fork(pid: int) -> bool:
     return True
 
 
+def _without_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``call``. Its StopIteration becomes a RuntimeError, because a future of asyncio would never get it."""
+    try:
+        return call(*args, **kwargs)
+    except StopIteration as error:
+        raise RuntimeError("a call in a thread raised StopIteration") from error
+
+
 class _TracedThreads(ThreadPoolExecutor):
     """The thread pool for ``asyncio.to_thread``. The pool records the episode of each call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         traces, token = _current.get(), _current.set(None)  # a thread that the pool starts belongs to no episode
         try:
-            call = super().submit(fn, *args, **kwargs)
+            call = super().submit(_without_stop_iteration, fn, *args, **kwargs)
         finally:
             _current.reset(token)
         if traces is not None:
@@ -126,6 +140,15 @@ def _noting_pid(start: Callable[..., int]) -> Callable[..., int]:
         return pid
 
     return noting
+
+
+def _marking(spawn: Callable[..., int]) -> Callable[..., int]:
+    @functools.wraps(spawn)
+    def marking(path: Any, argv: Any, env: Mapping[str, str], **options: Any) -> int:
+        traces = _current.get()
+        return spawn(path, argv, env if traces is None else traces.mark(env), **options)
+
+    return marking
 
 
 def _trace(loop: asyncio.AbstractEventLoop) -> None:
@@ -146,15 +169,20 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
     @functools.wraps(start_program)
     def init(program: subprocess.Popen[Any], *args: Any, **options: Any) -> None:
         if (traces := _current.get()) is not None:
-            traces.has_programs = True
-            marks = {EPISODE: traces.episode, MARK: os.environ.get(MARK, "")}
-            options["env"] = {**(options.get("env") or os.environ), **marks}
+            options["env"] = traces.mark(options.get("env"))
         start_program(program, *args, **options)
+
+    def system(command: str) -> int:
+        if (status := subprocess.Popen(command, shell=True).wait()) < 0:
+            return -status  # as os.system reports a signal
+        return status << 8
 
     loop.set_task_factory(make_task)  # type: ignore[arg-type]
     loop.set_default_executor(_TracedThreads(_THREADS))
     threading.Thread.start = start  # type: ignore[method-assign]
     subprocess.Popen.__init__ = init  # type: ignore[method-assign]
+    os.system = system
+    os.posix_spawn, os.posix_spawnp = _marking(os.posix_spawn), _marking(os.posix_spawnp)
     os.fork = _noting_pid(os.fork)
     multiprocessing.util.spawnv_passfds = _noting_pid(multiprocessing.util.spawnv_passfds)  # type: ignore[attr-defined]
 
@@ -277,8 +305,10 @@ def _prompt(pickled: bytes) -> Prompt:
 async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
     try:
         outcome = Outcome.of(await environment.run(prompt, policy))
-    except SystemExit as error:  # SystemExit in a task would end the event loop
+    except SystemExit as error:  # SystemExit and KeyboardInterrupt in a task would end the event loop
         raise EpisodeFailure(FailureKind.environment, f"the environment called sys.exit({error.code})") from error
+    except KeyboardInterrupt as error:
+        raise EpisodeFailure(FailureKind.environment, "the environment raised KeyboardInterrupt") from error
     return replace(outcome, metrics={**policy.metrics, **outcome.metrics})
 
 
@@ -319,6 +349,6 @@ def main(parent_pid: int) -> None:
     while not serving.done():
         try:
             loop.run_until_complete(serving)
-        except SystemExit:
-            logger.warning("a task of an environment called sys.exit, which ends the task only")
+        except (SystemExit, KeyboardInterrupt) as error:
+            logger.warning("a task of an environment raised %r, which ends the task only", error)
     os._exit(0)  # do not wait for threads

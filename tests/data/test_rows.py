@@ -103,6 +103,10 @@ def test_a_line_that_lacks_a_key_is_named(tmp_path):
     ("line", "message"),
     [
         ('{"prompt": "b"', r"a\.jsonl, line 2: not JSON"),
+        (
+            r'{"prompt": "b", "ground_truth": "\ud83d"}',
+            r"a\.jsonl, line 2: not JSON \('\\ud83d' is half of a surrogate",
+        ),
         ('["b"]', r"a\.jsonl, line 2: a list, expected an object"),
     ],
 )
@@ -112,9 +116,10 @@ def test_a_broken_line_is_named(tmp_path, line, message):
         read_rows(path, ["prompt"])
 
 
-def test_bytes_that_are_not_utf8_are_named(tmp_path):
+@pytest.mark.parametrize("text", [b"\xff\xfe", b"\xed\xa0\xbd"])
+def test_bytes_that_are_not_utf8_are_named(tmp_path, text):
     path = tmp_path / "a.jsonl"
-    path.write_bytes(b'{"prompt": "\xff\xfe"}')
+    path.write_bytes(b'{"prompt": "%b"}' % text)
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: not JSON"):
         read_rows(str(path), ["prompt"])
 

@@ -55,6 +55,14 @@ class Letters:
         self.seen += action
         return action + "b", len(action), len(self.seen) > 5, {}
 
+class Short(Guess):
+    def step(self, action):
+        return "Right.", 1.0, True
+
+class Stops(Guess):
+    def step(self, action):
+        return next(iter(()))
+
 class Broken(Guess):
     def step(self, action):
         raise RuntimeError("the board is gone")
@@ -126,6 +134,30 @@ async def test_a_gym_that_raises_is_a_failure_of_a_tool(games):
     assert failure.value.kind is FailureKind.tool
 
 
+async def test_a_gym_whose_step_returns_no_end_of_the_game_is_refused(games):
+    words = r"step of .*options.env must return \(observation, reward, terminated, .* got \('Right.', 1.0, True\)"
+    with pytest.raises(EpisodeFailure, match=words):
+        await play("gym", {"env": f"{games}:Short"}, guesses("1"))
+
+
+async def test_a_gym_that_raises_stop_iteration_does_not_stand_still(games):
+    with pytest.raises(EpisodeFailure, match="tool step raised RuntimeError: a call in a thread raised StopIteration"):
+        await play("gym", {"env": f"{games}:Stops"}, guesses("1"))
+
+
+async def test_a_number_of_thousands_of_digits_is_an_invalid_action(games):
+    outcome, _ = await play("gym", {"env": f"{games}:Guess"}, guesses("1" * 5000, "7"))
+    assert (outcome.reward, outcome.metrics["invalid_actions"]) == (1.0, 1.0)
+
+
+async def test_the_images_of_a_prompt_stay_images_with_a_gym(games):
+    parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "look"}]
+    prompt = replace(make_prompt(), messages=({"role": "user", "content": parts},))
+    _, requests = await play("gym", {"env": f"{games}:Guess"}, guesses("7"), prompt=prompt)
+    observation = {"type": "text", "text": "\n\nGuess a number from 0 to 9. {}"}
+    assert requests[0]["messages"] == [{"role": "user", "content": [*parts, observation]}]
+
+
 async def test_a_registered_gymnasium_environment_is_played():
     pytest.importorskip("gymnasium", reason="the package gymnasium is not installed")
     outcome, _ = await play("gym", {"env": "FrozenLake-v1", "max_steps": 4}, guesses(*"0123"))
@@ -138,6 +170,8 @@ async def test_a_registered_gymnasium_environment_is_played():
         ("gym", {"env": "missing.py:Game"}, "options.env=missing.py:Game: there is no file"),
         ("gym", {"env": "NoGame-v3", "kwarks": {}}, r"options must be the arguments of gym\(env"),
         ("command", {"command": "no-such-program --x"}, "command must begin with a program, got 'no-such-program"),
+        ("command", {"command": "python 'agent.py"}, "command must be a command line, got .*No closing quotation"),
+        ("command", {"command": "true", "cwd": "/no/folder"}, "cwd must be an existing folder, got '/no/folder'"),
         (
             "mcp",
             {"servers": {"a": {"args": []}}},
@@ -177,6 +211,14 @@ outcomes = {
 }
 if mode in outcomes:
     open(os.environ["ASYNCRL_OUTCOME"], "w").write(outcomes[mode])
+if mode == "bad bytes":
+    open(os.environ["ASYNCRL_OUTCOME"], "wb").write(b"\\xff")
+if mode == "deep":
+    open(os.environ["ASYNCRL_OUTCOME"], "w").write("[" * 100_000)
+if mode == "pipe":
+    os.mkfifo(os.environ["ASYNCRL_OUTCOME"])
+if mode == "folder":
+    os.mkdir(os.environ["ASYNCRL_OUTCOME"])
 if mode == "fail":
     sys.exit("no tools here")
 """
@@ -271,6 +313,10 @@ async def test_the_text_of_a_prompt_with_images_is_the_standard_input_of_a_progr
     [
         ("fail", FailureKind.environment, "ended with exit status 1: no tools here"),
         ("bad file", FailureKind.reward, "ASYNCRL_OUTCOME must hold JSON, got 'half'"),
+        ("bad bytes", FailureKind.reward, "ASYNCRL_OUTCOME must hold JSON, got '\ufffd'"),
+        ("deep", FailureKind.reward, r"ASYNCRL_OUTCOME must hold JSON, got '\[\["),
+        ("pipe", FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON"),
+        ("folder", FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON"),
     ],
 )
 async def test_a_program_that_fails_is_a_failure_with_its_last_words(tmp_path, mode, kind, words):
@@ -377,6 +423,11 @@ class Page(SimpleNamespace):
 
 types = SimpleNamespace(PaginatedRequestParams=lambda cursor: SimpleNamespace(cursor=cursor))
 
+class McpError(Exception):
+    def __init__(self, code, message):
+        super().__init__(message)
+        self.error = SimpleNamespace(code=code, message=message)
+
 class ClientSession:
     def __init__(self, read, write):
         self.parameters = read
@@ -385,15 +436,20 @@ class ClientSession:
     async def __aexit__(self, *_):
         pass
     async def initialize(self):
-        pass
+        if "silent" in self.parameters.args:
+            await asyncio.sleep(600)
     async def list_tools(self, params=None):
         names, page = self.parameters.args, int(params.cursor) if params else 0
         more = {"nextCursor": str(page + 1)} if page + 1 < len(names) else {}
         return Page(tools=[Tool(name=names[page], description="doubles")], more=more)
     async def call_tool(self, name, arguments):
         assert name in self.parameters.args, name
+        if arguments["a"] > 200:
+            raise McpError(-32000, "Connection closed")
         if arguments["a"] > 100:
             raise OSError("the server is gone")
+        if arguments["a"] < 0:
+            raise McpError(-32602, "a must not be negative")
         return SimpleNamespace(content=[SimpleNamespace(type="text", text=str(2 * arguments["a"]))])
 '''
 MCP_STDIO = """
@@ -469,12 +525,33 @@ async def test_the_tools_of_all_mcp_servers_and_pages_have_different_names(mcp_p
     assert names == ["one__double", "twice", "two__double"]
 
 
-async def test_an_mcp_server_that_is_lost_is_a_failure_of_a_tool(mcp_package):
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [(101, "tool double raised OSError: the server is gone"), (201, "its MCP server was lost: Connection closed")],
+)
+async def test_an_mcp_server_that_is_lost_is_a_failure_of_a_tool(mcp_package, number, words):
     def script(body):
-        return {"role": "assistant", "content": None, "tool_calls": [tool_call(0, "double", '{"a": 101}')]}
+        return {"role": "assistant", "content": None, "tool_calls": [tool_call(0, "double", f'{{"a": {number}}}')]}
 
-    with pytest.raises(EpisodeFailure, match="tool double raised OSError: the server is gone") as failure:
+    with pytest.raises(EpisodeFailure, match=words) as failure:
         await play("mcp", {"servers": {"one": {"command": "server", "args": ["double"]}}}, script)
+    assert failure.value.kind is FailureKind.tool
+
+
+async def test_the_policy_is_told_an_error_with_which_an_mcp_server_answers(mcp_package):
+    def script(body):
+        if body["messages"][-1]["role"] == "tool":
+            return {"role": "assistant", "content": body["messages"][-1]["content"]}
+        return {"role": "assistant", "content": None, "tool_calls": [tool_call(0, "double", '{"a": -1}')]}
+
+    outcome, _ = await play("mcp", {"servers": {"one": {"command": "server", "args": ["double"]}}}, script)
+    assert outcome.answer == "error: tool double raised McpError: a must not be negative"
+
+
+async def test_an_mcp_server_that_begins_no_session_is_a_failure_of_a_tool_by_its_deadline(mcp_package):
+    words = r"the MCP server {'command': 'server', .*} did not list its tools: .*tool_timeout_s = 5 s"
+    with pytest.raises(EpisodeFailure, match=words) as failure:
+        await play("mcp", {"servers": {"one": {"command": "server", "args": ["silent"]}}})
     assert failure.value.kind is FailureKind.tool
 
 

@@ -21,7 +21,7 @@ from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.policy_endpoint import PolicyEndpoint
 
 AGENTS = '''
-import asyncio, os, subprocess, sys, threading, time
+import asyncio, multiprocessing, os, subprocess, sys, threading, time
 from rollout_fleet.episodes import EpisodeFailure, FailureKind, Outcome, ToolError
 
 class Talker:
@@ -66,8 +66,35 @@ async def main(prompt, policy, how="", path=""):
         sys.exit(3)
     if how == "exit in a task":
         await asyncio.create_task(exits())
+    if how == "interrupt":
+        raise KeyboardInterrupt
+    if how == "stop in a thread":
+        await asyncio.to_thread(next, iter(()))
+    if how == "huge":
+        return 10**400
+    if how == "half a pair":
+        return {"reward": 1.0, "metrics": {"tool_\\ud800": 1.0}, "answer": "a\\udfffb"}
+    if how == "no answer":
+        return {"reward": 1.0, "answer": None}
+    if how == "leak by fork":
+        process = multiprocessing.get_context("fork").Process(target=leak, args=(path,))
+        process.start()
+        while not os.path.exists(path):
+            await asyncio.sleep(0.05)
+        return 1.0
+    if how == "leak by system":
+        os.system("setsid sleep 602 & echo $! > " + path)
+        return 1.0
+    if how == "leak by spawn":
+        pid = os.posix_spawn("/bin/sleep", ["sleep", "603"], os.environ, setsid=True)
+        with open(path, "w") as file:
+            file.write(str(pid))
+        return 1.0
     if how == "crash":
         os._exit(3)
+    if how == "slow":
+        await asyncio.sleep(1.0)
+        return 2.0
     if how == "hang":
         await asyncio.sleep(600)
     if how == "hang in a tool":
@@ -109,6 +136,13 @@ async def main(prompt, policy, how="", path=""):
 
 async def exits():
     sys.exit(4)
+
+def leak(path):
+    program = subprocess.Popen(["sleep", "604"], start_new_session=True)
+    with open(path + ".partial", "w") as file:
+        file.write(str(program.pid))
+    os.rename(path + ".partial", path)
+    program.wait()
 
 async def with_client(prompt, base_url, api_key):
     from openai import AsyncOpenAI
@@ -217,6 +251,8 @@ async def test_a_function_with_an_unmodified_openai_client_is_an_environment(age
         ("raise", FailureKind.environment, r"raised KeyError\('board'\)"),
         ("exit", FailureKind.environment, r"called sys.exit\(3\)"),
         ("exit in a task", FailureKind.environment, r"called sys.exit\(4\)"),
+        ("interrupt", FailureKind.environment, "raised KeyboardInterrupt"),
+        ("stop in a thread", FailureKind.environment, "a call in a thread raised StopIteration"),
         ("crash", FailureKind.environment, "ended with exit status 3; an environment must not exit"),
         ("hang", FailureKind.environment, "episode_timeout_s = 2 s; make it faster"),
         ("stubborn", FailureKind.environment, "episode_timeout_s = 2 s"),
@@ -225,6 +261,7 @@ async def test_a_function_with_an_unmodified_openai_client_is_an_environment(age
         ("hog", FailureKind.environment, r"used \d\.\d GB .*memory_limit_gb = 0.3; raise"),
         ("wrong key", FailureKind.infrastructure, "answered 401 to /chat/completions: wrong key"),
         ("nan", FailureKind.reward, "returned 'nan' .*one finite number"),
+        ("huge", FailureKind.reward, "too large to convert to float.*one finite number"),
     ],
 )
 async def test_an_environment_that_fails_costs_its_episode_and_the_next_one_runs(agents, how, kind, words):
@@ -251,6 +288,29 @@ async def test_what_an_episode_leaves_behind_is_ended_and_its_process_goes_on(ag
         assert_ended([int(pid) for file in (path, Path(f"{path}.inner")) for pid in file.read_text().split()])
         assert environments.counts["leftovers"] >= 4
         assert (await environments.run(prompt("other"), endpoint.open(), sample=0)).metrics["pid"] == pid
+
+
+@pytest.mark.parametrize("how", ["leak by fork", "leak by system", "leak by spawn"])
+async def test_programs_of_an_episode_are_ended_however_they_were_started(agents, tmp_path, how):
+    path = tmp_path / "pid"
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
+        await environments.run(prompt(how), endpoint.open(), sample=0, options={"path": str(path)})
+        await asyncio.to_thread(assert_ended, [int(path.read_text())])
+
+
+async def test_an_interrupt_in_one_episode_costs_no_other(agents):
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
+        other = asyncio.create_task(environments.run(prompt("slow"), endpoint.open(), sample=0))
+        with pytest.raises(EpisodeFailure, match="raised KeyboardInterrupt"):
+            await environments.run(prompt("interrupt"), endpoint.open(), sample=0)
+        assert (await other).reward == 2.0
+
+
+async def test_an_answer_that_is_missing_or_not_valid_unicode_becomes_text(agents):
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
+        outcome = await environments.run(prompt("half a pair"), endpoint.open(), sample=0)
+        assert (outcome.metrics, outcome.answer) == ({"tool_?": 1.0}, "a?b")
+        assert (await environments.run(prompt("no answer"), endpoint.open(), sample=0)).answer == ""
 
 
 async def test_a_process_in_which_threads_pile_up_is_replaced(agents):

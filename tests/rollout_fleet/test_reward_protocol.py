@@ -12,6 +12,7 @@ from rollout_fleet.rewards import Rollout, Score, WeightedRewards
 
 MODULE = """
 import asyncio, os, sys, time
+import numpy as np
 from rollout_fleet.rewards import Score
 
 def by_turn(prompt, rollout):
@@ -55,6 +56,12 @@ class Counts:
     def __call__(self, prompt, response_text):
         self.value += self.step
         return self.value
+
+def turns_of_any_type(prompt, rollout):
+    return Score(turn_rewards={{"float": float, "bool": bool, "numpy": np.int64}[rollout.text](1): 0.5})
+
+def without_order(prompt, rollouts):
+    return {place: 1.0 for place in range(len(rollouts))} if rollouts[0].text == "dict" else {1.0, 0.0}
 
 def bad_turns(prompt, rollout):
     return Score(turn_rewards={1: float("nan")} if rollout.text == "nan" else {2: 1.0})
@@ -104,6 +111,13 @@ async def test_a_group_relative_reward_sees_all_rollouts_and_returns_one_score_e
         await rewards.score(prompt_of(), ["a", "b"])
 
 
+@pytest.mark.parametrize("kind", ["dict", "set"])
+async def test_a_group_relative_reward_returns_its_scores_in_order(scorer, kind):
+    rewards = await scorer("odd_rewards:without_order")
+    with pytest.raises(RewardError, match=f"returned a {kind}; it must return a list of scores, one per rollout"):
+        await rewards.score(prompt_of(), [kind, "b"])
+
+
 @pytest.mark.parametrize(("text", "words"), [("a", "raised KeyError"), ("exit", "ended its process")])
 async def test_a_group_relative_reward_that_fails_leaves_no_rollout_scored(scorer, text, words):
     rewards = await scorer("odd_rewards:group_fails")
@@ -138,6 +152,12 @@ async def test_rewards_of_turns_must_be_finite_and_of_turns_that_exist(scorer):
         await rewards.score(prompt_of(), ["nan"])
     with pytest.raises(RewardError, match=r"rewards of turns \[2\]; the turns of this rollout are \[1\]"):
         await rewards.score(prompt_of(), ["a"])
+
+
+async def test_the_index_of_a_rewarded_turn_may_be_a_number_of_any_type(scorer):
+    rewards = await scorer("odd_rewards:turns_of_any_type")
+    scores = await rewards.score(prompt_of(), ["float", "bool", "numpy"])
+    assert scores.turn_rewards == [{1: 0.5}] * 3
 
 
 async def test_rewards_are_chosen_by_the_data_source_of_the_prompt(scorer):

@@ -54,6 +54,14 @@ async def test_nothing_of_training_is_kept_where_that_is_switched_off(tmp_path):
     assert not (tmp_path / "samples").exists()
 
 
+async def test_a_text_that_is_not_valid_unicode_is_kept_with_replacements(tmp_path):
+    log = log_in(tmp_path, num_groups=1)
+    prompt, samples, _, scores = group(0, [0])
+    await log.add(prompt, samples, ["a\ud800b"], scores)
+    (file,) = tmp_path.iterdir()
+    assert pq.read_table(file).to_pylist()[0]["response"] == "a?b"
+
+
 async def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     log = log_in(tmp_path / "file", num_groups=1)

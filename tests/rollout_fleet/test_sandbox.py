@@ -210,6 +210,44 @@ print(b.recv(100).decode())
             os.unlink(path)
 
 
+async def test_a_pair_of_sockets_in_a_sandbox_cannot_send_to_others(kind):
+    """Datagrams of a pair can go to any address, also to abstract ones."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
+        server.bind(f"\0asyncrl-test-{os.getpid()}")
+        server.setblocking(False)
+        code = f"""
+import socket
+for kind in (socket.SOCK_DGRAM, socket.SOCK_SEQPACKET):
+    try:
+        a, b = socket.socketpair(socket.AF_UNIX, kind)
+        a.sendto(b"hello", {server.getsockname()!r})
+    except OSError:
+        print("refused")
+a, b = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+a.send(b"pairs work")
+print(b.recv(100).decode())
+"""
+        assert (await run(kind, code)).stdout == "refused\nrefused\npairs work\n"
+        with pytest.raises(BlockingIOError):
+            server.recv(100)
+
+
+async def test_the_buffers_of_sockets_and_standard_input_hold_no_memory_of_a_sandbox(kind):
+    code = """
+import os, socket
+try:
+    socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+except PermissionError:
+    print("no larger buffers")
+try:
+    os.pwrite(0, b"x" * 1000, 0)
+except PermissionError:
+    print("no input to write to")
+print(os.read(0, 10))
+"""
+    assert (await run(kind, code, stdin="given")).stdout == "no larger buffers\nno input to write to\nb'given'\n"
+
+
 async def test_the_files_of_a_run_cannot_be_reached_from_a_sandbox(isolating, tmp_path):
     keys = tmp_path / "keys"
     keys.mkdir()
