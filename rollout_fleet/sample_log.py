@@ -160,8 +160,16 @@ class SampleLog:
 
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
+            # a file cannot hold half of a surrogate pair, so `?` replaces it
+            valid = [
+                {
+                    name: value.encode(errors="replace").decode() if isinstance(value, str) else value
+                    for name, value in row.items()
+                }
+                for row in rows
+            ]
             pq.write_table(
-                pa.Table.from_pylist([{"kind": str(kind), "version": version, **_valid(row)} for row in rows]), partial
+                pa.Table.from_pylist([{"kind": str(kind), "version": version, **row} for row in valid]), partial
             )
             partial.rename(path)
 
@@ -169,11 +177,3 @@ class SampleLog:
             await asyncio.to_thread(write)
         except OSError as error:
             logger.warning("samples are not kept: %s", error)
-
-
-def _valid(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of ``row`` with a ``?`` for each half of a surrogate pair, which a parquet file cannot hold."""
-    return {
-        name: value.encode(errors="replace").decode() if isinstance(value, str) else value
-        for name, value in row.items()
-    }

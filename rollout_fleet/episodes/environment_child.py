@@ -109,21 +109,19 @@ def _kill_fork(pid: int) -> bool:
     return True
 
 
-def _without_stop_iteration(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``call``. Its StopIteration becomes a RuntimeError, because a future of asyncio would never get it."""
-    try:
-        return call(*args, **kwargs)
-    except StopIteration as error:
-        raise RuntimeError("a call in a thread raised StopIteration") from error
-
-
 class _TracedThreads(ThreadPoolExecutor):
     """The thread pool for ``asyncio.to_thread``. The pool records the episode of each call."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def without_stop_iteration() -> Any:
+            try:
+                return fn(*args, **kwargs)
+            except StopIteration as error:  # a future of asyncio would never get it
+                raise RuntimeError("a call in a thread raised StopIteration") from error
+
         traces, token = _current.get(), _current.set(None)  # a thread that the pool starts belongs to no episode
         try:
-            call = super().submit(_without_stop_iteration, fn, *args, **kwargs)
+            call = super().submit(without_stop_iteration)
         finally:
             _current.reset(token)
         if traces is not None:

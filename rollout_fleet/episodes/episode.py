@@ -132,14 +132,6 @@ class Episode:
         self._nodes[PROMPT].is_live = True
 
     @property
-    def num_turns(self) -> int:
-        """Number of turns that the policy has sampled or is sampling.
-
-        Turns that were recorded in an earlier attempt at the prompt group count only after they are replayed.
-        """
-        return len(self.sampled)
-
-    @property
     def num_turns_left(self) -> int:
         """Number of turns that may still be requested in this attempt."""
         return self._budget.max_turns - sum(node.sampling is not None for node in self._nodes)

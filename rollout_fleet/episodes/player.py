@@ -114,7 +114,7 @@ def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
     later = run.later_prompts
     return {
         **({"episode.prefix_hits": later.num_cached / later.num_tokens} if later.num_tokens else {}),
-        "episode.turns": float(run.episode.num_turns),
+        "episode.turns": float(len(run.episode.sampled)),
         "episode.branches": float(counts.branches.total()),
         "episode.repeated_requests": float(counts.repeated),
         "episode.malformed_calls": float(counts.malformed_calls),

@@ -520,7 +520,8 @@ class Session:
             name_of_turn = self._name_of(answer.turn)
             message["tool_calls"] = [
                 {
-                    "id": _id_of_call(name_of_turn, place),
+                    # 9 letters and digits, because Mistral's templates need 9
+                    "id": hashlib.blake2b(f"{name_of_turn}/{place}".encode(), digest_size=5).hexdigest()[:9],
                     "type": "function",
                     "function": {
                         "name": name,
@@ -687,11 +688,6 @@ def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
     """Return ``text`` up to the first of the texts ``stop``, and this text; an empty text if there is none in it."""
     found = ((before, own) for before, own, _ in map(text.partition, stop) if own)
     return min(found, key=lambda cut: len(cut[0]), default=(text, ""))
-
-
-def _id_of_call(name_of_turn: str, place: int) -> str:
-    """Return the id of the tool call at a place of a turn: 9 letters and digits, because Mistral's templates need 9."""
-    return hashlib.blake2b(f"{name_of_turn}/{place}".encode(), digest_size=5).hexdigest()[:9]
 
 
 def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> list[dict[str, Any]]:

@@ -199,7 +199,7 @@ def test_an_episode_never_exceeds_its_budget(program, budget):
     environment.run(program)
     check(episode, engine)
     turns = episode.trajectory(0.0).turns
-    assert episode.num_turns == sum(turn.sampled for turn in turns) <= budget.max_turns
+    assert len(episode.sampled) == sum(turn.sampled for turn in turns) <= budget.max_turns
     assert episode.num_tokens <= budget.max_tokens
     given = [turn for turn in environment.paths if turn > PROMPT and not episode.turn(turn).sampled]
     kept = episode.trajectory(0.0, turn_rewards=dict.fromkeys(given, 1.0))
