@@ -2,8 +2,8 @@
 
 The fleet consists of a buffer server, a rollout loop, the endpoint, and a child process with the environment. The agent
 samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The bare agent
-sends token ids to the engine. It plays as many episodes at a time as the fleet may hold, and sends as many concurrent
-requests as the fleet's engine may run samples.
+sends token ids to the engine. The limits are equal for the fleet and the bare agent: the number of episodes at a time,
+and the number of samples that the engine runs at a time.
 
 The scripted engine writes at a fixed pace. With the scripted engine, an asyncio task replaces the learner: the task
 consumes each batch at once and announces the next version. With SGLang, the weights do not change.

@@ -100,7 +100,7 @@ class TimedTurns:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Wait for the time of the turn, then add the tool call to the episode; return the index of the turn."""
+        """Wait `turn_s` seconds, then add the fixed tool call to the episode. Return the index of the turn."""
         turn = self.episode.sample(parent, new_tokens, sampling, images=images)
         (request,) = self.episode.next_requests()
         await asyncio.sleep(turn_s(sampling.seed or 0))
@@ -120,7 +120,7 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Measure the milliseconds of a call to the endpoint minus the time of the call's turn, with 64 concurrent calls.
+    """Measure the milliseconds of a call to the endpoint minus `turn_s` of the call, with 64 concurrent calls.
 
     Returns:
         Milliseconds by name: the median (``endpoint_ms``) and the 99th percentile (``endpoint_p99_ms``), the CPU time
@@ -210,10 +210,11 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Return three ratios by name. Each ratio divides the tokens that the learner computes by a baseline.
+    """Return three ratios by name. Each ratio divides the number of tokens that the learner packs by a baseline.
 
-    The learner computes the trees of the search agent. The baselines are the tokens of all branches, the tokens of all
-    turns with their contexts, and the tokens of the trees, each counted once.
+    The learner packs the trees of the search agent, so that branches share their common tokens. Two baselines count
+    common tokens several times: the tokens of all branches, and the tokens of all turns with their contexts. The third
+    baseline counts each token of the trees once. No packing needs fewer tokens.
     """
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}

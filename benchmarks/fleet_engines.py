@@ -86,7 +86,7 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens when they arrive, because too few samples end within seconds to measure a rate."""
+        """Count tokens when they arrive. In a measurement of a few seconds, too few samples end to compute a rate."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 

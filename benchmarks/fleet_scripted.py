@@ -2,8 +2,8 @@
 
 Four rollout loops with scripted engines use a real buffer server. A scripted engine writes each sample at a fixed pace.
 So the fleet's throughput, divided by the sum of its engines' speeds, depends only on the assignment of work. The
-engines write few tokens per second, so this process has little work. `share_of_speeds` also returns this process's
-share of busy time.
+engines write few tokens per second, so this process has little work and does not limit the throughput. To check this,
+`share_of_speeds` also returns the share of the time in which this process is busy.
 """
 
 from __future__ import annotations

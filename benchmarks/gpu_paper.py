@@ -1,5 +1,6 @@
-"""Computes a learner's GPU memory and its waits for the GPU, without a GPU: ``python -m benchmarks.gpu_paper``.
+"""Computes the GPU memory of a learner, and how often its host would wait for the GPU.
 
+``python -m benchmarks.gpu_paper`` does not need a GPU.
 The figures come from an update on fake tensors at full width (`benchmarks.full_size`). The update runs at two depths,
 and the peak is extrapolated to the full depth, because each layer adds the same number of bytes. The last line is JSON.
 """

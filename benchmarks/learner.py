@@ -223,7 +223,7 @@ def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
     """Measure and print the peak bytes in this process. `peak_log_prob_bytes` starts the process."""
     hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
-    (hidden[:8] @ weight[:8].t()).sum().backward()  # allocates the gradients, which both methods need
+    (hidden[:8] @ weight[:8].t()).sum().backward()  # allocates the gradients, which ``ours`` and ``naive`` need
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory of the process
     before = _peak_bytes()
     if way == "ours":
@@ -279,7 +279,8 @@ def balance_max_over_mean() -> float:
     """Return how unevenly a batch is divided among ranks, in the worst of 8 batches.
 
     The measure is the largest cost of a rank divided by the mean cost. The responses have the lengths of reasoning
-    traces. The batches have 32 prompt groups of 8 samples on 16 ranks, and 64 groups on 64 ranks.
+    traces. Four batches have 32 prompt groups and are divided among 16 ranks. The other four batches have 64 prompt
+    groups and are divided among 64 ranks. Each group has 8 samples.
     """
     worst = 0.0
     for (num_groups, num_ranks), seed in itertools.product([(32, 16), (64, 64)], range(4)):

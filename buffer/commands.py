@@ -453,7 +453,7 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     Groups are kept or revoked like in `Rewind`. The learner's incarnation (number of rewinds) becomes 0.
 
     Attributes:
-        version: Learner version to continue from. The steps before it are committed.
+        version: Learner version to continue from. The steps before this version then count as committed.
         key: Key of the `Checkpoint`.
         tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the account lacks count
             as dropped (``resume``).

@@ -65,7 +65,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         deadline: u + max_lag, the last learner version that may consume the group.
         owner: Id of the client that holds the lease; empty if the group is not leased.
         request_id: Id of the owner's request that was answered with this lease.
-        expires_at: Time when the lease expires, in seconds on the clock of the leases.
+        expires_at: Time when the lease expires, in seconds on the buffer server's clock.
         progress: Token count and versions of the saved prefix (the tokens that an unfinished group has so far), from
             the current or an earlier attempt.
         num_inherited: Number of tokens from earlier attempts that the current attempt continues.
@@ -160,7 +160,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     def describe(self, learner_version: int, now: float) -> dict[str, Any]:
         """Return a JSON object that describes a leased, stored or planned group, for `asyncrl inspect`.
 
-        ``now`` is the current time in seconds on the clock of the leases.
+        ``now`` is the current time in seconds on the buffer server's clock.
         """
         known = {
             "group_id": self.group_id,
@@ -256,7 +256,7 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """Return the time when the next lease expires, in seconds on the clock of the leases; None without leases."""
+        """Return the time when the next lease expires, in seconds on the buffer server's clock; None without leases."""
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -278,7 +278,7 @@ class LeaseIndex:
         return [group for group in groups if group.expires_at <= now]
 
     def extend(self, group: Group, expires_at: float) -> None:
-        """Change the time when a group's lease expires, in seconds on the clock of the leases."""
+        """Change the time when a group's lease expires, in seconds on the buffer server's clock."""
         is_earlier = expires_at < group.expires_at
         group.expires_at = expires_at
         if is_earlier:

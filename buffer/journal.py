@@ -526,7 +526,10 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write the waiting commands as one record, then ``records``. Return where the last record's frames are."""
+        """Write the commands that `record` has delayed as one record, then ``records``.
+
+        Returns where the frames of the final record are.
+        """
         references: tuple[Reference, ...] = ()
         if self._later:
             references, inline = self._references(item for *_, frames in self._later for item in frames.items())

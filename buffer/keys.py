@@ -232,10 +232,11 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 
 
 class KeyGate:
-    """Answers ZMQ's authentication requests (ZAP, RFC 27) with the client's public key, or refuses an unknown key.
+    """Answers the authentication requests of ZMQ (ZAP, RFC 27): accepts a client with a known key, and refuses others.
 
-    Make this object before the sockets of ``context`` are bound. ZMQ asks only once per connection. The server
-    also calls `role_of` for each message, because keys may be replaced meanwhile.
+    The answer for an accepted client has the client's public key. Make this object before the sockets of ``context``
+    are bound. ZMQ asks only once per connection. The server also calls `role_of` for each message, because keys may be
+    replaced meanwhile.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:

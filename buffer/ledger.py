@@ -47,7 +47,7 @@ class CommandLog(Protocol):
 class Call(NamedTuple):
     """Who sent a command, and when the command arrived.
 
-    ``sender`` is a client id, or None if it is unknown. ``now`` is in seconds on the clock that times leases.
+    ``sender`` is a client id, or None if it is unknown. ``now`` is in seconds on the buffer server's clock.
     """
 
     now: float
@@ -131,7 +131,7 @@ class Ledger:
 
         Args:
             command: The command.
-            now: Current time in seconds on the clock of the leases.
+            now: Current time in seconds on the buffer server's clock.
             sender: Id of the client that sent the command. None skips the check that the client holds the lease.
             frames: The encoded prompts or trajectories that came with the command. The log records these frames,
                 except those of a put (a finished group) that is not stored.

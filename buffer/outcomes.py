@@ -41,7 +41,7 @@ class GrantedLease(Row, frozen=True, kw_only=True):
         deadline: u + max_lag, the last learner version that may consume the group.
         owner: Id of the client that holds the lease.
         request_id: Id of the owner's request that is answered with this lease.
-        expires_at: Time when the lease expires, in seconds on the clock of the leases.
+        expires_at: Time when the lease expires, in seconds on the buffer server's clock.
         progress: Token count and versions of the saved prefix that the attempt continues; None without a prefix.
     """
 
@@ -131,9 +131,10 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
     Attributes:
         group_ids: The groups that lose their trajectories or saved prefix now.
         dissolved: Versions whose batches are planned again.
-        unsent: Running groups whose trajectories did not stay in the store. Their reserved bytes become free, and the
-            workers send the trajectories again.
-        missing: Planned groups without trajectories in a store. They are lost only if their batch is planned again.
+        unsent: Running groups. A store reserved bytes for their trajectories, but lacks the trajectories. The reserved
+            bytes become free, and the workers send the trajectories again.
+        missing: Planned groups whose trajectories no store has. The learner's ranks may have fetched these groups, so
+            they count as lost only if their batch is planned again.
     """
 
     group_ids: tuple[int, ...]
@@ -192,8 +193,10 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
         group_ids: Groups that lost their trajectories or saved prefix, because they had a token of a lost version.
         revoked: Groups whose running attempt was revoked.
         missing: Planned groups that no store holds.
-        unfit: Groups that cannot be consumed in time, or have no use left, with the options of the resumed run.
-        moved: (group id, deadline, rank) of groups whose deadline or rank changes with the options of the resumed run.
+        unfit: Groups that the options of a resumed run exclude. They cannot be consumed in time, or steps have already
+            trained on them ``buffer.max_uses`` times.
+        moved: (group id, deadline, rank) of groups whose deadline or rank changes with the options of a resumed run.
+            Batches take groups with a small rank first.
     """
 
     is_new: bool

@@ -311,7 +311,10 @@ class WorkerPaces:
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Return the seconds of a worker's longest group. If unknown, use the workers that are not slow."""
+        """Return the seconds of a worker's longest group.
+
+        If the worker has not ended a group, return the longest time of a group on the workers that are not slow.
+        """
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 
     def _remove_pace(self, name: bytes, worker: _Worker) -> None:

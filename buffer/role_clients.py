@@ -549,9 +549,10 @@ class ControlClient:
         return len((await self._client.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on ``version`` until `unpin` or the next `pin`.
+        """Pin at most ``num_engines`` engines to ``version``, until `unpin` or the next `pin`.
 
-        Waits until the names of the engines that serve this version differ from ``known``, and returns these names.
+        Waits until the set of engines that serve this version differs from ``known``, a set of engine names. Returns
+        the names of the engines that then serve the version.
         """
         return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
 
@@ -576,8 +577,8 @@ class ControlClient:
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
         """Take the buffer of a resumed run back to the checkpoint ``key`` of ``version``.
 
-        The steps before ``version`` are committed. ``tokens_generated`` is the number of policy tokens that the run
-        generated up to the checkpoint.
+        Afterwards, the steps before ``version`` count as committed. ``tokens_generated`` is the number of policy tokens
+        that the run generated up to the checkpoint.
         """
         await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 

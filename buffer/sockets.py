@@ -314,7 +314,7 @@ class ChunkReceiver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no message is incomplete."""
+        """Whether every received message is complete."""
         return not self._messages
 
     def add(self, chunk: Chunk) -> list[Any] | None:

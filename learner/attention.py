@@ -89,8 +89,8 @@ class PackedLayout:
             of the last.
         lengths: Number of tokens of each sequence.
         kernel: The attention kernel; never ``auto``.
-        token_index: [sum of lengths] int64, packed position of each token of the sequences; None if no tokens are
-            shared.
+        token_index: [sum of lengths] int64. For each token of each sequence, its position among the packed tokens.
+            None if no tokens are shared.
         first_index: [N] int64, first position of each packed token in the concatenated sequences; None if no tokens are
             shared.
         host_token_index: A copy of ``token_index`` on the host.
@@ -161,8 +161,8 @@ def packed_layout(
         lengths: Number of tokens of each sequence, in packed order. Longest first needs the fewest SDPA calls.
         device: Device of the indices.
         kernel: The attention kernel; not ``auto``.
-        token_index: [sum of lengths] int64, packed position of each token of each sequence; None if sequences do not
-            share tokens.
+        token_index: [sum of lengths] int64. For each token of each sequence, its position among the packed tokens. A
+            prompt token that several sequences share is packed once. None if no tokens are shared.
     """
     ends = np.concatenate((np.zeros(1, dtype=np.int32), np.cumsum(lengths, dtype=np.int32)))
     layout = PackedLayout(cu_seqlens=on_device(ends, device), lengths=tuple(map(int, lengths)), kernel=kernel)
@@ -273,8 +273,9 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # With sinks, a checkpointed layer computes attention again in the backward pass. Keeping the inputs of its SDPA
-    # calls would need several times the memory of the keys and values.
+    # With attention sinks, a layer with activation checkpointing computes its attention again in the backward pass. To
+    # keep the attention, it would have to keep the inputs of its SDPA calls. These inputs are larger copies of the keys
+    # and values, and need several times as much memory.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 

@@ -1,4 +1,4 @@
-"""A folder of checkpoints on disk: finds, renames and removes checkpoints, and stores their progress records.
+"""A folder of checkpoints on disk: finds, renames and removes checkpoints, and stores the `SavedProgress` of each.
 
 ``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
 so a folder with the final name is complete. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
@@ -27,7 +27,7 @@ _PROGRESS = "progress.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedProgress:
-    """The progress record of a checkpoint: the JSON values that a run needs to resume.
+    """The JSON values of a checkpoint that a run needs to resume.
 
     Attributes:
         version: Policy version of the weights.
@@ -74,14 +74,14 @@ def unfinished_checkpoints(directory: Path) -> list[Path]:
 
 
 def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
-    """Write the progress record of a checkpoint into the checkpoint's folder, as JSON."""
+    """Write ``progress`` (values that a run needs to resume) into the checkpoint's folder, as JSON."""
     (checkpoint / _PROGRESS).write_text(json.dumps(asdict(progress)))
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Return the progress record of a checkpoint.
+    """Return the values of a checkpoint that a run needs to resume.
 
-    Raises `ValueError` if the record is missing, damaged, or from another version of asyncrl.
+    Raises `ValueError` if the file with the values is missing, damaged, or from another version of asyncrl.
     """
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(

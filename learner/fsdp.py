@@ -253,8 +253,8 @@ def _bounded(mesh: DeviceMesh, timeout: timedelta) -> DeviceMesh:
 def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> None:
     """Shard a model on the meta device over the ranks, in place, and allocate this rank's shards.
 
-    The parameters must have the dtypes in which they are stored. Afterwards, the parameters do not have defined values.
-    Gradients are reduced in float32.
+    Before the call, the parameters must have the dtypes for storage (`ParameterTypes.trained` and
+    `ParameterTypes.frozen`). Afterwards, the parameters do not have defined values. Gradients are reduced in float32.
 
     On a single rank, FSDP does not wrap a model that is stored in the computation's dtype, because FSDP's hooks take
     time. With ``offload_policy``, FSDP wraps every model.

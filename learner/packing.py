@@ -31,8 +31,8 @@ class MicroBatch:
         input_ids: [N] int64.
         position_ids: [N] int64, counted from 0 in every sequence; [3, N] if a sequence has images.
         lengths: Number of tokens of each sequence. The sum is N, or more if sequences share tokens.
-        token_index: [sum of lengths] int64 on the host, packed position of each token of each sequence; None without
-            shared tokens.
+        token_index: [sum of lengths] int64 on the host. For each token of each sequence, its position among the packed
+            tokens. None without shared tokens.
         image_rows: [N] int64, index of each image token's feature among the merged features of ``pixels``; -1 for
             text. None without images.
         pixels: [patches, …] uint8, the pixels of each image once; None without images.

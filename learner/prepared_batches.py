@@ -139,10 +139,10 @@ class BatchPreparer:
         self._groups: dict[int, StepGroups] = {}
 
     def announce(self, role: str, batch: RankBatch, prepare: Prepare) -> None:
-        """Queue a role's batch. The thread prepares it after a step has taken a batch of the previous version.
+        """Queue a role's batch. The thread prepares the first batch at once.
 
-        The first batch is prepared at once. ``prepare`` fetches the groups that the process does not have yet, and
-        packs the batch.
+        The thread prepares a later batch when a role calls `take` for the previous learner step. ``prepare`` fetches
+        the groups that the process does not have yet, and packs the batch.
         """
         with self._lock:
             self._announced.append((_key(role, batch), prepare))

@@ -58,7 +58,7 @@ class Role:
     adapters: bool = False
 
     def build(self, model_path: str, config: LearnerConfig, types: ParameterTypes, temperature: float) -> PackedHead:
-        """Make the role's head with the model, adapters and vision tower. The parameters have no values yet.
+        """Make the role's head around the model, its adapters and its vision tower. No parameter has a value yet.
 
         Raises `ValueError` if an option does not suit the model.
         """

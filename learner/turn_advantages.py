@@ -1,8 +1,8 @@
 """Advantages of turns: one number per sampled turn, for trajectories that are trees of turns.
 
-At a branch, a turn has several next turns. The estimators then average over the next turns, because each next turn is a
-sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path from the prompt.
-Turns of a prompt, a tool or an environment were not sampled, and do not have an advantage.
+Where a tree forks, a turn has several next turns. The estimators then average over the next turns, because each next
+turn is a sample of the continuation. The *index* of a turn is the number of sampled turns before it on its path from
+the prompt. Turns of a prompt, a tool or an environment were not sampled, and do not have an advantage.
 
 The reward of a sampled turn includes the rewards of the unsampled turns up to the next sampled turn. The KL penalty of
 the turn's tokens is subtracted. The last turn of each path also gets the trajectory's outcome, which is its reward

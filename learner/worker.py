@@ -110,7 +110,7 @@ class BatchCache:
     def clear(self) -> None:
         """Drop the prepared batches and scores of a lost batch and of the batches after it.
 
-        Afterwards, the roles of this process compute batches again.
+        Afterwards, calls that need a batch no longer raise `BatchLost` because of this batch.
         """
         self.lost, self.most_lost = set(), 0
         self.preparer.forget()
@@ -137,7 +137,8 @@ class ModelWorker(Worker):
         model_path: Directory in Hugging Face layout.
         total_steps: Number of learner steps of the run, for the learning rate's schedule.
         temperature: Softmax temperature at sampling, also used for the worker's log-probs.
-        connect_buffer: Connects this rank to the replay buffer; None if only verl's methods are called.
+        connect_buffer: Connects this rank to the replay buffer. None if only methods with verl's interface are called:
+            these methods get their data as arguments.
         seed: Seed for the initial values and the dropout of the adapters.
         snapshot_dir: Folder for published weights, readable by the engines of this host. None means that the worker
             does not publish weights.
@@ -148,7 +149,8 @@ class ModelWorker(Worker):
         pool: Name of the pool (group of processes) that runs the role.
 
     Attributes:
-        own_cache: The cache of this worker. If several roles share a process, all use the cache of the first role.
+        own_cache: The `BatchCache` of this worker. If several roles share a process, all use the `BatchCache` of the
+            first role.
     """
 
     def __init__(
@@ -373,7 +375,7 @@ class ModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def forget_batch(self) -> list[int]:
-        """Drop a lost batch and the batches after it. Later calls compute batches again.
+        """Drop a lost batch and the batches after it. Later calls no longer raise `BatchLost` because of this batch.
 
         Returns the ids of the groups that this process did not find in the buffer, ascending.
         """

@@ -106,7 +106,7 @@ class SamplingConfig:
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
     def greedy(self) -> "SamplingConfig":
-        """Return a copy of these options for greedy decoding: temperature 0, and no excluded tokens."""
+        """Return a copy of these options for greedy decoding: temperature 0, no ``top_p``, ``top_k`` and ``min_p``."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:

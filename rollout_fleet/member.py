@@ -127,7 +127,7 @@ class Member:
 
     @property
     def may_release(self) -> bool:
-        """Whether the member has started and can free its memory on the device, with or without verified weights."""
+        """Whether the member has started and can free its memory on the device. Its weights may be unverified."""
         return self.may_lease or self.state is MemberState.catching_up
 
     @property

@@ -97,7 +97,7 @@ class FleetMeter:
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Add a weight load that paused generation for ``seconds``. If groups are running, subtract this busy time."""
+        """Add a weight load that paused generation for ``seconds``. This time does not count as busy."""
         self._pass_time()
         self.add(load_s=(seconds,))
         if self._running:

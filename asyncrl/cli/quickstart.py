@@ -102,7 +102,8 @@ def make_assets(
     The directory is created atomically. Returns the paths of the made files.
 
     Args:
-        directory: Directory for the assets. Assets of other arguments are replaced. No other files are replaced.
+        directory: Directory for the assets. If it has assets that were made with other arguments, the whole directory
+            is replaced.
         seed: Seed of the weights, the digits and the mistakes.
         task: The task in the rows.
         num_train: Number of training prompts.
@@ -115,7 +116,7 @@ def make_assets(
             warm-started policy's greedy answers to these prompts are wrong, and RL corrects them.
 
     Raises:
-        ValueError: the directory contains other files.
+        ValueError: the directory has files, but no assets.
     """
     counts = {"num_train": num_train, "num_held_out": num_held_out, "num_demonstrations": num_demonstrations}
     rates = {"wrong_digit_rate": wrong_digit_rate, "habit_rate": habit_rate}

@@ -146,7 +146,8 @@ def _report(said: bytes) -> None:
 
 def _read_reports(reports: int) -> bytes:
     said = b""
-    with contextlib.suppress(BlockingIOError):  # `read` raises this if the pipe is empty, but an orphan holds it open
+    # `os.read` raises `BlockingIOError` if the pipe is empty and an orphaned process still has the pipe open.
+    with contextlib.suppress(BlockingIOError):
         while part := os.read(reports, 65536):
             said += part
     os.close(reports)

@@ -36,7 +36,10 @@ class WorkerDiedError(AsyncRLError):
 
 
 class LearnerDiedError(WorkerDiedError):
-    """A training process died, hung, or lost its batch. Training can continue only from a checkpoint."""
+    """A training process died or hung, or a batch was lost and could not be planned again.
+
+    Training can continue only from a checkpoint.
+    """
 
 
 class BatchLost(AsyncRLError):
@@ -122,7 +125,7 @@ class UnknownGroup(ReplayBufferError):
 
 
 class VersionTooOld(ReplayBufferError):
-    """A trajectory has a token of an older policy version than the engine served at the start of the group."""
+    """A trajectory has a token whose policy version is older than the version of the group's lease."""
 
 
 class VersionTooNew(ReplayBufferError):

@@ -206,7 +206,7 @@ class ImageReader:
         return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
 
     def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:
-        """Assign each image to its adjacent placeholder tokens in ``token_ids``, [T] ints.
+        """Find the placeholder tokens of each image in ``token_ids``, [T] ints.
 
         Returns each image with the index of its first placeholder token. `place_images` describes the errors.
         """
@@ -253,10 +253,11 @@ def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str
 
 
 def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, where: str) -> tuple[PlacedImage, ...]:
-    """Assign each image to its adjacent placeholder tokens in a sequence of token ids.
+    """Find the placeholder tokens of each image in a sequence of token ids.
 
-    Returns each image with the index of its first placeholder token, in the order of ``images``. ``token_id`` is the
-    id of the placeholder. ``where`` names ``token_ids`` in error messages.
+    The placeholder tokens of one image must follow each other, without other tokens between them. Returns each image
+    with the index of its first placeholder token, in the order of ``images``. ``token_id`` is the id of the
+    placeholder. ``where`` names ``token_ids`` in error messages.
 
     Raises:
         ValueError: the placeholders do not fit the images.

@@ -254,7 +254,8 @@ class PixelFormat:
         """Normalize the pixels of P patches, [P, 3 · patch size²] uint8, for the vision tower.
 
         Returns:
-            [P, 3 · frames · patch size²] float32 on the device of ``pixels``. All frames of a patch are equal.
+            [P, 3 · F · patch size²] float32 on the device of ``pixels``. F is ``temporal_patch_size``, the number of
+            frames in a patch. All frames of a patch are equal, because an image is not a video.
         """
         values = pixels.float().view(len(pixels), 3, 1, -1) * self.rescale
         mean, std = (values.new_tensor(each).view(1, 3, 1, 1) for each in (self.mean, self.std))

@@ -217,10 +217,11 @@ class ControlBuffer(Protocol):
         ...
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Keep up to ``num_engines`` engines on policy version ``version`` until `unpin` or the next `pin`.
+        """Pin at most ``num_engines`` engines to policy version ``version``, until `unpin` or the next `pin`.
 
-        Call this before the version is offered. The first engines that request the version keep the version. The call
-        waits until the names of the engines that serve the version differ from ``known``, and returns these names.
+        Call this before the version is offered. The first engines that request the version are pinned: they get no
+        newer version. The call waits until the set of engines that serve the version differs from ``known``, a set of
+        engine names. It returns the names of the engines that then serve the version.
 
         Raises:
             WeightsGone: no engine serves the version, and the buffer does not offer it.

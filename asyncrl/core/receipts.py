@@ -65,7 +65,7 @@ def stop() -> None:
 
 
 def note(act: Act, **values: Any) -> None:
-    """Append a JSON line with the act and ``values`` to the file of this process. Before `start`, do nothing.
+    """Append a JSON line with ``act`` and ``values`` to the file of this process. Before `start`, do nothing.
 
     If the write fails, the function logs an error, and the next call tries to write the line again.
     """
@@ -93,7 +93,9 @@ def _append(path: Path, lines: bytes) -> None:
 
 
 def counts_of(versions: np.ndarray) -> dict[str, int]:
-    """Count the sampled tokens of each policy version. Return the counts by version, a decimal string for JSON.
+    """Count the sampled tokens of each policy version.
+
+    The keys of the result are the versions as decimal strings, because keys in JSON are strings.
 
     ``versions``: [T] int32, the version that sampled each token; -1 for a token that was not sampled.
     """

@@ -1,6 +1,6 @@
-"""Reads the metrics that earlier ``asyncrl train`` processes of a run have written.
+"""Reads the metrics in the folder of an earlier ``asyncrl train`` process.
 
-A run that continues from a checkpoint copies these metrics into its own folder.
+A process that continues from a checkpoint copies the metrics of the steps before the checkpoint into its own folder.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Tracker(Protocol):
     keeps_history: bool
 
     def record(self, event: Event) -> None:
-        """Send the numbers of an event: of a learner step, an evaluation, or the use of the pools."""
+        """Send the numbers of an event: a learner step, an evaluation, or how busy learner and fleet are (`RunUse`)."""
         ...
 
     def close(self) -> None:

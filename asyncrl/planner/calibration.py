@@ -146,7 +146,10 @@ class _Reading:
 
     @cached_property
     def _written(self) -> list[Stamp]:
-        """The recorded events with the response lengths of finished groups, including filtered groups."""
+        """The recorded events that have the response lengths of a finished group.
+
+        Finished groups that a filter of the buffer dropped are included.
+        """
         stamps = (stamp for stamp in self._trace.stamps if stamp.time >= self._start)
         return [stamp for stamp in stamps if stamp.details.get("lengths")]
 

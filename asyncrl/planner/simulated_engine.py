@@ -59,7 +59,8 @@ class _Running:
     Attributes:
         ends_at: The engine's progress (see the module) at the end of the sample, in tokens.
         place: Number of the sample in the order of the starts.
-        weight: Number of samples for which this sample counts in the engine's load; 1 without ``whole_groups``.
+        weight: What the sample adds to the engine's load, in samples. It is 1 without ``whole_groups``. Otherwise the
+            sample represents its group, and ``weight`` is the mean number of running samples of the group.
     """
 
     ends_at: float

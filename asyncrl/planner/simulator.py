@@ -459,7 +459,7 @@ class Simulation:
             own device.
         lengths: An iterator over response lengths, with one list for each new group.
         rewards: Random numbers for the lengths, and for the choice of groups with equal rewards.
-        rng: Random numbers that choose where `variation` starts in the recorded ratios.
+        rng: Random numbers with which `variation` chooses the first of the recorded ratios.
         saved: Unfinished groups that a worker has handed over, by group id. A value is a pair of lists: the final
             number of tokens of each sample, and the missing number of tokens of each unfinished sample.
     """

@@ -139,7 +139,8 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 def trained_groups(trace: Trace) -> list[GroupLife]:
     """Return the trained groups: one entry for each step that trained on a group.
 
-    Groups that the buffer stored before the run was resumed are left out, because the record lacks their storage.
+    Groups that the buffer stored before the run was resumed are left out, because the record does not have the
+    ``stored`` events of these groups.
     """
     uses = (use for life in trace.groups.values() for use in life.uses())
     return [use for use in uses if use.last(GroupEvent.stored) is not None]

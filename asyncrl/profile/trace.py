@@ -88,7 +88,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """The value of a number that changes, from ``time`` until the next level with the same name and lane."""
+    """A recorded number. It has this value from ``time`` until the next level with the same name and lane."""
 
     name: str
     lane: str
@@ -133,8 +133,8 @@ class GroupLife:
     def uses(self) -> list[GroupLife]:
         """Return one `GroupLife` for each learner step that trained on the group, with the stamps up to that step.
 
-        Steps before the latest storage of the group do not count. A step that the learner repeated after a return to
-        a checkpoint counts once.
+        A return of the learner to a checkpoint may cause a group to be generated and stored again. Steps before the
+        group's latest ``stored`` event do not count. A step that the learner repeated counts once.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):

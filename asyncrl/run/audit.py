@@ -67,8 +67,9 @@ class LifeReceipts:
         loaded: Digests of the weights that an engine verified, by (engine, version).
         sampled: The engines' receipts for sampled tokens, by group id.
         trained: The learner ranks' receipts, by step and data-parallel rank. For a repeated step, the newest receipts.
-        committed: The ``planned`` receipts of the finished steps, by step. A step without a commit also counts as
-            finished if a later step was committed, or if the next life continues from a later checkpoint.
+        committed: The ``planned`` receipts of the finished steps, by step. A step is finished if it has a
+            ``committed`` receipt. It also counts as finished if a later step has one, or if the next life continues
+            from a later checkpoint.
     """
 
     def __init__(self, folder: Path, began_at: int = 0) -> None:

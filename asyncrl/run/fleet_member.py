@@ -456,7 +456,7 @@ class FleetMember:
     async def _buried(self, last: FleetCounters) -> FleetCounters:
         """Declare the worker dead in the buffer. Repeat this until the buffer answers.
 
-        Returns the worker's counters, with the buffer's number of tokens.
+        Returns the worker's counters. Their number of generated tokens is the number that the buffer answers.
         """
         while True:
             try:

@@ -242,7 +242,7 @@ class LearnerGroup:
 
     @property
     def pool(self) -> RayResourcePool:
-        """The Ray resource pool of the actor's processes."""
+        """The Ray resource pool of the processes with the role ``actor``."""
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:

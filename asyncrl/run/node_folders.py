@@ -171,7 +171,7 @@ class NodeFolders:
         await self._enter(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
-        """Send the models and keys that workers read to every node. Check the folders that all nodes must share.
+        """Send the models and the buffer's keys to every node. Check the folders that all nodes must share.
 
         Args:
             config: The run.

@@ -1,6 +1,6 @@
 """The state of a run at a checkpoint, and how a run continues from it.
 
-A checkpoint of policy version v is the state after the learner steps before v. It has two parts. The ranks write the
+A checkpoint of policy version v is the state of the run after v learner steps. It has two parts. The ranks write the
 weights and the `RunState`. The buffer writes the ledger (its record of all groups), the stored groups, the prompts and
 the saved first tokens of unfinished groups. So a run that continues keeps the token counts, and knows the finished
 prompts and the age of each token.

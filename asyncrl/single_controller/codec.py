@@ -134,7 +134,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """Marks a list in the header that encodes a value of another type, such as a tuple.
+    """Marks a list in the header of a message. The list encodes a value of another type, such as a tuple.
 
     ``sent`` is the list's first item. ``build`` makes the value from the other items.
     """
@@ -475,7 +475,7 @@ def dtype_of(name: bytes) -> np.dtype:
 def record_parts(array: np.ndarray) -> list[Any] | None:
     """Return a structured array as a list: shape, whether the dtype is aligned, field names, and an array per field.
 
-    Returns None if such a list does not determine the dtype of the array.
+    Returns None if `record_of` could not build the array's dtype from the list.
     """
     dtype = array.dtype
     if not dtype.names:
@@ -490,10 +490,11 @@ def record_parts(array: np.ndarray) -> list[Any] | None:
 def record_of(parts: list[Any]) -> np.ndarray:
     """Build a structured array from a list that `record_parts` returned.
 
-    `decode` turns all errors of this function into `WireError`. The function itself raises `WireError` in these cases:
+    Raises `WireError` in the following cases. `decode` turns any other error of this function into `WireError`.
 
     - The shape is not valid.
-    - A column is not an array, or its shape does not begin with the array's shape.
+    - The values of a field are not an array, or the shape of the field's array does not begin with the shape of the
+      structured array.
     - More than 3/4 of the dtype would be padding.
     """
     shape, is_aligned, names, columns = parts

@@ -81,7 +81,7 @@ class DataProtoFuture:
         return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
     def resolve(self, results: list[Any]) -> Any:
-        """Return what `get` returns, from results that are already fetched: a list with one result per reference."""
+        """Return what `get` returns. ``results`` are the fetched results, one for each reference in ``futures``."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 

@@ -201,7 +201,7 @@ class Worker(WorkerHelper):
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call ``func(worker, part of the data)`` on every worker, and return its result.
 
-        The group cuts each batch among the arguments into one part per worker.
+        The worker group cuts each batch in ``args`` and ``kwargs`` into one part per worker.
         """
         return func(self, *args, **kwargs)
 
@@ -317,7 +317,7 @@ def create_colocated_worker_raw_cls(class_dict: dict[str, RayClassWithInitArgs])
     ``class_dict`` has the worker class of each role with its arguments.
 
     A subclass may have methods that use several roles. In this case, set ``fused_worker_used = True`` on the
-    subclass's `RayClassWithInitArgs`, and call ``fuse`` on the group.
+    subclass's `RayClassWithInitArgs`, and call `WorkerGroup.fuse`.
     """
     if not class_dict:
         raise UsageError("class_dict must name at least one role and its class, got none")

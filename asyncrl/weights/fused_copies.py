@@ -98,10 +98,10 @@ class FusedCopies:
         return len(self._tensors)
 
     def fit(self, parameters: Parameters, arrangement: str | None) -> bool:
-        """Return whether the recorded copies are valid for ``parameters`` and ``arrangement``.
+        """Return whether the recorded copies are valid for ``parameters`` and this ``arrangement`` of the experts.
 
-        The copies are valid if the address, shape, strides and type of each parameter, and the arrangement, are the
-        same as during the recording. They are not valid if the arrangement is None.
+        The copies are valid if the address, shape, strides and type of each parameter, and the arrangement of the
+        experts, are the same as during the recording. They are not valid if ``arrangement`` is None.
         """
         is_known = arrangement is not None and arrangement == self._arrangement
         return is_known and _places_of(parameters) == self._places

@@ -155,8 +155,8 @@ class Manifest:
     """The description of a version: everything except its bytes.
 
     Attributes:
-        directory: Folder of ``files``. If the manifest file is in this folder or in a folder beside it, the file has a
-            relative path. So the manifest and the folder can be moved together.
+        directory: Folder of ``files``. The manifest file holds the path of this folder. The path is relative if the
+            manifest file is in this folder or in a folder beside it. So the file and the folder can be moved together.
         files: Data files in safetensors format. For a delta, the file that `delta.apply_delta` makes.
         pieces: The digested parts of tensors. They cover all bytes of all tensors in ``files``.
         delta: If the version is published without a data file, its changes since an earlier version; otherwise None.

@@ -212,7 +212,8 @@ class WeightPublisher:
     def _finish(self, version: int, parts: list[RankPart] | Exception) -> WeightOffer | None:
         """Publish the copied version, or report the failure of the copy.
 
-        Rank 0 does not report a failed collective, because the controller's calls to the ranks report the cause.
+        If a collective operation of the ranks fails, this method does not report the failure to the log, because the
+        controller learns the cause from its calls to the ranks.
         """
         with record.span(SpanKind.publish, lane="/publish", version=version):
             with self._stage("digest", version):

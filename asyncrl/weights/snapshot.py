@@ -188,9 +188,9 @@ class RankPart:
             self._raw.write(self.layout.raw_regions)
 
     def exchange(self) -> None:
-        """Send parameter shards between the ranks, so that each rank has the whole parameters that it computes with.
+        """Send parameter shards between the ranks. All ranks call this together.
 
-        This is a collective.
+        Afterwards, each rank has the whole parameters from which it computes tensors in `finish`.
         """
         if self._raw is not None:
             self.layout.exchange(self._raw.data)

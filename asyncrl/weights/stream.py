@@ -5,8 +5,8 @@
 Receivers verify all bytes by their digests. There are two kinds of receivers:
 
 - A host of engines receives a version into its memory while its engines generate (`receive_weights`).
-- A process of an engine receives a version in buckets (each the bytes of one transfer). Meanwhile the engine is paused
-  and loads the complete tensors (`ArrivingWeights`).
+- A tensor-parallel rank of an engine receives a version in buckets. A bucket is the bytes of one send operation.
+  Meanwhile the engine is paused and loads the complete tensors (`ArrivingWeights`).
 
 If a member dies or stops, all members leave the round by the round's deadline. The receivers then ask for a
 new round, until `MAX_ROUNDS` have failed. Training does not wait for a round, because the learner ranks send from
@@ -73,9 +73,9 @@ from asyncrl.weights.rounds import (
 logger = logging.getLogger(__name__)
 
 SPAN_BYTES = 64 << 20
-"""Largest size in bytes of a bucket (the bytes of one transfer), unless one piece is larger."""
+"""Largest size in bytes of a bucket (the bytes of one send operation), unless one piece is larger."""
 NUM_UNDER_WAY = 4
-"""Number of buckets (transfers) that a member receives at the same time. It also sends this number at the same time."""
+"""Number of buckets that a member receives at the same time. It also sends this number at the same time."""
 NUM_AHEAD = 2
 """Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
@@ -321,7 +321,7 @@ class WeightGroup:
             from torch.distributed import ProcessGroupNCCL  # imported here, because torch may be built without NCCL
 
             options: Any = ProcessGroupNCCL.Options()
-            options._timeout = _FOREVER  # none, because torch ends the process at a timeout; `abort` ends waits
+            options._timeout = _FOREVER  # at a timeout, torch would end the process; `abort` ends a wait instead
             self._group: Any = ProcessGroupNCCL(own, place, this.num_members, options)
         else:
             options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
@@ -499,14 +499,14 @@ def new_file(path: Path, size: int) -> Tensor:
 
 
 class RoundFailed(WeightsError):
-    """An error: a round failed for a process of an engine. The process may ask for another round."""
+    """An error: a round failed for a tensor-parallel rank of an engine. The rank may ask for another round."""
 
 
 class ArrivingWeights:
-    """A version that a process of an engine receives in one round, while the model loads it.
+    """A version that a tensor-parallel rank of an engine receives in one round, while the model loads it.
 
-    Memory holds at most the tensor that the model loads, incomplete tensors, and `NUM_UNDER_WAY` buckets of
-    `SPAN_BYTES` in each direction. Each wait ends at the deadline.
+    Memory holds at most the tensor that the model loads, the incomplete tensors, `NUM_UNDER_WAY` buckets that arrive,
+    and `NUM_UNDER_WAY` buckets that are forwarded. A bucket has up to `SPAN_BYTES`. Each wait ends at the deadline.
 
     Args:
         offer: The offer of the version, with `Carrier.engine_stream`.
@@ -601,7 +601,7 @@ class ReceiverRound:
             _idle.append(self.member)
 
     def buckets(self, manifest: Manifest) -> Iterator[Bucket]:
-        """Yield the buckets of all ranks in the order of the data file. A bucket is the bytes of one transfer.
+        """Yield the buckets of all ranks in the order of the data file. A bucket is the bytes of one send operation.
 
         In this order, the bytes of one tensor arrive together.
         """
@@ -616,9 +616,9 @@ class ReceiverRound:
     ) -> Iterator[tuple[Bucket, Tensor]]:
         """Receive buckets, forward them to the next receiver, and yield (bucket, bytes of the bucket) pairs.
 
-        A bucket is the bytes of one transfer. The buckets have the same order on all receivers. ``place_of`` returns
-        the memory for a bucket, [bytes] uint8, and no other code may write to it. Raises `RuntimeError` if the previous
-        or the next member was lost, or if the deadline has passed.
+        A bucket is the bytes of one send operation. The buckets have the same order on all receivers. ``place_of``
+        returns the memory for a bucket, [bytes] uint8, and no other code may write to it. Raises `RuntimeError` if the
+        previous or the next member was lost, or if the deadline has passed.
         """
         group = self.member.group(self.round, self.place, self.deadline)
         receiving: deque[tuple[Bucket, Tensor, Callable[[], None]]] = deque()
@@ -699,7 +699,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bucket:
-    """Bytes that a learner rank sends in one transfer: adjacent pieces of a data file, or a part of a delta file."""
+    """Bytes of one send operation of a learner rank: adjacent pieces of a data file, or a part of a delta file."""
 
     sender: int
     first: int
@@ -708,7 +708,7 @@ class Bucket:
 
 
 def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
-    """Yield buckets (each the bytes of one transfer): adjacent pieces, up to `SPAN_BYTES` in each bucket.
+    """Yield buckets (each the bytes of one send operation): adjacent pieces, up to `SPAN_BYTES` in each bucket.
 
     ``sender`` is the learner rank that sends the pieces.
     """
@@ -724,7 +724,7 @@ def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
 
 
 def file_buckets(sender: int, num_bytes: int) -> Iterator[Bucket]:
-    """Yield the buckets (each the bytes of one transfer) of a delta file: parts of at most `SPAN_BYTES`."""
+    """Yield the buckets of a delta file: parts of at most `SPAN_BYTES`. One send operation sends one bucket."""
     for first in range(0, num_bytes, SPAN_BYTES):
         yield Bucket(sender=sender, first=first, end=min(first + SPAN_BYTES, num_bytes))
 

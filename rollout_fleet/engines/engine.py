@@ -622,11 +622,11 @@ class SilenceWatch:
 
     @contextmanager
     def paused(self, *, recomputes: bool = False) -> Iterator[Callable[[], None]]:
-        """Allow silence inside the ``with`` block, which pauses generation.
+        """Do not count silence (no new tokens) as an error inside the ``with`` block, which pauses generation.
 
-        Yields a function that the block must call when generation has stopped. The run's profile shows the pause from
-        this call to the end of the block. ``recomputes`` says whether the engine computes the KV cache of running
-        samples again after the pause.
+        Yields a function. The block must call the function when generation has stopped. The run's profile shows the
+        pause from this moment to the end of the block. ``recomputes`` says whether the engine computes the KV cache of
+        running samples again after the pause.
         """
         pause = record.NO_SPAN
 

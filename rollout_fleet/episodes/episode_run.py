@@ -120,7 +120,10 @@ class EpisodeRun:
 
     @property
     def place(self) -> LevelName:
-        """What the episode does now: samples turns, waits for a tool or its environment, or has ended (``tail``)."""
+        """What the episode does now: it samples turns, waits for a tool or for its environment, or has ended.
+
+        An episode that has ended is in the ``tail`` of its group: it waits for the other episodes.
+        """
         if self.is_over:
             return LevelName.tail
         if self.episode.num_running:

@@ -172,7 +172,7 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Return whether no message in ``sent`` has another reasoning text than its counterpart in ``known``.
+    """Return whether no message in ``sent`` has another reasoning text than the same message in ``known``.
 
     A message in ``sent`` without reasoning always fits, because client libraries leave reasoning out.
     """
@@ -184,7 +184,10 @@ def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
 
 
 def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
-    """Return a client's messages ``sent``. Missing reasoning is filled in from the messages ``known``, one by one."""
+    """Return the messages ``sent`` by a client, with missing reasoning filled in.
+
+    ``known`` has the same messages as the fleet recorded them. A message without reasoning gets the recorded reasoning.
+    """
     return [
         {**own, "reasoning_content": other["reasoning_content"]}
         if other.get("reasoning_content") and not own.get("reasoning_content")

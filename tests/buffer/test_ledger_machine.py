@@ -552,8 +552,8 @@ class LedgerMachine(RuleBasedStateMachine):
     def trajectories_are_lost(self, data: st.DataObject) -> None:
         """Lose trajectories, as after a power failure.
 
-        Their prompts are queued again, and their batches are planned again. Another group of these batches is lost too
-        if its store is gone.
+        The prompts of the lost groups are queued again. The first batch with a lost group and all later batches are
+        planned again. Other groups of these batches are lost too if the store that held them no longer exists.
         """
         lost = data.draw(st.lists(st.sampled_from(sorted(self.stored)), min_size=1, max_size=2, unique=True))
         first = min((version for version, ids in self.planned.items() if set(ids) & set(lost)), default=None)

@@ -70,7 +70,7 @@ async def test_a_fast_engine_that_keeps_an_old_version_does_not_stop_a_slower_on
         await control.offer(offer(0))
         await start_loop(stack, server.address, 0.005, is_pinned=True)
         await start_loop(stack, server.address, 0.015, is_pinned=False)
-        async with asyncio.timeout(30):  # 4 groups of 0.3 s in 4 places: about 3 steps per second
+        async with asyncio.timeout(30):  # the slow engine makes the 4 groups of a step in 0.3 s
             for version in itertools.count():
                 first = version * GROUPS_PER_STEP
                 await control.enqueue([prompt(first + number) for number in range(2 * GROUPS_PER_STEP)])

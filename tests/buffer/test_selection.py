@@ -1,4 +1,4 @@
-"""The staleness rule, the window, and the groups of a batch, compared with hand-computed numbers."""
+"""The staleness rule, `buffer.rule.Window`, and the groups of a batch, compared with hand-computed numbers."""
 
 from collections.abc import Mapping
 from itertools import product

@@ -18,7 +18,7 @@ def written(folder):
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """After each test, stop what `record.start` starts even without a recorder: receipts and stack traces."""
+    """After each test, stop receipts and stack traces. `record.start` starts both, even if it starts no recorder."""
     yield
     record.stop()
 

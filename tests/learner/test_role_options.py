@@ -275,7 +275,10 @@ def test_a_batch_that_one_role_of_a_process_loses_is_lost_for_the_others_too(dir
 
 
 def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
-    """Return the bytes on the device per role: after the start, after a use by the role, and after a use by engines."""
+    """Return the bytes on the device per role, at four moments.
+
+    The moments are after the start, after scoring and steps, after `rollout_mode`, and after `trainer_mode`.
+    """
     config = replace(with_own("ref", param_offload=True), offload_at_transition_only=True)
     config = replace(config, critic=replace(config.critic, optimizer_offload=True, param_offload=False))
     process = Process(directory, config, ["ref", "critic", "actor"])

@@ -150,7 +150,7 @@ def test_the_self_test_does_not_change_the_model(hybrid):
     for reason in ("compared with a load that tests", ""):
         torch.manual_seed(7)
         config = replace(CPU, dtype="bfloat16", skip_selftest=reason)
-        # unsharded in bfloat16; trained models are sharded and have float32 weights
+        # with float32 weights and computation in bfloat16, FSDP shards the model even on one rank
         model = PackedModel(config, ACTOR, model_path=hybrid)
         states.append(torch.random.get_rng_state())
     assert torch.equal(*states)
@@ -240,7 +240,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Return whether the model packs a prompt that several sequences have in common only once."""
+    """Return whether the model packs a common prompt of several sequences once, instead of once per sequence."""
     return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 

@@ -173,7 +173,10 @@ def assert_by_context(group: TrajectoryGroup, next_token: Next) -> int:
 
 @pytest.mark.parametrize("num_episodes", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (120, 1000))])
 async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_balances(tmp_path, num_episodes):
-    """Each fault is in one of 20 episodes: hanging tool, crashing reward, leaking agent, wrong key, lost client."""
+    """Each of the five faults occurs once in 20 episodes.
+
+    The faults are a hanging tool, a crashing reward, a leaking agent, a wrong key and a lost client.
+    """
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agents.py").write_text(AGENTS)
     renderer = load_renderer(model, RendererConfig())
@@ -322,7 +325,7 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         if len(request.prompt_ids) > first_turn and (moment := moments.get(next(num_later))) is not None:
-            moment.set()  # the weights change when a prompt has sampled tokens
+            moment.set()  # the weights change during a later turn, whose prompt contains sampled tokens
         return write(request, version)
 
     async with playing(config, buffer, script, model) as loop:

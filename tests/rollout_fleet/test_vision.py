@@ -62,7 +62,7 @@ def request_of(reader, name, *seeds, width=16, length=3, **sampling):
 
 
 def forward_logprobs(model, reader, request, tokens):
-    """Return [R] log-probs from transformers' own forward of one sequence."""
+    """Return the log-probs of ``tokens``, [number of tokens], from transformers' own forward of one sequence."""
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, tokens]).astype(np.int64))[None]
     seen = {}
     if request.images:

@@ -1,7 +1,7 @@
 """Real SGLang servers load published weights while requests run, and every token has the right version.
 
-Each row of the table makes 30 updates. The log-prob of every sampled token is compared with a Hugging Face forward of
-the version that the engine reported.
+Each parameter set of the test makes 30 updates. The log-prob of every sampled token is compared with a Hugging Face
+forward of the version that the engine reported.
 """
 
 import asyncio

@@ -204,7 +204,11 @@ def test_weights_that_two_ranks_stream_equal_the_gathered_weights(family, option
 
 
 def adapters_of_a_rank(config, path, folder, hosts):
-    """Publish two adapters. Returns the weights that an engine merges, the published folders, and the whole weights."""
+    """Publish the adapters of two versions. Merge each version with the frozen weights, as an engine does.
+
+    Returns the results of `merged_by_an_engine` for both versions, the names of the published folders, and the gathered
+    weights of the trainer (empty on all ranks but the first).
+    """
     trainer = Trainer(config, model_path=path, total_updates=2)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     options = PublishOptions(adapters=True)
