@@ -401,7 +401,14 @@ class OpenEnvEnvironment:
 
     def _shown(self, answer: Mapping[str, Any]) -> Any:
         observation = answer.get("observation") or {}
-        return observation.get(self._observation, "") if self._observation else json.dumps(observation)
+        if not self._observation:
+            return json.dumps(observation)
+        if observation and not (isinstance(observation, Mapping) and self._observation in observation):
+            raise ToolError(
+                f"the observation of the OpenEnv server {self._url} must have the field {self._observation!r} of "
+                f"options.observation, got {observation!r:.200}; name another field, or leave the option out"
+            )
+        return observation.get(self._observation, "")
 
 
 async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:

@@ -400,6 +400,13 @@ async def test_an_openenv_server_that_fails_or_is_not_there_is_a_failure_of_a_to
         assert failure.value.kind is FailureKind.tool
 
 
+async def test_a_field_that_the_observations_of_an_openenv_server_lack_is_named(openenv_url):
+    words = r"must have the field 'ecko' of options.observation, got {'echo': 'say something"
+    with pytest.raises(EpisodeFailure, match=words) as failure:
+        await play("openenv", {"url": openenv_url, "observation": "ecko"}, guesses("abc", "abcd"))
+    assert failure.value.kind is FailureKind.tool
+
+
 MCP = '''
 """A stand-in for the package mcp: sessions over standard streams with the real one's names."""
 import asyncio, json
