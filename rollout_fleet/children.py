@@ -6,7 +6,9 @@ import asyncio
 import json
 import os
 import pickle
+import shutil
 import signal
+import tempfile
 import uuid
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -27,14 +29,17 @@ _THIS_HOST = ("127.0.0.1", "localhost")
 class ChildProcess:
     """A child process that runs a user's code, with the pipes to it. Use `start` to make one.
 
+    Its temporary files are in a folder that is removed when the child ends, however it ends.
+
     Attributes:
         pid: Process id of the child, which is also its session id.
     """
 
-    def __init__(self, process: Process, mark: str) -> None:
+    def __init__(self, process: Process, mark: str, scratch: str) -> None:
         self.pid = process.pid
         self._process = process
         self._mark = mark
+        self._scratch = scratch
         self._clearing_up = asyncio.create_task(self._clear_up())
 
     @classmethod
@@ -48,11 +53,20 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
-        mark = uuid.uuid4().hex
-        process = await asyncio.create_subprocess_exec(
-            *command, stdin=PIPE, stdout=PIPE, env={**environment, MARK: mark}, start_new_session=True
-        )
-        child = cls(process, mark)
+        mark, scratch = uuid.uuid4().hex, tempfile.mkdtemp(prefix="asyncrl-child-")
+        os.chmod(scratch, 0o711)  # programs in a sandbox are of another user, and have a folder in this one
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *command,
+                stdin=PIPE,
+                stdout=PIPE,
+                env={**environment, MARK: mark, "TMPDIR": scratch},
+                start_new_session=True,
+            )
+        except BaseException:
+            os.rmdir(scratch)
+            raise
+        child = cls(process, mark, scratch)
         try:
             async with asyncio.timeout(timeout_s):
                 await child.receive()
@@ -102,7 +116,7 @@ class ChildProcess:
             self._process.send_signal(signum)
 
     async def kill(self) -> None:
-        """Kill the child and all its descendants, and wait for their end."""
+        """Kill the child and all its descendants, wait for their end, and remove the child's temporary files."""
         self.signal(signal.SIGKILL)
         await asyncio.shield(self._clearing_up)
 
@@ -112,6 +126,7 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await asyncio.to_thread(kill_marked, MARK, self._mark)
+        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:

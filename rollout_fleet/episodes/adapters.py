@@ -273,6 +273,11 @@ class GymEnvironment:
     def __init__(
         self, env: str, kwargs: Mapping[str, Any] | None = None, max_steps: int = 100, turn_rewards: bool = False
     ) -> None:
+        if not isinstance(kwargs or {}, Mapping) or type(max_steps) is not int or max_steps < 1:
+            raise ValueError(
+                "rollout_fleet.environment.options of gym must have a mapping as kwargs and a whole number >= 1 as "
+                f"max_steps, got kwargs={kwargs!r:.200} and max_steps={max_steps!r:.200}"
+            )
         self._kwargs = dict(kwargs or {})
         self._limits = {"max_steps": max_steps, "turn_rewards": turn_rewards}
         if _GYMNASIUM_ID.fullmatch(env):
@@ -487,11 +492,16 @@ class McpEnvironment:
 
     def __init__(self, servers: Mapping[str, Mapping[str, Any]]) -> None:
         self._mcp = _package("mcp", "environment.name=mcp")
+        if not isinstance(servers, Mapping):
+            raise ValueError(
+                "rollout_fleet.environment.options.servers must map names to servers, such as {files: {command: …}}, "
+                f"got {servers!r:.200}"
+            )
         for name, server in servers.items():
-            if ("command" in server) == ("url" in server):
+            if not isinstance(server, Mapping) or ("command" in server) == ("url" in server):
                 raise ValueError(
                     f"rollout_fleet.environment.options.servers.{name} must have either a command or a url, got "
-                    f"{dict(server)}"
+                    f"{server!r:.200}"
                 )
         self._servers = servers
 

@@ -56,6 +56,8 @@ class ChatRenderer(ABC):
         tokenizer: The model's tokenizer.
         stop_ids: Tokens that end an assistant's turn.
         append_only: For each kind of conversation in `self_test`, whether a new turn only appends tokens.
+        reads_calls: Whether `parse` reads tool calls in the form in which the template writes them (`self_test`). True
+            if the template writes no calls.
     """
 
     def __init__(self, name: str, tokenizer: ChatTokenizer, stop_ids: Sequence[int]) -> None:
@@ -63,6 +65,7 @@ class ChatRenderer(ABC):
         self.tokenizer = tokenizer
         self.stop_ids = tuple(dict.fromkeys(stop_ids))
         self.append_only: dict[str, bool] = {}
+        self.reads_calls = True
 
     @abstractmethod
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
@@ -118,7 +121,7 @@ class ChatRenderer(ABC):
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
-        """Render test conversations of several kinds, and set `append_only`. Returns the result of each kind, by name.
+        """Render test conversations of several kinds, and set the attributes. Returns the result of each kind, by name.
 
         Each result begins with one of three words. ``continues``: the next turn only appends tokens. ``branches``: the
         template renders the history differently, so the session starts a new branch. ``refused``: the template does not
@@ -130,10 +133,12 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                self.parse(prompt, sampled or (), tools)  # a parser imports some modules at its first call
+                parsed = self.parse(prompt, sampled or (), tools)  # a parser imports some modules at its first call
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
+            if "weather" in self.tokenizer.decode(sampled or ()) and not parsed.calls:  # the name of the called tool
+                self.reads_calls = False
             suffix = None if sampled is None else self.extend(prompt, sampled, [*messages, answer], new, tools)
             verdicts[kind] = "branches" if suffix is None else "continues"
             if suffix is not None and [*prompt, *(sampled or ()), *suffix] != whole:
@@ -467,6 +472,13 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
     odd = [f"{kind}: {verdict}" for kind, verdict in verdicts.items() if verdict != "continues"]
     if odd:
         logger.warning("renderer %s does not append the tokens of each next turn. %s", renderer.name, "; ".join(odd))
+    if not renderer.reads_calls:
+        logger.warning(
+            "renderer %s does not read tool calls in the form in which the chat template of %s writes them, so calls "
+            "stay text; set rollout_fleet.environment.renderer.tool_parser to the parser of the model's family",
+            renderer.name,
+            model_path,
+        )
     return renderer
 
 

@@ -696,7 +696,10 @@ def _read_messages(messages: Sequence[Any], read_image: ReadImage | None) -> lis
 
 def _digest(request: ChatRequest | TextRequest) -> str:
     kept = [value for name, value in vars(request).items() if name not in ("key", "is_retry")]
-    content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
+    try:
+        content = orjson.dumps(kept, option=orjson.OPT_SORT_KEYS, default=repr)
+    except orjson.JSONEncodeError as error:
+        raise ValueError(f"the request must be JSON with at most 250 levels of objects and arrays: {error}") from error
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 

@@ -172,6 +172,9 @@ async def test_a_registered_gymnasium_environment_is_played():
         ("command", {"command": "no-such-program --x"}, "command must begin with a program, got 'no-such-program"),
         ("command", {"command": "python 'agent.py"}, "command must be a command line, got .*No closing quotation"),
         ("command", {"command": "true", "cwd": "/no/folder"}, "cwd must be an existing folder, got '/no/folder'"),
+        ("gym", {"env": "FrozenLake-v1", "kwargs": [1]}, r"a mapping as kwargs .*, got kwargs=\[1\]"),
+        ("gym", {"env": "FrozenLake-v1", "max_steps": "5"}, "a whole number >= 1 as max_steps, got .* max_steps='5'"),
+        ("mcp", {"servers": [{"url": "http://a"}]}, r"servers must map names to servers.*got \[|needs the package mcp"),
         (
             "mcp",
             {"servers": {"a": {"args": []}}},

@@ -29,6 +29,7 @@ TOOL = {
         },
     },
 }
+DEEP_TOOL = {"type": "function", "function": {"name": "deep", "parameters": json.loads("[" * 300 + "]" * 300)}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 END = "<|im_end|>"
 
@@ -165,6 +166,7 @@ async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be a list, got int"),
         ({"messages": [USER], "stream": True, "stream_options": [1]}, "stream_options must be an object, got [1]"),
         ({"messages": [USER], "top_logprobs": 5}, "top_logprobs must be 0, got 5"),
+        ({"messages": [USER], "tools": [DEEP_TOOL]}, "the request must be JSON with at most 250 levels of objects"),
         ({"messages": [USER], "n": 0}, "n must be >= 1, got 0"),
         ({"messages": [USER], "n": "2"}, "n must be a whole number, got '2'"),
         ({"messages": [USER], "max_tokens": 0}, "max_tokens must be >= 1, got 0"),

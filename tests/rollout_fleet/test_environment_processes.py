@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import shlex
 import sys
+import tempfile
 import time
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -21,7 +22,7 @@ from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.policy_endpoint import PolicyEndpoint
 
 AGENTS = '''
-import asyncio, multiprocessing, os, subprocess, sys, threading, time
+import asyncio, multiprocessing, os, subprocess, sys, tempfile, threading, time
 from rollout_fleet.episodes import EpisodeFailure, FailureKind, Outcome, ToolError
 
 class Talker:
@@ -90,6 +91,10 @@ async def main(prompt, policy, how="", path=""):
         with open(path, "w") as file:
             file.write(str(pid))
         return 1.0
+    if how == "crash with files":
+        with open(path, "w") as file:
+            file.write(tempfile.mkdtemp())
+        os._exit(3)
     if how == "crash":
         os._exit(3)
     if how == "slow":
@@ -229,6 +234,18 @@ async def test_the_worker_hears_of_each_call_of_a_tool(agents):
                 prompt("hang in a tool"), endpoint.open(), sample=0, on_tool=lambda *call: heard.append(call)
             )
     assert heard == [(0, "search", True), (0, "search", False)]
+
+
+async def test_temporary_files_of_a_process_that_crashes_are_removed(agents, tmp_path, monkeypatch):
+    (scratch := tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(scratch))
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
+        with pytest.raises(EpisodeFailure, match="exit status 3"):
+            await environments.run(
+                prompt("crash with files"), endpoint.open(), sample=0, options={"path": str(tmp_path / "folder")}
+            )
+    assert Path((tmp_path / "folder").read_text()).is_relative_to(scratch)
+    assert [*scratch.iterdir()] == []
 
 
 async def test_raw_tokens_are_sampled_below_a_turn(agents):

@@ -142,6 +142,17 @@ def test_a_text_argument_of_a_call_in_xml_is_read_as_text(tmp_path):
     assert (parsed.calls, parsed.num_malformed) == ((("weather", {"city": "Rome", "days": 2}),), 0)
 
 
+def test_calls_of_a_template_that_the_parser_does_not_read_are_named(tmp_path, caplog):
+    written = "'<function=' + call.function.name + '></function>'"
+    template = CHATML.replace("call.function | tojson", written)
+    load(tmp_path, "chatml", template=template)
+    assert "does not read tool calls in the form in which the chat template of" in caplog.text
+    caplog.clear()
+    for style, options in (("chatml", {"template": template, "tool_parser": "qwen3.5"}), ("qwen3", {}), ("plain", {})):
+        assert load(tmp_path / "read", style, **options).reads_calls, style
+    assert "does not read tool calls" not in caplog.text
+
+
 def test_a_call_whose_name_is_no_text_is_malformed():
     calls = [ParsedToolCall(raw=str(name), name=name, arguments={}) for name in (5, {"a": 1}, "", None, "weather")]
     assert split_calls(calls) == ([("weather", {})], ["5", "{'a': 1}", "", "None"])
