@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import pickle
 import shutil
 import signal
 import tempfile
+import time
 import uuid
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from asyncrl.core.errors import WorkerDiedError
@@ -23,7 +26,40 @@ from .child_pipes import LENGTH, MARK, kill_marked
 from .config import RolloutFleetConfig
 from .engines.process_guard import without_secrets
 
+_SCRATCH = "asyncrl-child-"
+_UNLOCKED_S = 60.0  # a new folder has no lock for a moment
 _THIS_HOST = ("127.0.0.1", "localhost")
+
+
+class _Scratch:
+    """A folder for a child's temporary files. This process holds a lock on it.
+
+    If this process is killed, the folder stays without a lock. Another process that makes such a folder removes it.
+    """
+
+    def __init__(self) -> None:
+        for left in Path(tempfile.gettempdir()).glob(_SCRATCH + "*"):
+            with suppress(OSError):
+                if time.time() - left.stat().st_mtime > _UNLOCKED_S:
+                    self._remove_unlocked(left)
+        self.path = tempfile.mkdtemp(prefix=_SCRATCH)
+        os.chmod(self.path, 0o711)  # programs in a sandbox are of another user, and have a folder in this one
+        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # the file system has no locks
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+
+    def remove(self) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    @staticmethod
+    def _remove_unlocked(folder: Path) -> None:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)
 
 
 class ChildProcess:
@@ -35,7 +71,7 @@ class ChildProcess:
         pid: Process id of the child, which is also its session id.
     """
 
-    def __init__(self, process: Process, mark: str, scratch: str) -> None:
+    def __init__(self, process: Process, mark: str, scratch: _Scratch) -> None:
         self.pid = process.pid
         self._process = process
         self._mark = mark
@@ -53,18 +89,17 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
-        mark, scratch = uuid.uuid4().hex, tempfile.mkdtemp(prefix="asyncrl-child-")
-        os.chmod(scratch, 0o711)  # programs in a sandbox are of another user, and have a folder in this one
+        mark, scratch = uuid.uuid4().hex, _Scratch()
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=PIPE,
                 stdout=PIPE,
-                env={**environment, MARK: mark, "TMPDIR": scratch},
+                env={**environment, MARK: mark, "TMPDIR": scratch.path},
                 start_new_session=True,
             )
         except BaseException:
-            os.rmdir(scratch)
+            scratch.remove()
             raise
         child = cls(process, mark, scratch)
         try:
@@ -126,7 +161,7 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await asyncio.to_thread(kill_marked, MARK, self._mark)
-        await asyncio.to_thread(shutil.rmtree, self._scratch, ignore_errors=True)
+        await asyncio.to_thread(self._scratch.remove)
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:

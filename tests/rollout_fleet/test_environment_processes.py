@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
+import os
 import shlex
 import sys
 import tempfile
@@ -246,6 +248,20 @@ async def test_temporary_files_of_a_process_that_crashes_are_removed(agents, tmp
             )
     assert Path((tmp_path / "folder").read_text()).is_relative_to(scratch)
     assert [*scratch.iterdir()] == []
+
+
+async def test_temporary_files_of_a_worker_that_was_killed_are_removed_by_the_next(agents, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left, held, new = (tmp_path / f"asyncrl-child-{name}" for name in ("left", "held", "new"))
+    for folder in (left, held, new):
+        (folder / "files").mkdir(parents=True)
+    lock = os.open(held, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    for folder in (left, held):
+        os.utime(folder, (0, 0))
+    async with processes(f"{agents}:main"):
+        assert (left.exists(), held.exists(), new.exists()) == (False, True, True)
+    os.close(lock)
 
 
 async def test_raw_tokens_are_sampled_below_a_turn(agents):
