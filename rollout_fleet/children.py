@@ -34,14 +34,10 @@ _THIS_HOST = ("127.0.0.1", "localhost")
 class _Scratch:
     """A folder for a child's temporary files. This process holds a lock on it.
 
-    If this process is killed, the folder stays without a lock. Another process that makes such a folder removes it.
+    If this process is killed, the folder stays without a lock. `remove_unlocked` of another process removes it.
     """
 
     def __init__(self) -> None:
-        for left in Path(tempfile.gettempdir()).glob(_SCRATCH + "*"):
-            with suppress(OSError):
-                if time.time() - left.stat().st_mtime > _UNLOCKED_S:
-                    self._remove_unlocked(left)
         self.path = tempfile.mkdtemp(prefix=_SCRATCH)
         os.chmod(self.path, 0o711)  # programs in a sandbox are of another user, and have a folder in this one
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -53,13 +49,17 @@ class _Scratch:
         os.close(self._lock)
 
     @staticmethod
-    def _remove_unlocked(folder: Path) -> None:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        finally:
-            os.close(lock)
+    def remove_unlocked() -> None:
+        for folder in Path(tempfile.gettempdir()).glob(_SCRATCH + "*"):
+            with suppress(OSError):
+                if time.time() - folder.stat().st_mtime < _UNLOCKED_S:
+                    continue
+                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
 
 class ChildProcess:
@@ -89,6 +89,7 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
+        await asyncio.to_thread(_Scratch.remove_unlocked)  # large folders take seconds
         mark, scratch = uuid.uuid4().hex, _Scratch()
         try:
             process = await asyncio.create_subprocess_exec(

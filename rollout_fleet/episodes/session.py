@@ -577,7 +577,7 @@ class Session:
         """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
-        if options.n > max(1, episode.num_turns_left):
+        if options.n > 1 and options.n > episode.num_turns_left:
             raise EpisodeOverflow(
                 f"episode {episode.name} would use {options.n} more turns, and {episode.num_turns_left} of max_turns "
                 "are left"
