@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
 
 from .chat_tokenizer import ChatTokenizer
 from .environment import is_usable, read_json
@@ -18,16 +19,30 @@ PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 
 
+class ToolCall(NamedTuple):
+    """A tool call that was read from an answer.
+
+    Attributes:
+        name: Name of the tool.
+        arguments: An object, or the JSON text of one.
+        id: The id that the policy wrote; empty if it wrote none. The policies of Kimi K2 write ids.
+    """
+
+    name: str
+    arguments: Any
+    id: str = ""
+
+
 class ToolCallParser(Protocol):
     """Reads the tool calls of an answer."""
 
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+    ) -> tuple[str, list[ToolCall], list[str]]:
         """Split a sampled answer into text and tool calls.
 
-        Returns the text before the calls, a list of (tool name, arguments), and the texts of calls that cannot be
-        read. ``tools`` are the JSON schemas of the tools that the policy may call.
+        Returns the text outside the calls, the calls, and the texts of calls that cannot be read. ``tools`` are the
+        JSON schemas of the tools that the policy may call.
         """
         ...
 
@@ -40,18 +55,19 @@ class JsonTagParser:
 
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+    ) -> tuple[str, list[ToolCall], list[str]]:
         """Split an answer into text and the calls in ``<tool_call>`` tags (`ToolCallParser.split`)."""
         text = self._tokenizer.decode(token_ids)
-        calls: list[tuple[str, Any]] = []
+        calls: list[ToolCall] = []
         malformed: list[str] = []
         for match in _CALL.finditer(text):
             try:
                 call = read_json(match[1])
-                calls.append((str(call["name"]), _checked(call.get("arguments") or {})))
+                calls.append(ToolCall(str(call["name"]), _checked(call.get("arguments") or {})))
             except (ValueError, KeyError, TypeError, AttributeError):
                 malformed.append(match[0])
-        return text.partition("<tool_call>")[0], calls, malformed
+        before, tag, after = text.partition("<tool_call>")
+        return before + _CALL.sub("", tag + after).strip(), calls, malformed
 
 
 class LibraryParser:
@@ -65,28 +81,28 @@ class LibraryParser:
 
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+    ) -> tuple[str, list[ToolCall], list[str]]:
         """Split an answer into text and tool calls with the library's parser (`ToolCallParser.split`)."""
         content_ids, calls = self._parser.extract(list(token_ids))
         good, malformed = split_calls(calls)
         return self._tokenizer.decode(content_ids), good, malformed
 
 
-def split_calls(calls: Sequence[Any]) -> tuple[list[tuple[str, Any]], list[str]]:
+def split_calls(calls: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
     """Separate the tool calls that the library ``renderers`` has parsed into usable and malformed calls.
 
-    Returns a list of (tool name, arguments) of the usable calls, and the texts of the malformed calls. The library
-    gives the status ``invalid_json`` to a call in XML with an argument such as ``Rome``, which is text and not JSON.
-    Such a call is usable: the argument stays text.
+    Returns the usable calls, and the texts of the malformed calls. The library gives the status ``invalid_json`` to a
+    call in XML with an argument such as ``Rome``, which is text and not JSON. Such a call is usable: the argument stays
+    text.
     """
-    good: list[tuple[str, Any]] = []
+    good: list[ToolCall] = []
     malformed: list[str] = []
     for call in calls:
         is_read = call.status == "ok" or (call.status == "invalid_json" and isinstance(call.arguments, dict))
         arguments = call.arguments or {}
         is_named = isinstance(call.name, str) and call.name != ""
         if is_read and is_named and is_usable(arguments) and _is_object(arguments):
-            good.append((call.name, arguments))
+            good.append(ToolCall(call.name, arguments, call.id or ""))
         else:
             malformed.append(call.raw)
     return good, malformed
@@ -119,7 +135,7 @@ class SGLangParser:
 
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
-    ) -> tuple[str, list[tuple[str, Any]], list[str]]:
+    ) -> tuple[str, list[ToolCall], list[str]]:
         """Split an answer into text and tool calls, like every `ToolCallParser`, with a parser of SGLang.
 
         SGLang drops malformed calls, and reads only calls of the given ``tools``.
@@ -131,11 +147,11 @@ class SGLangParser:
         if not tools or not parser.has_tool_call(text):
             return text, [], []
         content, calls = parser.parse_non_stream(text)
-        good: list[tuple[str, Any]] = []
+        good: list[ToolCall] = []
         malformed: list[str] = []
         for call in calls:
             try:
-                good += [(call.name, _checked(read_json(call.parameters) or {}))] if call.name else []
+                good += [ToolCall(call.name, _checked(read_json(call.parameters) or {}))] if call.name else []
             except ValueError:
                 malformed.append(call.parameters)
         return content, good, malformed
@@ -161,6 +177,15 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
             f"rollout_fleet.environment.renderer.tool_parser must be one of {', '.join(known)}, got {name!r}"
         )
     return LibraryParser(name, tokenizer)
+
+
+def local_tool_parsers(tokenizer: ChatTokenizer) -> Iterator[ToolCallParser]:
+    """Yield the tool parsers that fit a model's tokenizer and need no import of SGLang."""
+    from renderers.parsers import TOOL_PARSERS
+
+    for name in (JSON_TAGS, *sorted(TOOL_PARSERS)):
+        with suppress(Exception):  # a parser of another family needs tokens that the tokenizer does not have
+            yield make_tool_parser(name, tokenizer)
 
 
 def split_reasoning(

@@ -38,6 +38,7 @@ class ChatTokenizer:
         name_or_path: The model name. ``renderers`` selects a renderer by this name. Example: ``"Qwen/Qwen3-8B"``.
         chat_template: The Jinja template; empty if the model has none.
         special_tokens: Maps the role of a special token to the token. Example: ``{"eos_token": "<eos>"}``.
+        end_ids: The tokens at which engines end an answer, from the model's ``generation_config.json``.
 
     Raises:
         ValueError: the folder has no readable ``tokenizer.json``.
@@ -63,6 +64,7 @@ class ChatTokenizer:
         self.chat_template = _read_template(folder, settings)
         self.eos_token_id = self._special_id("eos_token")
         self.unk_token_id = self._special_id("unk_token")
+        self.end_ids = _ids_of(_read_json(folder / "generation_config.json").get("eos_token_id"))
         self.all_special_tokens = sorted(
             {token.content for token in self._fast.get_added_tokens_decoder().values() if token.special}
         )
@@ -156,6 +158,10 @@ class ChatTokenizer:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _ids_of(ids: Any) -> list[int]:
+    return list(ids) if isinstance(ids, list) else [] if ids is None else [ids]
 
 
 def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:

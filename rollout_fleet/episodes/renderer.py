@@ -10,12 +10,23 @@ import json
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from asyncrl.core.image_files import is_vision_model
 
-from .chat_parsers import JSON_TAGS, REASONING_BEGIN, REASONING_END, make_tool_parser, split_calls, split_reasoning
+from .chat_parsers import (
+    JSON_TAGS,
+    REASONING_BEGIN,
+    REASONING_END,
+    ToolCall,
+    ToolCallParser,
+    local_tool_parsers,
+    make_tool_parser,
+    split_calls,
+    split_reasoning,
+)
 from .chat_tokenizer import PLAIN_ROLES, PLAIN_TEMPLATE, ChatTokenizer
 from .config import RendererConfig
 from .environment import read_json
@@ -38,13 +49,13 @@ class ParsedAnswer:
     Attributes:
         content: Text after the reasoning, without tool calls. Malformed tool calls stay in the text.
         reasoning: Text of the reasoning; empty if there is none.
-        calls: Name and arguments of each tool call. Example: ``(("search", {"query": "rain"}),)``.
+        calls: The tool calls, in order.
         num_malformed: Tool calls that could not be read.
     """
 
     content: str
     reasoning: str = ""
-    calls: tuple[tuple[str, Any], ...] = ()
+    calls: tuple[ToolCall, ...] = ()
     num_malformed: int = 0
 
 
@@ -248,7 +259,7 @@ class TemplateRenderer(ChatRenderer):
 
     Args:
         tokenizer: The model's tokenizer.
-        tool_parser: Name of the parser of tool calls.
+        tool_parser: Name of the parser of tool calls. Empty: the first parser that reads a call of the template.
         keeps_reasoning: Never render the whole conversation. So sampled reasoning stays in the context even if the
             template drops it.
         options: Arguments of the template.
@@ -265,18 +276,16 @@ class TemplateRenderer(ChatRenderer):
         self._options = dict(options or {})
         self._keeps_reasoning = keeps_reasoning
         self._texts = _PromptTexts()
-        self._joins_arguments, self._tail = False, ""
+        self._tail, self._tool_parser = "", None
         super().__init__(TEMPLATE if tokenizer.chat_template else "plain", tokenizer, ())
+        self._joins_arguments = not self._accepts(_CALLED) and self._accepts(_with_text_arguments(_CALLED))
         self._tail = self._find_tail()
         self._close = self._text([_USER, _assistant(_SENTINEL)], (), prompts=False).rpartition(_SENTINEL)[2]
         self._stop_texts = self._find_stop_texts()
         known = [tokenizer.convert_tokens_to_ids(text) for text in self._stop_texts]
         eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
-        self.stop_ids = tuple(dict.fromkeys([*known, *eos]))
-        source = tokenizer.chat_template or PLAIN_TEMPLATE
-        single = tokenizer.convert_tokens_to_ids("<tool_call>") not in (None, tokenizer.unk_token_id)
-        default = JSON_TAGS if "<tool_call>" in source or single else ""
-        self._tool_parser = make_tool_parser(tool_parser or default, tokenizer) if tool_parser or default else None
+        self.stop_ids = tuple(dict.fromkeys([*known, *eos, *tokenizer.end_ids]))
+        self._tool_parser = make_tool_parser(tool_parser, tokenizer) if tool_parser else self._find_tool_parser()
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         """Return a conversation's token ids, up to the start of the next answer (`ChatRenderer.render`)."""
@@ -369,11 +378,6 @@ class TemplateRenderer(ChatRenderer):
         ends = [sampled.rfind(text) + len(text) for text in self._stop_texts if text in sampled]
         return self.tokenizer.encode(sampled[: max(ends)] if ends else sampled)
 
-    def self_test(self) -> dict[str, str]:
-        """Find out which form the template needs for arguments of tool calls, then run `ChatRenderer.self_test`."""
-        self._joins_arguments = not self._accepts(_CALLED) and self._accepts(_with_text_arguments(_CALLED))
-        return super().self_test()
-
     def _accepts(self, answer: Message) -> bool:
         try:
             self.tokenizer.render([_USER, answer], tools=[_WEATHER], **self._options)
@@ -389,6 +393,25 @@ class TemplateRenderer(ChatRenderer):
             messages = [_with_text_arguments(message) for message in messages]
         text = self.tokenizer.render(messages, tools=_tools(tools), add_generation_prompt=prompts, **self._options)
         return text if prompts else text.removesuffix(self._tail)
+
+    def _find_tool_parser(self) -> ToolCallParser | None:
+        """Return the first parser that reads a tool call as the template writes it.
+
+        If there is none, returns the parser of JSON in ``<tool_call>`` tags for a model that knows this tag, or None.
+        """
+        called = _CALLED["tool_calls"][0]["function"]
+        try:
+            sampled = self.without_stop(self.close([_USER], _CALLED, [_WEATHER]) or ())
+        except ValueError:
+            sampled = ()
+        for parser in local_tool_parsers(self.tokenizer):
+            with suppress(RecursionError, ValueError):
+                _, calls, _ = parser.split(sampled, [_WEATHER])
+                if [(call.name, call.arguments) for call in calls] == [(called["name"], called["arguments"])]:
+                    return parser
+        source = self.tokenizer.chat_template or PLAIN_TEMPLATE
+        single = self.tokenizer.convert_tokens_to_ids("<tool_call>") not in (None, self.tokenizer.unk_token_id)
+        return make_tool_parser(JSON_TAGS, self.tokenizer) if "<tool_call>" in source or single else None
 
     def _find_tail(self) -> str:
         """Return the end-of-sequence token if the template writes it only after the last message of a conversation.

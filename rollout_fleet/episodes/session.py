@@ -31,6 +31,7 @@ from asyncrl.core.trajectory import ROOT
 from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import SamplingConfig
 
+from .chat_parsers import ToolCall
 from .episode import PROMPT, Episode
 from .messages import (
     Message,
@@ -390,8 +391,8 @@ class Session:
         for place_of_answer, answer in enumerate(answers):
             parsed = self._parse(answer, tools, reads_calls=request.options.reads_calls)
             content, stop_text = _cut(parsed.content, request.options.stop)
-            message = self._message(answer, parsed, content)
-            self._on_calls([name for name, _ in parsed.calls])
+            message = self._message(answer, parsed, content, messages)
+            self._on_calls([call.name for call in parsed.calls])
             reason = "tool_calls" if parsed.calls and answer.finish_reason == "stop" else answer.finish_reason
             answers[place_of_answer] = replace(answer, message=message, finish_reason=reason, stop_text=stop_text)
             history = [*place.messages, read_message(message, "answer")]
@@ -511,39 +512,46 @@ class Session:
             return replace(parsed, content=text.rpartition("</think>")[2], calls=())
         return parsed
 
-    def _message(self, answer: SampledAnswer, parsed: ParsedAnswer, content: str) -> dict[str, Any]:
+    def _message(
+        self, answer: SampledAnswer, parsed: ParsedAnswer, content: str, history: Sequence[Message]
+    ) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": content}
         if parsed.reasoning:
             message["reasoning_content"] = parsed.reasoning
         if parsed.calls:
             message["content"] = content or None
-            name_of_turn = self._name_of(answer.turn)
             message["tool_calls"] = [
                 {
-                    # 9 letters and digits, because Mistral's templates need 9
-                    "id": hashlib.blake2b(f"{name_of_turn}/{place}".encode(), digest_size=5).hexdigest()[:9],
+                    "id": call_id,
                     "type": "function",
                     "function": {
-                        "name": name,
-                        "arguments": arguments
-                        if isinstance(arguments, str)
-                        else json.dumps(arguments, ensure_ascii=False),
+                        "name": call.name,
+                        "arguments": call.arguments
+                        if isinstance(call.arguments, str)
+                        else json.dumps(call.arguments, ensure_ascii=False),
                     },
                 }
-                for place, (name, arguments) in enumerate(parsed.calls)
+                for call, call_id in zip(parsed.calls, self._ids_of(answer.turn, parsed.calls, history), strict=True)
             ]
         return message
 
-    def _name_of(self, turn: int) -> str:
-        """Return the name of a sampled turn. The turn has the same name in a replay of the episode.
+    def _ids_of(self, turn: int, calls: Sequence[ToolCall], history: Sequence[Message]) -> list[str]:
+        """Return an id for each tool call of a turn. A replay of the episode gets the same ids.
 
-        Siblings with equal tokens get different names.
+        The ids are those that the policy wrote. If they are missing or not unique, the ids are made from the tokens of
+        the turn. Siblings with equal tokens get different ids.
         """
         episode = self._sampler.episode
         own = episode.turn(turn)
         siblings = (other for other in self._children[own.parent] if other < turn and episode.turn(other).sampled)
         num_equal = sum(np.array_equal(episode.turn(other).token_ids, own.token_ids) for other in siblings)
-        return hashlib.blake2b(episode.path(turn).tobytes(), digest_size=4).hexdigest() + f"{num_equal or ''}"
+        written = [call.id for call in calls]
+        earlier = {call["id"] for message in history for call in message.get("tool_calls", ())}
+        if not num_equal and all(written) and len({*written} - earlier) == len(calls):
+            return written
+        name = hashlib.blake2b(episode.path(turn).tobytes(), digest_size=4).hexdigest() + f"{num_equal or ''}"
+        # 9 letters and digits, because Mistral's templates need 9
+        return [hashlib.blake2b(f"{name}/{i}".encode(), digest_size=5).hexdigest()[:9] for i in range(len(calls))]
 
     # Texts
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from renderers.base import ParsedToolCall
+from tokenizers import AddedToken, Tokenizer
 
 from rollout_fleet.episodes.chat_parsers import split_calls
 from rollout_fleet.episodes.chat_tokenizer import ChatTokenizer
@@ -94,7 +95,7 @@ def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_pat
     called = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rom\u00e9"}'}}
     answer = {"role": "assistant", "content": "", "tool_calls": [called]}
     parsed = renderer.parse([], renderer.close([USER], answer, [TOOL]), [TOOL])
-    assert parsed.calls == (("weather", {"city": "Rom\u00e9"}),)
+    assert parsed.calls == (("weather", {"city": "Rom\u00e9"}, ""),)
 
 
 def test_a_template_that_ends_a_whole_conversation_with_a_token_is_continued(tmp_path):
@@ -130,7 +131,7 @@ def test_a_tool_call_is_read_back_as_it_was_rendered(tmp_path, style):
     answer = {"role": "assistant", "content": "I ask.", "tool_calls": [call, call]}
     prompt = renderer.render([USER], [TOOL])
     parsed = renderer.parse(prompt, renderer.close([USER], answer, [TOOL]), [TOOL])
-    assert parsed.calls == (("weather", {"city": "Rome", "days": 2}),) * 2
+    assert parsed.calls == (("weather", {"city": "Rome", "days": 2}, ""),) * 2
     assert (parsed.content.strip(), parsed.num_malformed) == ("I ask.", 0)
 
 
@@ -139,23 +140,66 @@ def test_a_text_argument_of_a_call_in_xml_is_read_as_text(tmp_path):
     arguments = "<parameter=city>\nRome\n</parameter>\n<parameter=days>\n2\n</parameter>"
     call = f"<tool_call>\n<function=weather>\n{arguments}\n</function>\n</tool_call><|im_end|>"
     parsed = renderer.parse(renderer.render([USER], [TOOL]), renderer.tokenizer.encode(call), [TOOL])
-    assert (parsed.calls, parsed.num_malformed) == ((("weather", {"city": "Rome", "days": 2}),), 0)
+    assert (parsed.calls, parsed.num_malformed) == ((("weather", {"city": "Rome", "days": 2}, ""),), 0)
 
 
 def test_calls_of_a_template_that_the_parser_does_not_read_are_named(tmp_path, caplog):
-    written = "'<function=' + call.function.name + '></function>'"
+    written = "'<invoke=' + call.function.name + '></invoke>'"
     template = CHATML.replace("call.function | tojson", written)
     load(tmp_path, "chatml", template=template)
     assert "does not read tool calls in the form in which the chat template of" in caplog.text
     caplog.clear()
-    for style, options in (("chatml", {"template": template, "tool_parser": "qwen3.5"}), ("qwen3", {}), ("plain", {})):
-        assert load(tmp_path / "read", style, **options).reads_calls, style
+    for style in ("qwen3", "plain"):
+        assert load(tmp_path / "read", style).reads_calls, style
     assert "does not read tool calls" not in caplog.text
+
+
+def test_the_parser_that_reads_the_calls_of_a_template_is_found(tmp_path):
+    """The calls have the form of Qwen3.5 in a template that no renderer of the library knows."""
+    parameters = "{%- for name in call.function.arguments %}{{- '<parameter=' + name + '>\n' }}"
+    parameters += "{{- call.function.arguments[name] + '\n</parameter>\n' }}{%- endfor %}"
+    begun = "'\n<function=' + call.function.name + '>\n' }}" + parameters + "{{- '</function>\n'"
+    renderer = load(tmp_path, "chatml", template=CHATML.replace("call.function | tojson", begun))
+    assert (renderer.name, renderer.reads_calls) == ("template", True)
+    sampled = "<tool_call>\n<function=weather>\n<parameter=city>\nOslo\n</parameter>\n</function>\n</tool_call>"
+    parsed = renderer.parse(renderer.render([USER], [TOOL]), renderer.tokenizer.encode(sampled + "<|im_end|>"), [TOOL])
+    assert parsed.calls == (("weather", {"city": "Oslo"}, ""),)
+
+
+def test_a_renderer_of_the_library_must_render_the_calls_of_a_template_that_joins_arguments(tmp_path):
+    joined = TEMPLATES["qwen3"].replace("call.function.arguments | tojson", "call.function.arguments")
+    assert load(tmp_path / "same", "qwen3", template=joined).name == "qwen3"
+    other = joined.replace("{{- '}\\n</tool_call>' }}", "{{- '}</tool_call>' }}")
+    assert other != joined
+    assert load(tmp_path / "other", "qwen3", template=other).name == "template"
+
+
+def test_text_after_a_call_is_read(tmp_path):
+    renderer = load(tmp_path, "chatml")
+    call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
+    sampled = renderer.tokenizer.encode(f"I ask.\n{call}\n{call}\nAnd wait.<|im_end|>")
+    parsed = renderer.parse(renderer.render([USER], [TOOL]), sampled, [TOOL])
+    assert (parsed.content, len(parsed.calls)) == ("I ask.\nAnd wait.", 2)
+
+
+def test_a_turn_ends_at_every_end_token_of_the_model(tmp_path):
+    """Llama 3 ends an answer with `<|eom_id|>` before it calls a tool; only generation_config.json names this token."""
+    path = save_chat_model(tmp_path, "llama")
+    tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
+    tokenizer.add_special_tokens([AddedToken("<|eom_id|>", special=True)])
+    tokenizer.save(f"{path}/tokenizer.json")
+    ends = [tokenizer.token_to_id(token) for token in ("<|eot_id|>", "<|eom_id|>")]
+    Path(path, "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    renderer = load_renderer(path, RendererConfig())
+    assert {*ends} <= {*renderer.stop_ids}
+    prompt, sampled = renderer.render([USER], []), renderer.tokenizer.encode("21<|eom_id|>")
+    suffix = renderer.extend(prompt, sampled, [USER, {"role": "assistant", "content": "21"}], [USER], [])
+    assert renderer.tokenizer.decode(suffix).startswith("<|start_header_id|>user")
 
 
 def test_a_call_whose_name_is_no_text_is_malformed():
     calls = [ParsedToolCall(raw=str(name), name=name, arguments={}) for name in (5, {"a": 1}, "", None, "weather")]
-    assert split_calls(calls) == ([("weather", {})], ["5", "{'a': 1}", "", "None"])
+    assert split_calls(calls) == ([("weather", {}, "")], ["5", "{'a': 1}", "", "None"])
 
 
 def test_only_a_model_with_channels_makes_the_renderer_of_gpt_oss_download_its_vocabulary(
@@ -259,7 +303,7 @@ def test_tool_parsers_of_sglang_are_found_by_name(tmp_path):
     renderer = load(tmp_path, "chatml", tool_parser="sglang:pythonic")
     sampled = renderer.tokenizer.encode('[weather(city="Rome")]<|im_end|>')
     parsed = renderer.parse(renderer.render([USER], [TOOL]), sampled, [TOOL])
-    assert parsed.calls == (("weather", {"city": "Rome"}),)
+    assert parsed.calls == (("weather", {"city": "Rome"}, ""),)
     with pytest.raises(ValueError, match="SGLang has no tool parser 'klingon'"):
         load(tmp_path / "other", "chatml", tool_parser="sglang:klingon")
 

@@ -4,7 +4,7 @@ import asyncio
 import json
 
 import pytest
-from tokenizers import Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
 
 from asyncrl.core.errors import EpisodeOverflow
@@ -281,6 +281,36 @@ async def test_the_ids_of_calls_are_of_the_form_that_the_templates_of_mistral_ne
     await talk.chat(USER, call.message, *results, tools=[TOOL])
     assert len(set(ids)) == 2
     assert all(own.isalnum() for own in ids)
+
+
+KIMI = (
+    *("<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>", "[EOS]"),
+    *("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>"),
+    *("<|tool_call_argument_begin|>", "<|tool_call_end|>"),
+)
+
+
+async def test_a_call_keeps_the_id_that_the_policy_wrote_if_it_is_the_only_one(tmp_path):
+    """The policies of Kimi K2 write ids, and the template repeats them before the results."""
+    path = save_chat_model(tmp_path, "chatml")
+    tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in KIMI])
+    tokenizer.save(f"{path}/tokenizer.json")
+    renderer = load_renderer(path, RendererConfig(name="kimi-k2"))
+    call = "<|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    sampled = f"<|tool_calls_section_begin|>{call}<|tool_calls_section_end|><|im_end|>"
+    talk = Talk(renderer, sampled, sampled, sampled)
+    (first,) = await talk.chat(USER, tools=[TOOL])
+    assert [own["id"] for own in first.message["tool_calls"]] == ["functions.weather:0"]
+    result = {"role": "tool", "tool_call_id": "functions.weather:0", "content": "21"}
+    (second,) = await talk.chat(USER, first.message, result, tools=[TOOL])
+    episode = talk.turns.episode
+    prompt = renderer.tokenizer.decode(episode.path(episode.turn(second.turn).parent).tolist())
+    assert "## Return of functions.weather:0" in prompt
+    (repeated,) = second.message["tool_calls"]
+    assert repeated["id"] != "functions.weather:0", "two calls of one conversation have one id"
+    (sibling,) = await talk.chat(USER, tools=[TOOL])
+    assert sibling.message["tool_calls"][0]["id"] != "functions.weather:0", "two answers with equal tokens have one id"
 
 
 async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path):
