@@ -91,15 +91,21 @@ def absolute_name(name: str) -> str:
 
 
 def _import_file(path: Path) -> ModuleType:
-    """Import a file once per process. The file can import other files of its folder."""
-    name = f"{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    """Import a file once per process. The file can import other files of its folder.
+
+    The module has the file's name, so the processes that the file starts with `multiprocessing` can import the module
+    too. If another module has this name, a hash of the path is added to the name.
+    """
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    name = path.stem
+    if not _is_name_of(name, path):
+        name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
@@ -107,3 +113,12 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
+
+
+def _is_name_of(name: str, path: Path) -> bool:
+    """Return whether ``import name`` imports this file."""
+    try:
+        spec = importlib.util.find_spec(name) if "." not in name else None
+    except ValueError:  # a module in sys.modules without a spec, for example __main__
+        return False
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()

@@ -367,9 +367,12 @@ class OpenEnvEnvironment:
         async with AsyncExitStack() as stack:
             try:
                 client = await stack.enter_async_context(self._aiohttp.ClientSession())
-                socket = await stack.enter_async_context(client.ws_connect(self._url, max_msg_size=100 << 20))
-            except self._aiohttp.ClientError as error:
-                message = f"the OpenEnv server {self._url} cannot be reached: {error}; check options.url"
+                connecting = stack.enter_async_context(client.ws_connect(self._url, max_msg_size=100 << 20))
+                socket = await policy.run_tool(connecting, name="connect")
+            except ToolError as error:
+                if not isinstance(error.__cause__, self._aiohttp.ClientError):
+                    raise
+                message = f"the OpenEnv server {self._url} cannot be reached: {error.__cause__}; check options.url"
                 raise ToolError(message) from error
 
             async def ask(kind: str, data: Mapping[str, Any]) -> dict[str, Any]:

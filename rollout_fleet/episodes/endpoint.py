@@ -233,8 +233,9 @@ class Endpoint:
         asked = _read(anthropic_api.read_request, body, request)
         return await self._answer(request, session, asked, whole=whole, stream=stream if body.get("stream") else None)
 
-    async def _count_tokens(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:
-        asked = _read(anthropic_api.read_request, await _body_of(request), request)
+    async def _count_tokens(self, request: web.Request, session: Session, key: str) -> web.StreamResponse:
+        body = anthropic_api.join_thread(await _body_of(request), self._stored[key])
+        asked = _read(anthropic_api.read_request, body, request)
         return _json({"input_tokens": await session.count_tokens(asked)})
 
     async def _sample(self, request: web.Request, session: Session, _key: str) -> web.StreamResponse:

@@ -143,9 +143,9 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
 def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
     """Check that a request's body has only the fields ``known`` and fields without effect.
 
-    A field with the value None counts as missing. Raises `ValueError` for any other field.
+    A field that is None, false, 0 or empty counts as missing. Raises `ValueError` for any other field.
     """
-    unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name] is not None)
+    unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name])
     if unknown:
         raise ValueError(f"{unknown[0]} is not supported here; leave it out. Supported are {', '.join(sorted(known))}")
 

@@ -87,6 +87,23 @@ def test_a_missing_or_broken_file_is_named(tmp_path: Path) -> None:
         LOSSES.get(f"{tmp_path}/script.py:f")
 
 
+def test_a_process_that_a_file_spawns_can_import_the_file(tmp_path: Path) -> None:
+    (tmp_path / "spawning_agent.py").write_text("""
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+
+def double(n):
+    return 2 * n
+
+def run():
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+        return pool.submit(double, 21).result()
+""")
+    assert LOSSES.get(f"{tmp_path}/spawning_agent.py:run")() == 42
+    (tmp_path / "json.py").write_text("def f(): ...")
+    assert LOSSES.get(f"{tmp_path}/json.py:f").__module__.startswith("json_"), "the standard library has this name"
+
+
 def test_names_of_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert absolute_name("own.py:f") == f"{tmp_path}/own.py:f"

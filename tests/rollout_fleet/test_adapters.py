@@ -75,8 +75,11 @@ def make_prompt(text: str = "hello", **fields) -> Prompt:
     return Prompt(**{"group_id": 7, "prompt_ids": ids, "messages": messages, **fields})
 
 
-async def play(name: str, options: dict, script=None, *, prompt: Prompt | None = None) -> tuple[Outcome, list[dict]]:
-    config = RolloutFleetConfig(environment=EnvironmentConfig(name=name, options=options, tool_timeout_s=5.0))
+async def play(
+    name: str, options: dict, script=None, *, prompt: Prompt | None = None, tool_timeout_s: float = 5.0
+) -> tuple[Outcome, list[dict]]:
+    environment = EnvironmentConfig(name=name, options=options, tool_timeout_s=tool_timeout_s)
+    config = RolloutFleetConfig(environment=environment)
     environments = EnvironmentProcesses(config)
     await environments.start()
     try:
@@ -401,6 +404,15 @@ async def test_an_openenv_server_that_fails_or_is_not_there_is_a_failure_of_a_to
         with pytest.raises(EpisodeFailure, match=words) as failure:
             await play("openenv", {"url": url}, guesses(says))
         assert failure.value.kind is FailureKind.tool
+
+
+async def test_an_openenv_server_that_does_not_answer_the_handshake_is_a_slow_tool():
+    server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    with pytest.raises(EpisodeFailure, match=r"tool connect did not answer within .*tool_timeout_s = 1 s") as failure:
+        await play("openenv", {"url": url}, guesses("abc"), tool_timeout_s=1.0)
+    assert failure.value.kind is FailureKind.tool
+    server.close()
 
 
 async def test_a_field_that_the_observations_of_an_openenv_server_lack_is_named(openenv_url):

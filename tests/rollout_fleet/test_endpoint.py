@@ -160,7 +160,7 @@ async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
     [
         ({"messages": "hi"}, "messages must be a list, got str"),
         ({"messages": []}, "messages must hold at least one message"),
-        ({"messages": [USER], "functions": []}, "functions is not supported here; leave it out"),
+        ({"messages": [USER], "functions": [{}]}, "functions is not supported here; leave it out"),
         ({"messages": [USER], "tools": [{"type": "function"}]}, "tools[0] must be"),
         ({"messages": [USER], "tools": ["web"]}, "tools[0] must be an object, got 'web'"),
         ({"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls must be a list, got int"),
@@ -276,6 +276,19 @@ async def test_the_requests_of_claude_code_are_answered(talk):
     assert (status, json.loads(text)["error"]["message"]) == (400, "messages must hold at least one message, got none")
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/responses", {"input": "hi", "background": False, "top_logprobs": 0}),
+        ("/chat/completions", {"messages": [USER], "functions": [], "web_search_options": None}),
+    ],
+)
+async def test_an_unknown_field_that_is_switched_off_is_accepted(talk, path, body):
+    talking, _ = talk("Warm." + END)
+    status, text = await post(talking.access, path, body)
+    assert (status, "Warm." in text) == (200, True)
+
+
 async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
     texts = [CALL + END, "21." + END, "Yes." + END]
     talking, _ = talk(*texts, tools=[{"type": "function", "function": FUNCTION}])
@@ -289,6 +302,8 @@ async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
     begun = next(json.loads(line[6:]) for line in text.splitlines() if line.startswith("data: "))
     goes_on = {"type": "continue", "previous_message_id": begun["message"]["id"]}
     asked = {"max_tokens": 99, "messages": [{"role": "user", "content": "Sure?"}], "thread": goes_on}
+    status, text = await post(talking.access, "/messages/count_tokens", asked)
+    assert (status, json.loads(text)["input_tokens"] > len(talking.prompt.prompt_ids)) == (200, True)
     status, text = await post(talking.access, "/messages", asked)
     assert (status, json.loads(text)["content"]) == (200, [{"type": "text", "text": "Yes."}]), (
         "clients check the fields"
