@@ -202,7 +202,8 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     finally:
         await parts.close()
     if evaluation is None:
-        raise AsyncRLError(f"none of the {len(prompts)} prompts has a reward: {fleet.failure or 'every reward failed'}")
+        reason = fleet.failure or "the reward or the environment failed on each; the warnings above have the errors"
+        raise AsyncRLError(f"none of the {len(prompts)} prompts has a reward: {reason}")
     return replace(evaluation, policy_version=version)
 
 

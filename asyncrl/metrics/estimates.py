@@ -70,7 +70,8 @@ class Evaluation:
         policy_version: Version that sampled all tokens.
         sampled: Mean reward at the training temperature, equal to the estimate ``mean@k``.
         greedy: Mean reward of greedy decoding.
-        num_failed: Number of prompts for which the reward function failed. The means do not include these prompts.
+        num_failed: Number of prompts without a reward, because the reward or the environment failed. The means exclude
+            these.
         num_missing: Number of prompts without an answer, because engines were lost. The means exclude these.
         incomplete: Why answers are missing: for each lost engine, the reason as a text.
         estimates: Results by name: ``mean@k`` with all k samples, ``pass@1``, ``pass@2``, ``pass@4``, …, ``greedy``.
@@ -105,7 +106,7 @@ class Evaluation:
     @property
     def shortfall(self) -> str:
         """Text for the end of a line: how many prompts failed or are unanswered, and why; empty if there are none."""
-        parts = [f"the reward failed on {self.num_failed}"] if self.num_failed else []
+        parts = [f"{self.num_failed} without a reward"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())
             parts.append(f"incomplete, {self.num_missing} unanswered ({why})")

@@ -84,7 +84,7 @@ def test_an_evaluation_has_estimates_per_data_source_and_names_missing_prompts()
     }  # fmt: skip
     assert (found.num_prompts, found.num_failed, found.num_missing) == (5, 1, 2)
     assert (found.response_length, found.truncated) == pytest.approx((10 / 3, 1 / 3))
-    assert found.shortfall == "; the reward failed on 1, incomplete, 2 unanswered (engine 1: it died)"
+    assert found.shortfall == "; 1 without a reward, incomplete, 2 unanswered (engine 1: it died)"
     scalars = found.scalars()
     assert (scalars["sampled"], scalars["math/pass@1"], scalars["code/mean@2"]) == (0.4375, 0.5, 0.375)
     assert scalars["greedy/low"] < 0.5 < scalars["greedy/high"]
