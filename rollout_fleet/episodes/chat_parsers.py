@@ -6,6 +6,7 @@ import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
 from .chat_tokenizer import ChatTokenizer
@@ -179,13 +180,18 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
     return LibraryParser(name, tokenizer)
 
 
-def local_tool_parsers(tokenizer: ChatTokenizer) -> Iterator[ToolCallParser]:
-    """Yield the tool parsers that fit a model's tokenizer and need no import of SGLang."""
+def all_tool_parsers(tokenizer: ChatTokenizer) -> Iterator[ToolCallParser]:
+    """Yield the tool parsers that fit a model's tokenizer. Those of SGLang come last, if SGLang is installed."""
     from renderers.parsers import TOOL_PARSERS
 
     for name in (JSON_TAGS, *sorted(TOOL_PARSERS)):
         with suppress(Exception):  # a parser of another family needs tokens that the tokenizer does not have
             yield make_tool_parser(name, tokenizer)
+    if find_spec("sglang") is not None:
+        from sglang.srt.function_call.function_call_parser import FunctionCallParser
+
+        for name in sorted(FunctionCallParser.ToolCallParserEnum):
+            yield SGLangParser(name, tokenizer)
 
 
 def split_reasoning(

@@ -22,7 +22,7 @@ from .chat_parsers import (
     REASONING_END,
     ToolCall,
     ToolCallParser,
-    local_tool_parsers,
+    all_tool_parsers,
     make_tool_parser,
     split_calls,
     split_reasoning,
@@ -404,10 +404,11 @@ class TemplateRenderer(ChatRenderer):
             sampled = self.without_stop(self.close([_USER], _CALLED, [_WEATHER]) or ())
         except ValueError:
             sampled = ()
-        for parser in local_tool_parsers(self.tokenizer):
-            with suppress(RecursionError, ValueError):
+        for parser in all_tool_parsers(self.tokenizer) if called["name"] in self.tokenizer.decode(sampled) else ():
+            with suppress(Exception):  # a parser of another family may raise any exception
                 _, calls, _ = parser.split(sampled, [_WEATHER])
                 if [(call.name, call.arguments) for call in calls] == [(called["name"], called["arguments"])]:
+                    logger.info("tool calls are read by %s", parser)
                     return parser
         source = self.tokenizer.chat_template or PLAIN_TEMPLATE
         single = self.tokenizer.convert_tokens_to_ids("<tool_call>") not in (None, self.tokenizer.unk_token_id)

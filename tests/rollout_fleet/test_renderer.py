@@ -166,6 +166,14 @@ def test_the_parser_that_reads_the_calls_of_a_template_is_found(tmp_path):
     assert parsed.calls == (("weather", {"city": "Oslo"}, ""),)
 
 
+def test_a_parser_of_sglang_is_found_if_no_other_reads_the_calls_of_a_template(tmp_path):
+    pytest.importorskip("sglang")
+    renderer = load(tmp_path, "llama")
+    assert renderer.reads_calls
+    sampled = renderer.tokenizer.encode('{"name": "weather", "parameters": {"city": "Oslo"}}<|eot_id|>')
+    assert renderer.parse([], sampled, [TOOL]).calls == (("weather", {"city": "Oslo"}, ""),)
+
+
 def test_a_renderer_of_the_library_must_render_the_calls_of_a_template_that_joins_arguments(tmp_path):
     joined = TEMPLATES["qwen3"].replace("call.function.arguments | tojson", "call.function.arguments")
     assert load(tmp_path / "same", "qwen3", template=joined).name == "qwen3"
