@@ -54,7 +54,7 @@ class RendererConfig:
             template. If there is none, it selects the template. ``template`` always selects the template. Any other
             name is a renderer of that library. Example: ``qwen3``.
         tool_parser: The parser of tool calls with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
-            for ``<tool_call>{JSON}</tool_call>``. Empty: the first of these that reads a call as the template writes it.
+            for ``<tool_call>{JSON}</tool_call>``. Empty: the first parser that reads a call of the template.
         keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
             a new branch, but the contexts differ from those of the template.
         options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.
