@@ -15,7 +15,22 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGE = (ROOT / "docs" / "agents.md").read_text()
 PROGRAMS = dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE, flags=re.DOTALL))
+PROGRAMS |= dict(re.findall(r"```bash\n# (\S+\.sh):.*?\n(.*?)```", PAGE, flags=re.DOTALL))
 COMMANDS = [command for command in re.findall(r"```bash\n(.*?)```", PAGE, flags=re.DOTALL) if "sorting.yaml" in command]
+
+CLAUDE = f"""#!{sys.executable}
+import json, os, sys, urllib.request
+
+body = {{"model": "policy", "max_tokens": 99, "messages": [{{"role": "user", "content": sys.stdin.read()}}]}}
+request = urllib.request.Request(
+    os.environ["ANTHROPIC_BASE_URL"] + "/v1/messages",
+    json.dumps(body).encode(),
+    {{"x-api-key": os.environ["ANTHROPIC_API_KEY"], "content-type": "application/json"}},
+)
+with urllib.request.urlopen(request) as answer:
+    print("".join(block.get("text", "") for block in json.load(answer)["content"]))
+"""
+"""A stand-in for Claude Code: it sends its input as one message, and writes the answer."""
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +42,14 @@ def folder(tmp_path_factory):
     shutil.copytree(folder / "task" / "model", folder / "warm")
     for name, code in PROGRAMS.items():
         (folder / name).write_text(code)
+    (folder / "claude").write_text(CLAUDE)
+    (folder / "claude").chmod(0o755)
     return folder
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.search(r"environment.name=(\S+)", command)[1])
 def test_a_command_of_the_page_of_agents_trains(folder, command):
-    environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{folder}:{os.environ['PATH']}"}
     short = "total_steps=2 evaluation.enabled=false algorithm.groups_per_step=4 rollout_fleet.groups_in_flight=4"
     done = subprocess.run(
         f"{command.strip()} {short} output_dir=out",
