@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ REASONING_BEGIN, REASONING_END = "<think>", "</think>"
 # `<think>` is searched for in this number of tokens at the end of the prompt
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
+_MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 class ToolCall(NamedTuple):
@@ -26,7 +28,7 @@ class ToolCall(NamedTuple):
     Attributes:
         name: Name of the tool.
         arguments: An object, or the JSON text of one.
-        id: The id that the policy wrote; empty if it wrote none. The policies of Kimi K2 write ids.
+        id: The id that the policy wrote; empty if it wrote none. Policies of Kimi K2 and Mistral write ids.
     """
 
     name: str
@@ -150,12 +152,26 @@ class SGLangParser:
         content, calls = parser.parse_non_stream(text)
         good: list[ToolCall] = []
         malformed: list[str] = []
-        for call in calls:
+        ids = _mistral_ids(text) if self._name == "mistral" else []
+        for place, call in enumerate(calls):
             try:
-                good += [ToolCall(call.name, _checked(read_json(call.parameters) or {}))] if call.name else []
+                own_id = ids[place] if len(ids) == len(calls) else ""
+                good += [ToolCall(call.name, _checked(read_json(call.parameters) or {}), own_id)] if call.name else []
             except ValueError:
                 malformed.append(call.parameters)
         return content, good, malformed
+
+
+def _mistral_ids(text: str) -> list[str]:
+    """Return the ids of the calls in ``[TOOL_CALLS] [{"name": …, "arguments": …, "id": …}]``.
+
+    The parser of SGLang drops these ids. An id that Mistral's templates would refuse becomes an empty text.
+    """
+    with suppress(ValueError):
+        calls, _ = json.JSONDecoder().raw_decode(text.partition("[TOOL_CALLS]")[2].lstrip())
+        ids = [call.get("id") if isinstance(call, Mapping) else "" for call in calls] if isinstance(calls, list) else []
+        return [own if isinstance(own, str) and _MISTRAL_ID.fullmatch(own) else "" for own in ids]
+    return []
 
 
 def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:

@@ -174,6 +174,19 @@ def test_a_parser_of_sglang_is_found_if_no_other_reads_the_calls_of_a_template(t
     assert renderer.parse([], sampled, [TOOL]).calls == (("weather", {"city": "Oslo"}, ""),)
 
 
+def test_the_ids_that_a_policy_of_mistral_writes_are_read(tmp_path):
+    pytest.importorskip("sglang")
+    renderer = load(tmp_path, "chatml", tool_parser="sglang:mistral")
+    calls = [{"name": "weather", "arguments": {"id": "c"}, "id": own} for own in ("abcdefgh1", "abcdefgh2", "short")]
+    sampled = renderer.tokenizer.encode(f"[TOOL_CALLS] {json.dumps(calls)}<|im_end|>")
+    parsed = renderer.parse([], sampled, [TOOL])
+    assert [(call.name, call.id) for call in parsed.calls] == [
+        ("weather", "abcdefgh1"),
+        ("weather", "abcdefgh2"),
+        ("weather", ""),
+    ]
+
+
 def test_a_renderer_of_the_library_must_render_the_calls_of_a_template_that_joins_arguments(tmp_path):
     joined = TEMPLATES["qwen3"].replace("call.function.arguments | tojson", "call.function.arguments")
     assert load(tmp_path / "same", "qwen3", template=joined).name == "qwen3"
