@@ -345,12 +345,13 @@ async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer):
     assert buffer.num_tokens < counters.tokens_generated == buffer.num_accounted
 
 
+def refuses_long_prompts(request, version) -> ScriptedAnswer:
+    return ScriptedAnswer(error="too long") if 99 in request.prompt_ids else writes_by_context(request, version)
+
+
 async def test_a_request_that_the_engine_refuses_costs_its_turn_only(make_buffer):
     buffer = make_buffer(1)
     refused = []
-
-    def refuses_long_prompts(request, version):
-        return ScriptedAnswer(error="too long") if 99 in request.prompt_ids else writes_by_context(request, version)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
         turn = await run.sample(PROMPT, (), SAMPLING)
@@ -368,6 +369,57 @@ async def test_a_request_that_the_engine_refuses_costs_its_turn_only(make_buffer
         counters = await loop.stop()
     assert ["too long" in message for message in refused].count(True) == 2
     assert ["must be in 0.." in message for message in refused].count(True) == 2
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_a_refused_request_costs_no_turn_that_was_asked_for_in_the_same_moment(make_buffer):
+    buffer = make_buffer(1)
+    refused = []
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        await asyncio.sleep(5 - asyncio.get_running_loop().time() % 5)
+        try:
+            await run.sample(turn, [99 if index == 0 else TOOL], SAMPLING)
+        except RequestRefused:
+            refused.append(index)
+        return Outcome()
+
+    async with running_loop(buffer, refuses_long_prompts, player=Playing(environment)) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert refused == [0]
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_a_request_that_is_refused_after_an_update_costs_no_turn_of_another_group(make_buffer):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=8)
+    refused = []
+
+    class PlayingSome(Playing):
+        def plays(self, prompt: Prompt) -> bool:
+            return prompt.group_id == 0
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        await asyncio.sleep(1.0)
+        try:
+            await run.sample(turn, [99 if index == 0 else TOOL], SAMPLING)
+        except RequestRefused:
+            refused.append((run.episode.name, index))
+        return Outcome()
+
+    options = {"save_progress": SaveProgress.at_updates, "player": PlayingSome(environment)}
+    async with running_loop(buffer, refuses_long_prompts, **options) as (loop, engine, run):
+        engine.load_delay_s = 3.0
+        await asyncio.sleep(0.02)
+        await update(loop, buffer)
+        await buffer.stored(2)
+        assert not run.done(), "the answers of a group without an environment are no reason to end"
+        counters = await loop.stop()
+    assert refused == [("0-0-0", 0)]
+    for group in buffer.groups:
+        assert_by_context(group)
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -441,6 +493,22 @@ async def test_held_out_prompts_are_played_too():
     overflowing = failing(FailureKind.overflow, fails=lambda run, index: index == 1)
     answered = await held_out(engine, overflowing).answer(make_prompts(1), version=0, num_samples=2)
     assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "as in training"
+    await engine.stop()
+
+
+async def test_a_refused_request_of_a_held_out_episode_costs_no_turn_that_runs_beside_it():
+    engine = ScriptedEngine(refuses_long_prompts)
+    await engine.start()
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        first = await run.sample(PROMPT, (), SAMPLING)
+        asked = (run.sample(first, [token], SAMPLING) for token in (TOOL, 99))
+        beside, refused = await asyncio.gather(*asked, return_exceptions=True)
+        assert (beside in run.episode.sampled, type(refused)) == (True, RequestRefused)
+        return Outcome(reward=1.0)
+
+    (answered,) = await held_out(engine, environment).answer(make_prompts(1), version=0, num_samples=1)
+    assert (answered.sampled, answered.greedy) == ((1.0,), 1.0)
     await engine.stop()
 
 
