@@ -464,9 +464,9 @@ class RolloutLoop:
         sampling = own if index < len(group.trained) else own.greedy()
         try:
             await player.play(group.lease.prompt, run, sampling=sampling, index=index)
-            await self._engine.abort([name for name in group.outstanding if group.belongs_to(name, index)])
         finally:
             run.end("its environment has ended" if run.is_over else "its group leaves this worker")
+        await self._engine.abort([name for name in group.outstanding if group.belongs_to(name, index)])
         self._groups.moved()
         await self._leave_if_done(group)
         await self._notify()

@@ -327,7 +327,9 @@ async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
     assert [reason for _, _, reason in buffer.released] == ["episode_environment"] * 2
 
 
-async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer):
+@pytest.mark.parametrize("answers_first", [False, True], ids=["abort_first", "answers_first"])
+async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer, answers_first):
+    """An engine may send the tokens of an aborted request before it answers the abort (``answers_first``)."""
     buffer = make_buffer(1)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -337,10 +339,18 @@ async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer):
         leaving.cancel()
         return Outcome()
 
-    async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, _, _):
+    async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, engine, _):
+        abort = engine.abort
+
+        async def abort_slowly(request_ids):
+            await abort(request_ids)
+            await asyncio.gather(asyncio.create_task(asyncio.sleep(1.0 if answers_first else 0.0)))
+
+        engine.abort = abort_slowly
         await buffer.stored(1)
         counters = await loop.stop()
     (group,) = buffer.groups
+    assert buffer.released == []
     assert [len(trajectory.turns) for trajectory in group.trajectories()] == [2, 2]
     assert buffer.num_tokens < counters.tokens_generated == buffer.num_accounted
 
