@@ -562,6 +562,8 @@ class RolloutLoop:
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
         if group.is_playing:  # while the tools of a group run, there is room for another group
+            if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
+                self._spawn(self._generate, [group])  # an environment waits for a turn that the engine aborted
             self._groups.moved()
             await self._notify()
         else:
@@ -619,6 +621,8 @@ class RolloutLoop:
             logger.warning("%d prompt groups were not aborted within %g s; they continue", len(uncut), timeout_s)
         for group in uncut:
             group.phase = GroupPhase.generating
+        if uncut:  # turns that were aborted or asked for in the meantime have no request yet
+            self._spawn(self._generate, uncut)
         return not uncut
 
     async def _abort_all(self, phase: GroupPhase) -> None:

@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -152,6 +152,54 @@ async def test_weights_change_in_the_middle_of_episodes(make_buffer, save_progre
         assert_by_context(group)
         assert len({*group.versions.tolist()}) > 2, "two versions at least, beside the given tokens"
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_turns_of_groups_that_were_not_aborted_in_time_for_an_update_are_continued(make_buffer):
+    buffer = make_buffer(1, groups_per_step=1, max_lag=8)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        await asyncio.sleep(0.6 if index == 1 else 0.0)
+        await run.sample(turn, [TOOL], SAMPLING)
+        return Outcome()
+
+    def writes_slowly(request, version) -> ScriptedAnswer:
+        return replace(writes_by_context(request, version), token_delay_s=1.0 if TOOL in request.prompt_ids else 0.01)
+
+    options = {"save_progress": SaveProgress.at_updates, "player": Playing(environment), "load_timeout_s": 1.0}
+    async with running_loop(buffer, writes_slowly, **options) as (loop, engine, _):
+        aborted: list[str] = []
+
+        async def ignored(request_ids):
+            aborted.extend(request_ids)
+
+        engine.abort, abort = ignored, engine.abort
+        await asyncio.sleep(0.5)
+        await update(loop, buffer)
+        engine.abort = abort
+        assert {*aborted} == {"0-0-0-3-1"}, "the other episode asked for its second turn in the meantime"
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert_by_context(buffer.groups[0])
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_a_turn_that_the_engine_aborts_by_itself_is_continued(make_buffer):
+    buffer = make_buffer(1)
+    cut_off: set[int] = set()
+
+    def aborts_once(request, version) -> ScriptedAnswer:
+        answer = writes_by_context(request, version)
+        is_first = TOOL in request.prompt_ids and len(cut_off) < 2 and len(answer.response) > 1
+        cut_off.update([len(engine.requests)] if is_first else [])
+        return replace(answer, cut_off=1) if is_first else answer
+
+    async with running_loop(buffer, aborts_once, player=Playing(turns(4))) as (loop, engine, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert cut_off
+    assert_by_context(buffer.groups[0])
+    assert (buffer.released, counters.tokens_generated) == ([], buffer.num_tokens)
 
 
 async def test_a_waiting_tool_holds_no_place(make_buffer):
