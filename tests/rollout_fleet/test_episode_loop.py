@@ -364,6 +364,32 @@ async def test_a_failed_episode_is_scored_or_left_out(make_buffer, action):
     assert counters.tokens_generated == buffer.num_accounted
 
 
+async def test_a_failed_episode_without_others_in_its_group_is_scored(make_buffer):
+    buffer = make_buffer(1)
+    player = Playing(failing(FailureKind.overflow, fails=lambda run, index: True))
+    options = {"player": player, "samples_per_prompt": 1, "reward": "environment"}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert (buffer.released, buffer.groups[0].rewards.tolist()) == ([], [0.0])
+    assert counters.groups_failed == {"episode_overflow_score": 1}
+
+
+async def test_a_group_whose_greedy_episode_has_no_turn_is_tried_again(make_buffer):
+    buffer = make_buffer(1)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        if run.episode.name == "0-0-2":
+            raise EpisodeFailure(FailureKind.overflow, "broken")
+        return await turns(2)(run, index)
+
+    options = {"player": Playing(environment), "greedy_baseline": True}
+    async with running_loop(buffer, writes_by_context, **options):
+        await buffer.stored(1)
+    assert [reason for _, _, reason in buffer.released] == ["episode_overflow"]
+    assert buffer.groups[0].is_baseline.tolist() == [False, False, True]
+
+
 async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
     buffer = make_buffer(1)
 
