@@ -90,9 +90,12 @@ class Settlement:
     async def save(self, group: InflightGroup) -> None:
         """Save the tokens of an unfinished group in the replay buffer, so that a worker can continue the group.
 
-        If the buffer refuses the tokens, a warning is logged.
+        If the buffer refuses the tokens, a warning is logged. If fewer tokens are left than an earlier attempt saved,
+        because the episodes took another course, the saved tokens stay as they are: the buffer would count them as
+        dropped, and this attempt reports them too.
         """
-        if (progress := group.progress()) is None:
+        progress = group.progress()
+        if progress is None or progress.summary.num_tokens < group.num_inherited:
             return
         self._note(group, progress)
         try:

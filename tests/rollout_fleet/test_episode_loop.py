@@ -300,6 +300,28 @@ async def test_tokens_of_another_course_are_dropped_at_the_replay_and_counted(ma
     assert buffer.num_tokens < first.tokens_generated + second.tokens_generated == buffer.num_accounted
 
 
+async def test_tokens_that_no_replay_needs_are_counted_once_if_the_next_attempt_stops_early(make_buffer):
+    """An environment that is not replayable starts again. Its second attempt stops with fewer tokens than the first."""
+    buffer = make_buffer(1)
+    generated = []
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        run.episode.forget()
+        attempt = int(run.episode.name.split("-")[1])
+        turn = await run.sample(PROMPT, [TOOL, attempt], SamplingConfig(max_new_tokens=1 if attempt == 1 else 12))
+        if attempt < 2:
+            await asyncio.sleep(1000)
+        await run.sample(turn, [TOOL], SAMPLING)
+        return Outcome()
+
+    for life in range(3):
+        async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, _, _):
+            await (buffer.stored(1) if life == 2 else asyncio.sleep(5))
+            generated.append((await loop.stop()).tokens_generated)
+    assert generated[0] > generated[1] == 2
+    assert buffer.num_tokens < sum(generated) == buffer.num_accounted
+
+
 async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
     buffer = make_buffer(2)
     player = Playing(turns(2, tool_s=1000.0))
