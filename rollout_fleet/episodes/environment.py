@@ -255,9 +255,10 @@ class Policy:
             ToolError: the call raised an exception or exceeded its deadline.
         """
         started, failed, number = time.monotonic(), 1, next(self._tool_numbers)
+        deadline = asyncio.timeout(self._tool_timeout_s)
         self._on_tool(number, name, True)
         try:
-            async with asyncio.timeout(self._tool_timeout_s) as deadline:
+            async with deadline:
                 result = await call
             failed = 0
             return result
