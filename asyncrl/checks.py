@@ -43,6 +43,7 @@ from learner.config import (
     Mask,
 )
 from rollout_fleet.config import EngineDevice, EngineKind, OnRewardFailure
+from rollout_fleet.episodes.config import OnFailure
 
 _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"}
 
@@ -96,6 +97,12 @@ def _check_groups(config: RunConfig, options: Mapping[str, LearnerConfig]) -> No
             "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
             "a group needs the reward of its greedy response as its baseline"
         )
+    for kind, action in vars(config.rollout_fleet.environment.on_failure).items():
+        if action is OnFailure.drop and algorithm.greedy_baseline:
+            raise ValueError(
+                f"rollout_fleet.environment.on_failure.{kind} must be retry or score with algorithm.advantage=remax, "
+                "got drop: a group needs its greedy episode as its baseline"
+            )
     dp_size = max(own.num_ranks // own.sp_size for own in options.values())
     if algorithm.groups_per_step < dp_size:
         raise ValueError(

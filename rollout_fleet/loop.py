@@ -10,14 +10,14 @@ condition ``_changed``.
 - `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine ends the first wait. The
   buffer ends the second wait. The loop withdraws its request for leases at a new version, when the device is released,
   or when the worker must leave.
-- `_generate` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
+- `_send` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
 - `_settle` (one task per group) waits until earlier groups have settled, then for the reward, then for the buffer. The
   end of each of the three wakes the task.
 - `load_next` waits for weights. The buffer's offer of a version wakes it.
 - `_obey` waits for a revoked lease, or for a request to hand groups to another worker. The buffer wakes it.
 - `_keep_fitting` and `_keep_renewing` wait for their timers.
 - `run` waits for `stop` or for the first failure of a task. One of the tasks is `Engine.wait_failed`.
-- `load_weights`, `release_device` and `stop` wait until groups leave the engine or the loop. `_generate` and `_settle`
+- `load_weights`, `release_device` and `stop` wait until groups leave the engine or the loop. `_send` and `_settle`
   wake these three methods.
 
 A stop, a weight update or a failure of the engine can cut a group off. The group's tokens are then saved with its
@@ -30,7 +30,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 from enum import Enum, auto
@@ -48,7 +48,7 @@ from asyncrl.core.types import Lease, WeightOffer
 
 from .answering import AnsweringParts
 from .config import RolloutFleetConfig, SaveProgress
-from .engines.engine import Engine, SampleOutput, SampleRequest, cancel
+from .engines.engine import NOTHING, Engine, SampleOutput, SampleRequest, cancel
 from .episodes.episode_run import EpisodeRun, Player
 from .inflight import ON_ENGINE, GroupEnd, GroupLimit, GroupPhase, InflightGroup, InflightGroups
 from .member import Member
@@ -464,9 +464,9 @@ class RolloutLoop:
         sampling = own if index < len(group.trained) else own.greedy()
         try:
             await player.play(group.lease.prompt, run, sampling=sampling, index=index)
-            await self._engine.abort([name for name in group.outstanding if group.belongs_to(name, index)])
         finally:
             run.end("its environment has ended" if run.is_over else "its group leaves this worker")
+        await self._engine.abort([name for name in group.outstanding if group.belongs_to(name, index)])
         self._groups.moved()
         await self._leave_if_done(group)
         await self._notify()
@@ -506,8 +506,8 @@ class RolloutLoop:
 
     # The phases of a group
 
-    async def _generate(self, groups: Sequence[InflightGroup]) -> None:
-        """Send the requests of groups. A group leaves the engine when it has no more requests."""
+    async def _generate(self, groups: Sequence[InflightGroup], *, apart: bool = False) -> None:
+        """Send the requests of groups, together or each ``apart``. A group without requests leaves the engine."""
         asked: dict[str, InflightGroup] = {}
         requests: list[SampleRequest] = []
         for group in groups:
@@ -517,14 +517,31 @@ class RolloutLoop:
                 requests += new
             await self._leave_if_done(group)
         self._groups.moved()
+        if apart:
+            for request in requests:
+                self._spawn(self._send, [asked[request.id]], asked, [request])
+        else:
+            await self._send(groups, asked, requests)
+
+    async def _send(
+        self, groups: Sequence[InflightGroup], asked: Mapping[str, InflightGroup], requests: Sequence[SampleRequest]
+    ) -> None:
+        """Send requests to the engine in one call, and take the answers. ``asked`` has the group of each request."""
         try:
             async for request, output in self._engine.generate(requests):
                 await self._take(asked[request.id], request, output)
         except RequestRefused as refused:
-            if not all(group.runs for group in groups):
+            left = [request.id for request in requests if request.id in asked[request.id].outstanding]
+            waiting = {asked[name].key: asked[name] for name in left}
+            if not any(group.runs for group in waiting.values()):
                 raise
-            for group in groups:  # the environment that sent the request gets the error
-                group.refuse(asked, refused)
+            if len(left) > 1:  # each is sent again alone, to find the refused ones
+                for name in left:
+                    asked[name].take(name, NOTHING)
+                await self._generate([*waiting.values()], apart=True)
+                return
+            for group in waiting.values():  # the environment that sent the request gets the error
+                group.refuse(left, refused)
                 await self._leave_if_done(group)
         except Exception:
             for group in groups:  # `_take` does not see groups without a request on the failed engine
@@ -545,6 +562,8 @@ class RolloutLoop:
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
         if group.is_playing:  # while the tools of a group run, there is room for another group
+            if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
+                self._spawn(self._generate, [group])  # an environment waits for a turn that the engine aborted
             self._groups.moved()
             await self._notify()
         else:
@@ -602,6 +621,8 @@ class RolloutLoop:
             logger.warning("%d prompt groups were not aborted within %g s; they continue", len(uncut), timeout_s)
         for group in uncut:
             group.phase = GroupPhase.generating
+        if uncut:  # turns that were aborted or asked for in the meantime have no request yet
+            self._spawn(self._generate, uncut)
         return not uncut
 
     async def _abort_all(self, phase: GroupPhase) -> None:

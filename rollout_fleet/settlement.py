@@ -27,7 +27,7 @@ from .metrics import FleetMeter
 logger = logging.getLogger(__name__)
 
 FEWEST_SAMPLES = 2
-"""The learner can train only on groups with at least this number of scored responses.
+"""The learner can train only on groups with at least this number of scored responses, unless all have one response.
 
 The reason is that an advantage compares the responses of a group.
 """
@@ -90,9 +90,12 @@ class Settlement:
     async def save(self, group: InflightGroup) -> None:
         """Save the tokens of an unfinished group in the replay buffer, so that a worker can continue the group.
 
-        If the buffer refuses the tokens, a warning is logged.
+        If the buffer refuses the tokens, a warning is logged. If fewer tokens are left than an earlier attempt saved,
+        because the episodes took another course, the saved tokens stay as they are: the buffer would count them as
+        dropped, and this attempt reports them too.
         """
-        if (progress := group.progress()) is None:
+        progress = group.progress()
+        if progress is None or progress.summary.num_tokens < group.num_inherited:
             return
         self._note(group, progress)
         try:
@@ -168,7 +171,9 @@ class Settlement:
             logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
             if action is OnFailure.score and group.episodes[index].answer is not None:
                 survivors.append(index)
-        if last is not None and len(survivors) < FEWEST_SAMPLES:
+        needed = {*range(len(group.trained), len(group.episodes))}  # others are compared with the greedy baseline
+        fewest = min(FEWEST_SAMPLES, len(group.runs))
+        if last is not None and (len(survivors) < fewest or not needed.issubset(survivors)):
             raise last
         return survivors if group.runs else [*range(len(group.episodes))]
 

@@ -255,20 +255,21 @@ class Policy:
             ToolError: the call raised an exception or exceeded its deadline.
         """
         started, failed, number = time.monotonic(), 1, next(self._tool_numbers)
+        deadline = asyncio.timeout(self._tool_timeout_s)
         self._on_tool(number, name, True)
         try:
-            async with asyncio.timeout(self._tool_timeout_s):
+            async with deadline:
                 result = await call
             failed = 0
             return result
-        except TimeoutError as error:
-            raise ToolError(
-                f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
-                f"{self._tool_timeout_s:g} s; make it faster or raise the option"
-            ) from error
         except ToolError:
             raise
         except Exception as error:
+            if isinstance(error, TimeoutError) and deadline.expired():  # a tool may have a deadline of its own
+                raise ToolError(
+                    f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
+                    f"{self._tool_timeout_s:g} s; make it faster or raise the option"
+                ) from error
             raise ToolError(f"tool {name} raised {type(error).__name__}: {error}") from error
         finally:
             self._on_tool(number, name, False)

@@ -132,11 +132,6 @@ class Episode:
         self._nodes[PROMPT].is_live = True
 
     @property
-    def num_turns_left(self) -> int:
-        """Number of turns that may still be requested in this attempt."""
-        return self._budget.max_turns - sum(node.sampling is not None for node in self._nodes)
-
-    @property
     def num_tokens(self) -> int:
         """Number of sampled tokens so far, including tokens of an earlier attempt that were replayed."""
         return sum(len(node.turn.token_ids) for node in self._nodes if node.turn.sampled and node.is_live)
@@ -264,13 +259,7 @@ class Episode:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
             ValueError: ``parent`` is being sampled or is not the index of a turn, or a new sequence has no tokens.
         """
-        self._check_parent(parent)
-        depth = self.depth(parent) + len(new_tokens)
-        if depth == 0:
-            raise ValueError(f"episode {self.name}: a new root needs at least one token")
-        known = self._given.get(_given_key(parent, _int32(new_tokens), images))
-        above = parent if known is None or not self._nodes[known].is_live else known
-        most = min(sampling.max_new_tokens, self._room(depth, above))
+        most = self.check_room(parent, new_tokens, sampling, images=images)
         context = self.give(parent, new_tokens, images=images) if len(new_tokens) else parent
         recorded = (
             (index, node)
@@ -289,6 +278,27 @@ class Episode:
         self._running.add(index)
         self._end_if_full(index)
         return index
+
+    def check_room(
+        self,
+        parent: int,
+        new_tokens: Sequence[int] | np.ndarray,
+        sampling: SamplingConfig,
+        *,
+        images: tuple[PlacedImage, ...] = (),
+        num_turns: int = 1,
+    ) -> int:
+        """Check that ``num_turns`` calls of `sample` with these arguments fit into the budget at once.
+
+        Returns the maximum length of the first turn. Raises the errors of `sample`.
+        """
+        self._check_parent(parent)
+        depth = self.depth(parent) + len(new_tokens)
+        if depth == 0:
+            raise ValueError(f"episode {self.name}: a new root needs at least one token")
+        known = self._given.get(_given_key(parent, _int32(new_tokens), images))
+        above = parent if known is None or not self._nodes[known].is_live else known
+        return self._room(depth, above, sampling.max_new_tokens, num_turns)
 
     def next_requests(self) -> list[SampleRequest]:
         """Make the requests to send to the engine: one for each running turn without an unanswered request.
@@ -426,8 +436,11 @@ class Episode:
         inner = {node.turn.parent for node in live.values()}
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
-    def _room(self, depth: int, above: int) -> int:
-        """Return how many tokens a new turn after the turn ``above`` may have. ``depth`` tokens precede it."""
+    def _room(self, depth: int, above: int, longest: int, num_turns: int) -> int:
+        """Return how many tokens a new turn after the turn ``above`` may have, at most ``longest``.
+
+        ``depth`` tokens precede it. ``num_turns`` such turns must fit, the last one with at least one token.
+        """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
             node.sampling.max_new_tokens if node.is_running and node.sampling else len(node.turn.token_ids)
@@ -443,7 +456,16 @@ class Episode:
         for what, most in limits.items():
             if used[what] >= most:
                 raise EpisodeOverflow(f"episode {self.name} has used {used[what]} of {what} = {most}")
-        return min(limits[what] - used[what] for what in ("max_tokens", "max_context", "max_tree_tokens"))
+        most = min(longest, *(limits[what] - used[what] for what in ("max_tokens", "max_context", "max_tree_tokens")))
+        others = num_turns - 1
+        reserved = {"max_turns": others, "max_tokens": others * most, "max_tree_tokens": others * (depth + most)}
+        for what, num_reserved in reserved.items():
+            if used[what] + num_reserved >= limits[what]:
+                raise EpisodeOverflow(
+                    f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, too much for {num_turns} "
+                    f"answers: all but the last one may need {num_reserved}"
+                )
+        return most
 
     def _waits(self, node: _Node) -> bool:
         return node.turn.sampled and not node.is_live and not node.is_dropped

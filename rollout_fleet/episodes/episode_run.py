@@ -329,11 +329,17 @@ class DirectRun(EpisodeRun):
         task.add_done_callback(self._sending.discard)
 
     async def _generate(self, requests: Sequence[SampleRequest]) -> None:
+        left: list[str] = []
         try:
             while requests:
+                left = [request.id for request in requests]
                 async for request, output in self._engine.generate(requests):
+                    left.remove(request.id)
                     self.take(request.id, output)
                 requests = self.next_requests()
+        except RequestRefused as refused:  # the other calls get their turns
+            for request_id in left:
+                self.refuse(request_id, refused)
         except Exception as error:  # noqa: BLE001 - callers that wait for a turn get this error
             for waiting in self._waiting.values():
                 _wake(waiting, error)

@@ -126,10 +126,12 @@ def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
 
 
 def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:
-    strange = sorted(turn for turn in outcome.turn_rewards if turn == PROMPT or not run.episode.is_known(turn))
+    episode = run.episode
+    without_reward = {PROMPT, *episode.running}
+    strange = sorted(turn for turn in outcome.turn_rewards if turn in without_reward or not episode.is_known(turn))
     if strange:
         raise EpisodeFailure(
             FailureKind.reward,
-            f"the environment of episode {run.episode.name} rewards turns {strange}, which are not turns after the "
-            "prompt; use the index that came with an answer",
+            f"the environment of episode {episode.name} rewards turns {strange}, which are not finished turns after "
+            "the prompt; use the index that came with an answer",
         )

@@ -24,7 +24,6 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.image_files import ImageReader, is_image, place_images, read_bytes, source_of, with_placeholders
 from asyncrl.core.images import Image, PlacedImage, moved
 from asyncrl.core.trajectory import ROOT
@@ -585,11 +584,8 @@ class Session:
         """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
-        if options.n > 1 and options.n > episode.num_turns_left:
-            raise EpisodeOverflow(
-                f"episode {episode.name} would use {options.n} more turns, and {episode.num_turns_left} of max_turns "
-                "are left"
-            )
+        if options.n > 1:  # all or none, so that no turn is sampled whose answer the client does not get
+            episode.check_room(place.parent, place.new_tokens, sampling, images=place.images, num_turns=options.n)
         seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
         sampled = await asyncio.gather(
             *(

@@ -220,6 +220,10 @@ def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run
             ["rollout_fleet.on_reward_failure=drop_trajectory", "algorithm.advantage=remax"],
             ["rollout_fleet.on_reward_failure must be retry_group", "got drop_trajectory"],
         ),
+        (
+            ["rollout_fleet.environment.on_failure.tool=drop", "algorithm.advantage=remax"],
+            ["rollout_fleet.environment.on_failure.tool must be retry or score", "got drop"],
+        ),
         (["algorithm.critic=true"], ["algorithm.critic=true", "algorithm.advantage=grpo does not use"]),
         (["algorithm.critic=true", "algorithm.advantage=reinforce_plus_plus"], ["reinforce_plus_plus does not use"]),
     ],

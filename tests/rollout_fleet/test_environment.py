@@ -1,5 +1,6 @@
-"""Secret environment variables stay in the rollout worker."""
+"""Secret environment variables stay in the rollout worker. Errors of tools name their cause."""
 
+import asyncio
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ from asyncrl.core.types import Prompt
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 from rollout_fleet.engines.process_guard import is_secret, without_secrets
 from rollout_fleet.engines.sglang_server import SGLangServer
+from rollout_fleet.episodes.environment import Policy, ToolError
 from rollout_fleet.rewards import WeightedRewards
 
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
@@ -80,3 +82,16 @@ def test_an_inference_server_gets_no_secret_but_those_that_are_passed(judge, tmp
     environment = server.environment(tmp_path)
     assert {"OPENAI_API_KEY", "HF_TOKEN"} & set(environment) == set(passed)
     assert "PATH" in environment
+
+
+async def test_a_tool_that_misses_a_deadline_of_its_own_is_not_blamed_on_the_option():
+    async def searching(within_s):
+        async with asyncio.timeout(within_s):
+            await asyncio.sleep(60)
+
+    policy = Policy("http://host/v1", "key", tool_timeout_s=0.2)
+    with pytest.raises(ToolError, match="tool search raised TimeoutError"):
+        await policy.run_tool(searching(0.01), name="search")
+    with pytest.raises(ToolError, match=r"within rollout_fleet\.environment\.tool_timeout_s = 0\.2 s"):
+        await policy.run_tool(searching(10), name="search")
+    assert (policy.metrics["tool_calls"], policy.metrics["tool_errors"]) == (2, 2)

@@ -6,7 +6,7 @@ import asyncio
 import zlib
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -154,6 +154,54 @@ async def test_weights_change_in_the_middle_of_episodes(make_buffer, save_progre
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
+async def test_turns_of_groups_that_were_not_aborted_in_time_for_an_update_are_continued(make_buffer):
+    buffer = make_buffer(1, groups_per_step=1, max_lag=8)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        await asyncio.sleep(0.6 if index == 1 else 0.0)
+        await run.sample(turn, [TOOL], SAMPLING)
+        return Outcome()
+
+    def writes_slowly(request, version) -> ScriptedAnswer:
+        return replace(writes_by_context(request, version), token_delay_s=1.0 if TOOL in request.prompt_ids else 0.01)
+
+    options = {"save_progress": SaveProgress.at_updates, "player": Playing(environment), "load_timeout_s": 1.0}
+    async with running_loop(buffer, writes_slowly, **options) as (loop, engine, _):
+        aborted: list[str] = []
+
+        async def ignored(request_ids):
+            aborted.extend(request_ids)
+
+        engine.abort, abort = ignored, engine.abort
+        await asyncio.sleep(0.5)
+        await update(loop, buffer)
+        engine.abort = abort
+        assert {*aborted} == {"0-0-0-3-1"}, "the other episode asked for its second turn in the meantime"
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert_by_context(buffer.groups[0])
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_a_turn_that_the_engine_aborts_by_itself_is_continued(make_buffer):
+    buffer = make_buffer(1)
+    cut_off: set[int] = set()
+
+    def aborts_once(request, version) -> ScriptedAnswer:
+        answer = writes_by_context(request, version)
+        is_first = TOOL in request.prompt_ids and len(cut_off) < 2 and len(answer.response) > 1
+        cut_off.update([len(engine.requests)] if is_first else [])
+        return replace(answer, cut_off=1) if is_first else answer
+
+    async with running_loop(buffer, aborts_once, player=Playing(turns(4))) as (loop, engine, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert cut_off
+    assert_by_context(buffer.groups[0])
+    assert (buffer.released, counters.tokens_generated) == ([], buffer.num_tokens)
+
+
 async def test_a_waiting_tool_holds_no_place(make_buffer):
     buffer = make_buffer(3)
     player = Playing(turns(2, tool_s=8.0))
@@ -252,6 +300,28 @@ async def test_tokens_of_another_course_are_dropped_at_the_replay_and_counted(ma
     assert buffer.num_tokens < first.tokens_generated + second.tokens_generated == buffer.num_accounted
 
 
+async def test_tokens_that_no_replay_needs_are_counted_once_if_the_next_attempt_stops_early(make_buffer):
+    """An environment that is not replayable starts again. Its second attempt stops with fewer tokens than the first."""
+    buffer = make_buffer(1)
+    generated = []
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        run.episode.forget()
+        attempt = int(run.episode.name.split("-")[1])
+        turn = await run.sample(PROMPT, [TOOL, attempt], SamplingConfig(max_new_tokens=1 if attempt == 1 else 12))
+        if attempt < 2:
+            await asyncio.sleep(1000)
+        await run.sample(turn, [TOOL], SAMPLING)
+        return Outcome()
+
+    for life in range(3):
+        async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, _, _):
+            await (buffer.stored(1) if life == 2 else asyncio.sleep(5))
+            generated.append((await loop.stop()).tokens_generated)
+    assert generated[0] > generated[1] == 2
+    assert buffer.num_tokens < sum(generated) == buffer.num_accounted
+
+
 async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
     buffer = make_buffer(2)
     player = Playing(turns(2, tool_s=1000.0))
@@ -316,6 +386,32 @@ async def test_a_failed_episode_is_scored_or_left_out(make_buffer, action):
     assert counters.tokens_generated == buffer.num_accounted
 
 
+async def test_a_failed_episode_without_others_in_its_group_is_scored(make_buffer):
+    buffer = make_buffer(1)
+    player = Playing(failing(FailureKind.overflow, fails=lambda run, index: True))
+    options = {"player": player, "samples_per_prompt": 1, "reward": "environment"}
+    async with running_loop(buffer, writes_by_context, **options) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert (buffer.released, buffer.groups[0].rewards.tolist()) == ([], [0.0])
+    assert counters.groups_failed == {"episode_overflow_score": 1}
+
+
+async def test_a_group_whose_greedy_episode_has_no_turn_is_tried_again(make_buffer):
+    buffer = make_buffer(1)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        if run.episode.name == "0-0-2":
+            raise EpisodeFailure(FailureKind.overflow, "broken")
+        return await turns(2)(run, index)
+
+    options = {"player": Playing(environment), "greedy_baseline": True}
+    async with running_loop(buffer, writes_by_context, **options):
+        await buffer.stored(1)
+    assert [reason for _, _, reason in buffer.released] == ["episode_overflow"]
+    assert buffer.groups[0].is_baseline.tolist() == [False, False, True]
+
+
 async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
     buffer = make_buffer(1)
 
@@ -327,7 +423,9 @@ async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
     assert [reason for _, _, reason in buffer.released] == ["episode_environment"] * 2
 
 
-async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer):
+@pytest.mark.parametrize("answers_first", [False, True], ids=["abort_first", "answers_first"])
+async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer, answers_first):
+    """An engine may send the tokens of an aborted request before it answers the abort (``answers_first``)."""
     buffer = make_buffer(1)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -337,20 +435,29 @@ async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer):
         leaving.cancel()
         return Outcome()
 
-    async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, _, _):
+    async with running_loop(buffer, writes_by_context, player=Playing(environment)) as (loop, engine, _):
+        abort = engine.abort
+
+        async def abort_slowly(request_ids):
+            await abort(request_ids)
+            await asyncio.gather(asyncio.create_task(asyncio.sleep(1.0 if answers_first else 0.0)))
+
+        engine.abort = abort_slowly
         await buffer.stored(1)
         counters = await loop.stop()
     (group,) = buffer.groups
+    assert buffer.released == []
     assert [len(trajectory.turns) for trajectory in group.trajectories()] == [2, 2]
     assert buffer.num_tokens < counters.tokens_generated == buffer.num_accounted
+
+
+def refuses_long_prompts(request, version) -> ScriptedAnswer:
+    return ScriptedAnswer(error="too long") if 99 in request.prompt_ids else writes_by_context(request, version)
 
 
 async def test_a_request_that_the_engine_refuses_costs_its_turn_only(make_buffer):
     buffer = make_buffer(1)
     refused = []
-
-    def refuses_long_prompts(request, version):
-        return ScriptedAnswer(error="too long") if 99 in request.prompt_ids else writes_by_context(request, version)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
         turn = await run.sample(PROMPT, (), SAMPLING)
@@ -368,6 +475,57 @@ async def test_a_request_that_the_engine_refuses_costs_its_turn_only(make_buffer
         counters = await loop.stop()
     assert ["too long" in message for message in refused].count(True) == 2
     assert ["must be in 0.." in message for message in refused].count(True) == 2
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_a_refused_request_costs_no_turn_that_was_asked_for_in_the_same_moment(make_buffer):
+    buffer = make_buffer(1)
+    refused = []
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        await asyncio.sleep(5 - asyncio.get_running_loop().time() % 5)
+        try:
+            await run.sample(turn, [99 if index == 0 else TOOL], SAMPLING)
+        except RequestRefused:
+            refused.append(index)
+        return Outcome()
+
+    async with running_loop(buffer, refuses_long_prompts, player=Playing(environment)) as (loop, _, _):
+        await buffer.stored(1)
+        counters = await loop.stop()
+    assert refused == [0]
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
+
+
+async def test_a_request_that_is_refused_after_an_update_costs_no_turn_of_another_group(make_buffer):
+    buffer = make_buffer(2, groups_per_step=1, max_lag=8)
+    refused = []
+
+    class PlayingSome(Playing):
+        def plays(self, prompt: Prompt) -> bool:
+            return prompt.group_id == 0
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        turn = await run.sample(PROMPT, (), SAMPLING)
+        await asyncio.sleep(1.0)
+        try:
+            await run.sample(turn, [99 if index == 0 else TOOL], SAMPLING)
+        except RequestRefused:
+            refused.append((run.episode.name, index))
+        return Outcome()
+
+    options = {"save_progress": SaveProgress.at_updates, "player": PlayingSome(environment)}
+    async with running_loop(buffer, refuses_long_prompts, **options) as (loop, engine, run):
+        engine.load_delay_s = 3.0
+        await asyncio.sleep(0.02)
+        await update(loop, buffer)
+        await buffer.stored(2)
+        assert not run.done(), "the answers of a group without an environment are no reason to end"
+        counters = await loop.stop()
+    assert refused == [("0-0-0", 0)]
+    for group in buffer.groups:
+        assert_by_context(group)
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -441,6 +599,22 @@ async def test_held_out_prompts_are_played_too():
     overflowing = failing(FailureKind.overflow, fails=lambda run, index: index == 1)
     answered = await held_out(engine, overflowing).answer(make_prompts(1), version=0, num_samples=2)
     assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "as in training"
+    await engine.stop()
+
+
+async def test_a_refused_request_of_a_held_out_episode_costs_no_turn_that_runs_beside_it():
+    engine = ScriptedEngine(refuses_long_prompts)
+    await engine.start()
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        first = await run.sample(PROMPT, (), SAMPLING)
+        asked = (run.sample(first, [token], SAMPLING) for token in (TOOL, 99))
+        beside, refused = await asyncio.gather(*asked, return_exceptions=True)
+        assert (beside in run.episode.sampled, type(refused)) == (True, RequestRefused)
+        return Outcome(reward=1.0)
+
+    (answered,) = await held_out(engine, environment).answer(make_prompts(1), version=0, num_samples=1)
+    assert (answered.sampled, answered.greedy) == ((1.0,), 1.0)
     await engine.stop()
 
 

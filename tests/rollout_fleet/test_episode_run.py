@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from asyncrl.core.errors import RequestRefused
-from asyncrl.core.types import FinishReason
+from asyncrl.core.types import FinishReason, Prompt
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.episodes import PROMPT, Endpoint, Episode, EpisodeBudget, SessionCounts
+from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
 from rollout_fleet.episodes.player import EpisodePlayer, session_metrics
 from rollout_fleet.metrics import EpisodeCount
@@ -89,6 +90,34 @@ async def test_tokens_outside_the_vocabulary_are_neither_given_nor_sampled_after
 async def test_an_engine_that_does_not_report_its_cache_has_no_prefix_hits():
     run = await play([answered(6, num_cached=None) for _ in range(3)])
     assert "episode.prefix_hits" not in session_metrics(run, SessionCounts())
+
+
+async def test_an_environment_may_reward_finished_turns_only(monkeypatch):
+    budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99)
+    run = EpisodeRun(Episode("0-0-0", np.arange(10, dtype=np.int32), budget), ask=lambda: None, vocab_size=100)
+    player = EpisodePlayer(RolloutFleetConfig(), model_path="", max_context=99)
+    rewarded: dict[int, float] = {}
+
+    async def outcome(*args, **options):
+        return Outcome(turn_rewards=rewarded)
+
+    async def always(*args):
+        return True
+
+    monkeypatch.setattr(player, "_renderer", object())
+    monkeypatch.setattr(player._processes, "run", outcome)
+    monkeypatch.setattr(player._processes, "is_replayable", always)
+    first, second = (asyncio.create_task(run.sample(PROMPT, (), SamplingConfig(max_new_tokens=8))) for _ in range(2))
+    await asyncio.sleep(0)
+    run.take(run.next_requests()[0].id, answered(3, num_cached=None))
+    prompt = Prompt(group_id=0, prompt_ids=np.arange(10, dtype=np.int32))
+    for turn, is_finished in ((0, False), (1, True), (2, False), (3, False)):
+        rewarded, run.failure = {turn: 1.0}, None
+        await player.play(prompt, run, sampling=SamplingConfig(), index=0)
+        assert (run.failure is None) == is_finished
+        assert is_finished or f"rewards turns [{turn}], which are not finished turns" in str(run.failure)
+    second.cancel()
+    assert await first == 1
 
 
 async def test_the_player_counts_requests_with_a_wrong_key_and_all_other_counts_are_zero(monkeypatch):

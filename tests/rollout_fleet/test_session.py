@@ -427,14 +427,30 @@ async def test_an_equal_text_after_an_empty_answer_is_another_sample(renderers):
     assert first.tolist() == second.tolist()
 
 
-async def test_more_answers_than_the_episode_has_turns_left_are_refused_before_any_is_sampled(renderers):
-    talk = Talk(renderers("chatml"), "Warm.<|im_end|>", max_turns=3)
+@pytest.mark.parametrize(
+    ("limit", "num_answers", "message"),
+    [
+        ({"max_turns": 3}, 10**9, r"1 of max_turns = 3, too much for 1000000000 answers: .* may need 999999999"),
+        ({"max_tokens": 66}, 4, "used 6 of max_tokens = 66, too much for 4 answers: .* may need 60"),
+        ({"max_tree_tokens": 97}, 3, "used 40 of max_tree_tokens = 97, too much for 3 answers"),
+    ],
+)
+async def test_more_answers_than_the_episode_has_room_for_are_refused_before_any_is_sampled(
+    renderers, limit, num_answers, message
+):
+    talk = Talk(renderers("chatml"), *["Warm.<|im_end|>"] * 3, most=20, **limit)
     await talk.chat(USER)
-    with pytest.raises(EpisodeOverflow, match="would use 1000000000 more turns, and 2 of max_turns are left"):
-        await talk.chat(USER, n=10**9)
+    with pytest.raises(EpisodeOverflow, match=message):
+        await talk.chat(USER, n=num_answers)
+    assert len(talk.turns.requests) == 1
+    assert len(await talk.chat(USER, n=2)) == 2
+
+
+async def test_several_answers_to_token_ids_are_refused(renderers):
+    talk = Talk(renderers("chatml"))
     with pytest.raises(ValueError, match="n must be 1 for token ids, got 2"):
         await talk.session.sample(0, [5], SampleOptions(n=2))
-    assert len(talk.turns.requests) == 1
+    assert talk.turns.requests == []
 
 
 async def test_raw_tokens_are_sampled_and_given_below_any_turn(renderers):
