@@ -119,6 +119,13 @@ def can_isolate():
 def test_the_code_of_a_response_is_its_last_fenced_block():
     assert code_of("first\n```python\nx = 1\n```\nthen\n``` py\nx = 2\n```\n") == "x = 2\n"
     assert code_of("print(1)") == "print(1)"
+    assert code_of("```a\nx = 1\n```\nand ```python\ny") == "x = 1\n"
+
+
+@pytest.mark.parametrize("text", ["```" + "a" * 150_000, "```" * 50_000])
+def test_the_code_of_a_long_line_that_begins_a_block_takes_no_quadratic_time(text):
+    """As a regular expression, this took half a minute: longer than the deadline of a whole prompt."""
+    assert code_of(text) == text
 
 
 ADDS = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```"
@@ -162,7 +169,11 @@ async def test_rows_without_tests_fail_the_reward_code_by_name(tests):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"kind": "jail"}, "reward code: the kind of a sandbox"), ({"limits": {"ram": 1}}, "reward code: .*'ram'")],
+    [
+        ({"kind": "jail"}, "reward code: the kind of a sandbox"),
+        ({"limits": {"ram": 1}}, "reward code: .*'ram'"),
+        ({"at_once": 0}, "at_once"),
+    ],
 )
 def test_wrong_options_of_the_reward_code_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
