@@ -57,6 +57,7 @@ from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig
 from rollout_fleet.engines import check_engine_installed, check_images
+from rollout_fleet.episodes.adapters import ENVIRONMENTS
 from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
 from rollout_fleet.sample_log import load_decoder
@@ -226,7 +227,28 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
     needs: dict[str, Any] = {"has_environment": has_environment(config), "images": images}
     prompts = PromptStream(config.data, tokenizer, seed=config.seed, **needs)
-    return prompts, load_eval_prompts(config.data, tokenizer, **needs) if config.evaluation.enabled else []
+    held_out = load_eval_prompts(config.data, tokenizer, **needs) if config.evaluation.enabled else []
+    check_environments(config, prompts.environments | {prompt.environment for prompt in held_out} - {""})
+    return prompts, held_out
+
+
+def check_environments(config: RunConfig, names: Iterable[str]) -> None:
+    """Check the names of environments that rows and data sources have. This imports no user's module.
+
+    Raises:
+        ValueError: a name without a colon is not that of an adapter, or there is no such file.
+    """
+    key = config.data.environment_key
+    where = " or ".join([*([f"the column {key!r}"] if key else []), "data.environment_by_source"])
+    for name in sorted(names):
+        place, colon, attribute = name.rpartition(":")
+        if not (place and colon and attribute) and name not in ENVIRONMENTS.names():
+            raise ValueError(
+                f"{where} must name one of {ENVIRONMENTS.names()}, or file.py:Class or module:Class of your own, got "
+                f"{name!r}; correct the name"
+            )
+        if place.endswith(".py") and not config.ray.address and not Path(place).is_file():
+            raise ValueError(f"{where} has {name!r}, and there is no file {Path(place).resolve()}; check the path")
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -151,6 +151,30 @@ async def test_a_wrong_name_of_a_users_function_fails_the_preflight(run, option,
         await preflight(run(option), print)
 
 
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "calculater",
+            r"must name one of \['command', 'gym', .*\], or file.py:Class .*, got 'calculater'; correct the name",
+        ),
+        ("/nowhere.py:Asker", "has '/nowhere.py:Asker', and there is no file /nowhere.py; check the path"),
+        ("nowhere.py:", "must name one of"),
+    ],
+)
+async def test_an_environment_of_a_row_or_a_source_that_does_not_exist_is_refused(run, tmp_path, name, words):
+    rows = tmp_path / "rows.jsonl"
+    known = "rollout_fleet.episodes.calculator:Calculator"
+    lines = [{"prompt": "1=", "ground_truth": "1", "where": where, "source": "a"} for where in (known, None, name)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [f"data.train_files=[{rows}]", "evaluation.enabled=false"]
+    with pytest.raises(ValueError, match=f"the column 'where' or data.environment_by_source {words}"):
+        await preflight(run(*files, "data.environment_key=where"), print)
+    by_source = {"data.data_source_key": "source", "data.environment_by_source": f"{{a: '{name}'}}"}
+    with pytest.raises(ValueError, match=r"^data.environment_by_source (must|has)"):
+        await preflight(run(*files, *(f"{key}={value}" for key, value in by_source.items())), print)
+
+
 def test_a_failed_preflight_leaves_no_folder_and_ends_with_its_cause(assets, tmp_path):
     options = [f"model.path={assets.model}", f"data.train_files=[{tmp_path}/none.parquet]", "evaluation.enabled=false"]
     command = [sys.executable, "-m", "asyncrl", "train", "experiment=custom", f"output_dir={tmp_path}", *options]
