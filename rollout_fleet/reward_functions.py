@@ -8,6 +8,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,8 +19,9 @@ from .sandbox import Sandbox, SandboxKind, SandboxLimits
 
 FUNCTIONS_IN_PROCESSES = frozenset({"code", "format", "judge", "math_verify"})
 """Built-in rewards that can hang or wait. They run in scoring processes instead of the rollout worker."""
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_QUANTITY = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
+_DECIMAL = r"[-\u2212]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
+_NUMBER = re.compile(_DECIMAL)
+_QUANTITY = re.compile(_DECIMAL + r"(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
 _FENCE = "```"
 _TAGGED = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 
@@ -315,17 +317,23 @@ def _final(text: str) -> str:
     return (re.findall(r"answer\s*:\s*(.*)", text, flags=re.IGNORECASE) or [""])[-1]
 
 
-def _as_number(text: str) -> float | None:
+def _as_number(text: str) -> Decimal | None:
+    """Read a number exactly: as floats, long integers that differ in their last digits would be equal."""
     try:
-        return float(text.replace(",", ""))
-    except ValueError:
+        number = Decimal(_plain(text))
+    except InvalidOperation:
         return None
+    return None if number.is_nan() else number
+
+
+def _plain(text: str) -> str:
+    return text.replace(",", "").replace("\N{MINUS SIGN}", "-")
 
 
 def _quantities(text: str) -> list[float]:
     found = []
     for written in _QUANTITY.findall(text):
-        numerator, _, denominator = written.replace(",", "").partition("/")
+        numerator, _, denominator = _plain(written).partition("/")
         if not denominator:
             found.append(float(numerator))
         elif float(denominator):
