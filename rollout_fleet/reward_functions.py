@@ -238,15 +238,18 @@ class Code:
 
 
 _ASSERTING = """\
-import os, sys
-names, stdout = {{"__name__": "__main__"}}, os.dup(1)
-sources = [(name, open(name).read()) for name in ("solution.py", "tests.py")]
-for name in ("main.py", "solution.py", "tests.py"):
-    os.unlink(name)
-for name, source in sources:
-    exec(compile(source, name, "exec"), names)
-sys.stdout.flush()
-os.write(stdout, b"{passed}")
+def run():
+    import os, sys
+    stdout = os.dup(1)
+    names = sys.modules["__main__"].__dict__  # pickle and typing find the classes of the program there
+    sources = [(name, open(name).read()) for name in ("solution.py", "tests.py")]
+    for name in ("main.py", "solution.py", "tests.py"):
+        os.unlink(name)
+    for name, source in sources:
+        exec(compile(source, name, "exec"), names)
+    sys.stdout.flush()
+    os.write(stdout, b"{passed}")
+run()
 """
 
 
@@ -274,9 +277,10 @@ def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
             return [tests] if tests.strip() else _no_tests(tests)
         tests = parsed
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= set(tests):
-        if len(tests["inputs"]) != len(tests["outputs"]):
+        given, outs = tests["inputs"], tests["outputs"]
+        if not (isinstance(given, list) and isinstance(outs, list) and len(given) == len(outs)):
             return _no_tests(tests)
-        tests = [{"stdin": given, "stdout": out} for given, out in zip(tests["inputs"], tests["outputs"], strict=True)]
+        tests = [{"stdin": given, "stdout": out} for given, out in zip(given, outs, strict=True)]
     if not isinstance(tests, list) or not tests:
         return _no_tests(tests)
     if all(isinstance(test, str) for test in tests):
@@ -284,7 +288,8 @@ def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
     pairs = []
     for test in tests:
         given, out = (
-            [test[name] for name in names if name in test] if isinstance(test, Mapping) else []
+            # parquet stores null for a missing field
+            [test[name] for name in names if test.get(name) is not None] if isinstance(test, Mapping) else []
             for names in (("stdin", "input"), ("stdout", "output"))
         )
         if not given or not out:

@@ -147,6 +147,9 @@ PAIRS = [{"stdin": "1 2\n", "stdout": "3\n"}, {"input": "2 2", "output": "4"}]
         ("assert add(1, 2) == 3\nassert add(2, 2) == 4", "def add(a, b):\n    return a + b", 1.0),
         ("assert add(1, 2) == 3", "def add(a, b):\n    return a - b", 0.0),
         (["assert f() == 1", "assert f() == 2"], "f = iter([1, 2]).__next__", 0.0),
+        ("import pickle\nassert pickle.loads(pickle.dumps(A())).x == 1", "class A:\n    x = 1", 1.0),
+        ("assert stdout() == sources == 1", "stdout = lambda: 1\nsources = names = os = sys = run = 1", 1.0),
+        ([{"stdin": None, "input": "1 2", "stdout": None, "output": "3"}], ADDS, 1.0),
         ("assert False", "import sys\nsys.exit(0)", 0.0),
         ("assert False", "import os\nos._exit(0)", 0.0),
         ("assert False", "print('all asserts hold')\nraise SystemExit", 0.0),
@@ -166,7 +169,10 @@ async def test_the_reward_code_may_count_passed_tests_and_read_them_from_a_colum
     assert "must have tests in column 'cases'" in await score("code", None, "print(3)", options=options)
 
 
-@pytest.mark.parametrize("tests", [None, "", [], [{"stdin": "1"}], {"inputs": ["1"], "outputs": []}, 3])
+NO_PAIRS = [[{"stdin": None, "stdout": "3"}], {"inputs": "12", "outputs": "34"}, {"inputs": None, "outputs": None}]
+
+
+@pytest.mark.parametrize("tests", [None, "", [], [{"stdin": "1"}], {"inputs": ["1"], "outputs": []}, 3, *NO_PAIRS])
 @pytest.mark.usefixtures("can_isolate")
 async def test_rows_without_tests_fail_the_reward_code_by_name(tests):
     assert "the tests must be Python asserts or a list of {stdin, stdout}, got" in await score("code", tests, "")
