@@ -158,7 +158,8 @@ class Judge:
                     asked_s = answer.headers.get("Retry-After", "")
                     pause_s = min(float(asked_s), _LONGEST_PAUSE_S) if asked_s.isdecimal() else pause_s
             except (aiohttp.ClientError, TimeoutError) as error:
-                failure = ConnectionError(f"the judge at {self._url} gave no answer: {_short(repr(error))}")
+                reason = f"{type(error).__name__}: {error}"
+                failure = ConnectionError(f"the judge at {self._url} gave no answer: {_short(reason)}")
             except ValueError as error:
                 failure, pause_s = error, 0.0
             if attempt < self._retries:

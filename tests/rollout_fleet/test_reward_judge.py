@@ -111,7 +111,7 @@ async def test_one_response_without_a_verdict_does_not_cost_the_others_theirs(ju
 async def test_a_judge_that_is_not_there_or_does_not_answer_is_a_failure(unused_tcp_port_of_loopback):
     url = f"http://127.0.0.1:{unused_tcp_port_of_loopback}/v1"
     (failure,) = await answers({"url": url, "model": "m", "retries": 0}, ["a"])
-    assert "gave no answer: ClientConnectorError" in failure
+    assert "gave no answer: ClientConnectorError: Cannot connect to host 127.0.0.1" in failure
 
 
 @pytest.fixture
