@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks import check_files, check_placement, odd_options, resolve_devices
+from asyncrl.checks import check_files, check_placement, odd_options, options_by_source, resolve_devices
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import (
     RunConfig,
@@ -94,6 +94,8 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     if config.sft.enabled:
         finished_warm_start(config)  # raises an error if sft.output_path has other content
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
+    for oddity in unused_sources(config, prompts.data_sources | {prompt.data_source for prompt in held_out}):
+        say(f"warning: {oddity}")
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
     shown = load_decoder(config.model.path, special_tokens=True)(first.prompt_ids.tolist())
@@ -230,6 +232,17 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     held_out = load_eval_prompts(config.data, tokenizer, **needs) if config.evaluation.enabled else []
     check_environments(config, prompts.environments | {prompt.environment for prompt in held_out} - {""})
     return prompts, held_out
+
+
+def unused_sources(config: RunConfig, sources: set[str]) -> list[str]:
+    """Return a warning text for each option that names a data source that is not in ``sources``, those of the rows."""
+    options = {**options_by_source(config), "data.environment_by_source": config.data.environment_by_source}
+    return [
+        f"{option} names the source {source!r}, and no row has it in the column {config.data.data_source_key!r}, only "
+        f"{sorted(sources)}; correct the name, or leave it out"
+        for option, by_source in options.items()
+        for source in sorted(by_source.keys() - sources)
+    ]
 
 
 def check_environments(config: RunConfig, names: Iterable[str]) -> None:

@@ -86,6 +86,11 @@ class PromptStream:
         return len(self._prompts)
 
     @property
+    def data_sources(self) -> set[str]:
+        """Names of the data sources of the rows."""
+        return {prompt.data_source for prompt in self._prompts}
+
+    @property
     def environments(self) -> set[str]:
         """Names of the environments of rows and data sources, without the environment of the run."""
         return {prompt.environment for prompt in self._prompts} - {""}
