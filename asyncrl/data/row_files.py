@@ -182,13 +182,13 @@ def _parsed(text: str | bytes) -> Any:
     Raises `ValueError` if it is not JSON, has more than ``_MAX_LEVELS`` levels, or has half of a surrogate pair, which
     is not Unicode.
     """
+    too_deep = f"it has more than {_MAX_LEVELS} levels of lists and objects"
     try:
         value = json.loads(text)
-        is_deep = _is_deep(value)
-    except RecursionError:
-        is_deep = True
-    if is_deep:
-        raise ValueError(f"it has more than {_MAX_LEVELS} levels of lists and objects")
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    if _is_deep(value):
+        raise ValueError(too_deep)
     escape = b"\\u" if isinstance(text, bytes) else "\\u"
     if not text.isascii() or escape in text:  # type: ignore[operator]
         try:
