@@ -55,6 +55,9 @@ def check_options(config: RunConfig) -> None:
     _check_groups(config, options)
     _check_budgets(config, options)
     _check_sampling(config)
+    for option, by_source in options_by_source(config).items():
+        if by_source and not config.data.data_source_key:
+            raise ValueError(f"{option} needs data.data_source_key, the column with a row's source, got ''")
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             f"rollout_fleet.renew_every_s must be at most half of buffer.lease_s={config.buffer.lease_s:g}, got "
@@ -81,6 +84,15 @@ def check_options(config: RunConfig) -> None:
         raise ValueError(
             "rollout_fleet.engine must be sglang or transformers, got scripted; the scripted engine is for tests"
         )
+
+
+def options_by_source(config: RunConfig) -> dict[str, Mapping[str, object]]:
+    """Return the options that differ by data source, by their names, except those of ``data``."""
+    return {
+        "rollout_fleet.rewards_by_source": config.rollout_fleet.rewards_by_source,
+        "rollout_fleet.sampling_by_source": config.rollout_fleet.sampling_by_source,
+        "algorithm.advantage_by_source": config.algorithm.advantage_by_source,
+    }
 
 
 def _check_groups(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None:

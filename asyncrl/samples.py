@@ -90,7 +90,10 @@ def printable(text: str) -> str:
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command ``asyncrl samples`` and return its exit status. ``arguments`` defaults to ``sys.argv[1:]``."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.num < 0:
+        parser.error(f"-n must be >= 0, got {options.num}; 0 shows all samples")
     version = "*" if options.version is None else f"{options.version:08d}"
     pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"
     newest = sorted((folder for folder in options.run.glob("*/") if any(folder.glob(pattern))), reverse=True)

@@ -8,6 +8,7 @@ import math
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from decimal import Decimal, InvalidOperation
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,9 +19,10 @@ from .sandbox import Sandbox, SandboxKind, SandboxLimits
 
 FUNCTIONS_IN_PROCESSES = frozenset({"code", "format", "judge", "math_verify"})
 """Built-in rewards that can hang or wait. They run in scoring processes instead of the rollout worker."""
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
-_QUANTITY = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
-_FENCED = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)```", re.DOTALL)
+_DECIMAL = r"[-\u2212]?(?:\d[\d,]*(?:\.\d+)?|(?<![\w.])\.\d+)"
+_NUMBER = re.compile(_DECIMAL)
+_QUANTITY = re.compile(_DECIMAL + r"(?:[eE][+-]?\d+)?(?:\s*/\s*\d+(?:\.\d+)?)?")
+_FENCE = "```"
 _TAGGED = r"\s*<think>.*?</think>\s*<answer>.*?</answer>\s*"
 
 
@@ -194,6 +196,8 @@ class Code:
         python: str = "",
         limits: Mapping[str, Any] | None = None,
     ) -> None:
+        if at_once < 1:
+            raise ValueError(f"at_once must be >= 1, got {at_once}; leave it out for the default")
         self._tests = tests
         self._partial = partial
         self._language = language
@@ -234,22 +238,32 @@ class Code:
 
 
 _ASSERTING = """\
-import os, sys
-names, stdout = {{"__name__": "__main__"}}, os.dup(1)
-sources = [(name, open(name).read()) for name in ("solution.py", "tests.py")]
-for name in ("main.py", "solution.py", "tests.py"):
-    os.unlink(name)
-for name, source in sources:
-    exec(compile(source, name, "exec"), names)
-sys.stdout.flush()
-os.write(stdout, b"{passed}")
+def run():
+    import os, sys
+    stdout = os.dup(1)
+    names = sys.modules["__main__"].__dict__  # pickle and typing find the classes of the program there
+    sources = [(name, open(name).read()) for name in ("solution.py", "tests.py")]
+    for name in ("main.py", "solution.py", "tests.py"):
+        os.unlink(name)
+    for name, source in sources:
+        exec(compile(source, name, "exec"), names)
+    sys.stdout.flush()
+    os.write(stdout, b"{passed}")
+run()
 """
 
 
 def code_of(response_text: str) -> str:
     """Return the last fenced code block of a response, or the whole response if there is none."""
-    blocks = _FENCED.findall(response_text)
-    return blocks[-1][1] if blocks else response_text
+    code, place = response_text, 0
+    # no regular expression: its time would be the square of the length of a line
+    while (opening := response_text.find(_FENCE, place)) >= 0:
+        first = response_text.find("\n", opening) + 1
+        closing = response_text.find(_FENCE, first) if first else -1
+        if closing < 0:
+            break
+        code, place = response_text[first:closing], closing + len(_FENCE)
+    return code
 
 
 def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
@@ -263,9 +277,10 @@ def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
             return [tests] if tests.strip() else _no_tests(tests)
         tests = parsed
     if isinstance(tests, Mapping) and {"inputs", "outputs"} <= set(tests):
-        if len(tests["inputs"]) != len(tests["outputs"]):
+        given, outs = tests["inputs"], tests["outputs"]
+        if not (isinstance(given, list) and isinstance(outs, list) and len(given) == len(outs)):
             return _no_tests(tests)
-        tests = [{"stdin": given, "stdout": out} for given, out in zip(tests["inputs"], tests["outputs"], strict=True)]
+        tests = [{"stdin": given, "stdout": out} for given, out in zip(given, outs, strict=True)]
     if not isinstance(tests, list) or not tests:
         return _no_tests(tests)
     if all(isinstance(test, str) for test in tests):
@@ -273,7 +288,8 @@ def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
     pairs = []
     for test in tests:
         given, out = (
-            [test[name] for name in names if name in test] if isinstance(test, Mapping) else []
+            # parquet stores null for a missing field
+            [test[name] for name in names if test.get(name) is not None] if isinstance(test, Mapping) else []
             for names in (("stdin", "input"), ("stdout", "output"))
         )
         if not given or not out:
@@ -306,17 +322,23 @@ def _final(text: str) -> str:
     return (re.findall(r"answer\s*:\s*(.*)", text, flags=re.IGNORECASE) or [""])[-1]
 
 
-def _as_number(text: str) -> float | None:
+def _as_number(text: str) -> Decimal | None:
+    """Read a number exactly: as floats, long integers that differ in their last digits would be equal."""
     try:
-        return float(text.replace(",", ""))
-    except ValueError:
+        number = Decimal(_plain(text))
+    except InvalidOperation:
         return None
+    return None if number.is_nan() else number
+
+
+def _plain(text: str) -> str:
+    return text.replace(",", "").replace("\N{MINUS SIGN}", "-")
 
 
 def _quantities(text: str) -> list[float]:
     found = []
     for written in _QUANTITY.findall(text):
-        numerator, _, denominator = written.replace(",", "").partition("/")
+        numerator, _, denominator = _plain(written).partition("/")
         if not denominator:
             found.append(float(numerator))
         elif float(denominator):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import os
 import random
 import re
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 
@@ -74,7 +77,18 @@ class Judge:
     ) -> None:
         if not low < high:
             raise ValueError(f"low must be below high, got {low} and {high}; 0 and 10 are the default")
-        if re.compile(pattern).groups < 1:
+        if url and (not url.startswith(("http://", "https://")) or not urlsplit(url).netloc):
+            raise ValueError(f"url must begin with http:// or https:// and a host, got {url!r}; correct it")
+        if not (retries >= 0 and timeout_s > 0 and at_once >= 1):
+            raise ValueError(
+                f"retries must be >= 0, timeout_s > 0 and at_once >= 1, got {retries}, {timeout_s} and {at_once}; "
+                "leave them out for the defaults"
+            )
+        try:
+            num_groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}; correct it") from error
+        if num_groups < 1:
             raise ValueError(f"pattern must have a group, the score, got {pattern!r}; example: Score: (\\d+)")
         self._base = url or os.environ.get(URL_VARIABLE, "")
         self._url = self._base.rstrip("/") + "/chat/completions"
@@ -135,32 +149,41 @@ class Judge:
             pause_s = min(2.0**attempt, _LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
             try:
                 async with session.post(self._url, json=body) as answer:
-                    text = await answer.text()
+                    text = await answer.text(errors="replace")
                     if answer.status == 200:
-                        return self._score(await answer.json(content_type=None))
+                        return self._score(text)
                     failure = ConnectionError(f"the judge at {self._url} answered {answer.status}: {_short(text)}")
                     if answer.status not in _RETRIED:
                         break
                     asked_s = answer.headers.get("Retry-After", "")
                     pause_s = min(float(asked_s), _LONGEST_PAUSE_S) if asked_s.isdecimal() else pause_s
             except (aiohttp.ClientError, TimeoutError) as error:
-                failure = ConnectionError(f"the judge at {self._url} gave no answer: {error!r}")
+                reason = f"{type(error).__name__}: {error}"
+                failure = ConnectionError(f"the judge at {self._url} gave no answer: {_short(reason)}")
             except ValueError as error:
                 failure, pause_s = error, 0.0
             if attempt < self._retries:
                 await asyncio.sleep(pause_s)
         raise failure
 
-    def _score(self, answer: Any) -> float:
+    def _score(self, answer: str) -> float:
         try:
-            text = answer["choices"][0]["message"]["content"] or ""
+            text = json.loads(answer)["choices"][0]["message"]["content"] or ""
+        except ValueError:
+            raise ValueError(f"the judge at {self._url} must answer in JSON, got {_short(answer)!r}") from None
         except (KeyError, IndexError, TypeError):
-            raise ValueError(f"the judge's answer has no message: {_short(str(answer))}") from None
+            raise ValueError(f"the judge's answer has no message: {_short(answer)}") from None
+        if not isinstance(text, str):
+            raise ValueError(f"the judge's message must be a text, got {_short(str(text))}")
         found = [*self._pattern.finditer(text)]
-        if not found or not self._low <= float(found[-1][1]) <= self._high:
+        try:
+            score = float(found[-1][1])
+        except (IndexError, TypeError, ValueError):  # no match, or the group of the last match is not a number
+            score = math.nan
+        if not self._low <= score <= self._high:
             shown = _short(text[-_SHOWN_CHARACTERS:])
             raise ValueError(f"the judge must give a score from {self._low:g} to {self._high:g}, got {shown!r}")
-        return (float(found[-1][1]) - self._low) / (self._high - self._low)
+        return (score - self._low) / (self._high - self._low)
 
 
 def _short(text: str) -> str:

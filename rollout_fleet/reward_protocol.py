@@ -114,6 +114,7 @@ class BoundReward:
         given = dict(options or {})
         function: Any = REWARDS.get(name)
         is_class = isinstance(function, type)
+        self._check_can_be_called(function, is_class=is_class)
         self._check_options(function, given, num_positional=0 if is_class else 2)
         called = function.__call__ if is_class else function
         names = [*_parameters(called)][1 if is_class else 0 :]
@@ -184,6 +185,22 @@ class BoundReward:
         except Exception as error:  # noqa: BLE001 - an error affects only this group
             failure = f"raised {error!r}; fix it, or filter such prompts"
         return [failure] * len(rollouts)
+
+    def _check_can_be_called(self, function: Any, *, is_class: bool) -> None:
+        where = f"rollout_fleet.reward={self._name}"
+        if is_class:
+            if not any("__call__" in vars(base) for base in function.__mro__):
+                raise ValueError(f"{where} must have a method __call__(self, prompt, response_text), got none; add it")
+            return
+        try:
+            inspect.signature(function).bind_partial(None, None)
+        except TypeError:
+            found = _parameters(function)
+            raise ValueError(
+                f"{where} must take a prompt and a response, got the parameters {found}; add them"
+            ) from None
+        except ValueError:  # a function in C has no signature
+            return
 
     def _check_options(self, function: Any, given: Mapping[str, Any], *, num_positional: int) -> None:
         try:

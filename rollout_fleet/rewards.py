@@ -283,7 +283,7 @@ def main() -> None:
 
     with asyncio.Runner() as runner:
         run = runner.run if reward.is_async else _complete
-        run(reward.start())
+        runner.run(reward.start())
         write_frame(answers, READY)
         while header := questions.read(LENGTH.size):
             run(answer(*pickle.loads(questions.read(*LENGTH.unpack(header)))))

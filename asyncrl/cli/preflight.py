@@ -14,7 +14,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from asyncrl.checks import check_files, check_placement, odd_options, resolve_devices
+from asyncrl.checks import check_files, check_placement, odd_options, options_by_source, resolve_devices
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import (
     RunConfig,
@@ -57,6 +57,7 @@ from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig
 from rollout_fleet.engines import check_engine_installed, check_images
+from rollout_fleet.episodes.adapters import ENVIRONMENTS
 from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
 from rollout_fleet.sample_log import load_decoder
@@ -93,6 +94,8 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     if config.sft.enabled:
         finished_warm_start(config)  # raises an error if sft.output_path has other content
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
+    for oddity in unused_sources(config, prompts.data_sources | {prompt.data_source for prompt in held_out}):
+        say(f"warning: {oddity}")
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
     shown = load_decoder(config.model.path, special_tokens=True)(first.prompt_ids.tolist())
@@ -226,7 +229,39 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     images = image_reader(config.model.path, max_pixels=config.rollout_fleet.max_image_pixels)
     needs: dict[str, Any] = {"has_environment": has_environment(config), "images": images}
     prompts = PromptStream(config.data, tokenizer, seed=config.seed, **needs)
-    return prompts, load_eval_prompts(config.data, tokenizer, **needs) if config.evaluation.enabled else []
+    held_out = load_eval_prompts(config.data, tokenizer, **needs) if config.evaluation.enabled else []
+    check_environments(config, prompts.environments | {prompt.environment for prompt in held_out} - {""})
+    return prompts, held_out
+
+
+def unused_sources(config: RunConfig, sources: set[str]) -> list[str]:
+    """Return a warning text for each option that names a data source that is not in ``sources``, those of the rows."""
+    options = {**options_by_source(config), "data.environment_by_source": config.data.environment_by_source}
+    return [
+        f"{option} names the source {source!r}, and no row has it in the column {config.data.data_source_key!r}, only "
+        f"{sorted(sources)}; correct the name, or leave it out"
+        for option, by_source in options.items()
+        for source in sorted(by_source.keys() - sources)
+    ]
+
+
+def check_environments(config: RunConfig, names: Iterable[str]) -> None:
+    """Check the names of environments that rows and data sources have. This imports no user's module.
+
+    Raises:
+        ValueError: a name without a colon is not that of an adapter, or there is no such file.
+    """
+    key = config.data.environment_key
+    where = " or ".join([*([f"the column {key!r}"] if key else []), "data.environment_by_source"])
+    for name in sorted(names):
+        place, colon, attribute = name.rpartition(":")
+        if not (place and colon and attribute) and name not in ENVIRONMENTS.names():
+            raise ValueError(
+                f"{where} must name one of {ENVIRONMENTS.names()}, or file.py:Class or module:Class of your own, got "
+                f"{name!r}; correct the name"
+            )
+        if place.endswith(".py") and not config.ray.address and not Path(place).is_file():
+            raise ValueError(f"{where} has {name!r}, and there is no file {Path(place).resolve()}; check the path")
 
 
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:

@@ -27,6 +27,7 @@ from asyncrl.core.errors import with_exit_status
 from asyncrl.core.image_files import image_reader
 from asyncrl.core.registry import absolute_name
 from asyncrl.core.types import FinishReason, Prompt
+from asyncrl.data.chat import Message, read_messages
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.row_files import read_rows
 from asyncrl.data.samplers import UNIFORM
@@ -79,6 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, overrides = parser.parse_known_args(arguments)
     if flags := [word for word in overrides if word.startswith("-")]:
         parser.error(f"unknown flag {flags[0]}")
+    if options.num < 0:
+        parser.error(f"-n must be >= 0, got {options.num}; 0 scores all prompts")
     logging.basicConfig(level=logging.INFO if options.verbose else logging.ERROR, format="%(message)s")
     config = _config(options, overrides)
     given = list(_of_samples(options, config) if options.samples else _of_rows(options, config))
@@ -166,6 +169,9 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
     keys += [data.prompt_key] if data.chat_template else []
     rows = read_rows(options.data, [key for key in dict.fromkeys(keys) if key])
     values = {key: rows.column(key) for key in dict.fromkeys(keys) if key}
+    messages: Sequence[tuple[Message, ...]] = [()] * len(rows)
+    if data.chat_template:
+        messages = read_messages(rows, data.prompt_key, system_prompt=data.system_prompt, has_images=True)
     for row in range(len(rows))[: options.num or None]:
         texts = values[column][row]
         texts = texts if isinstance(texts, list) else [texts]
@@ -180,7 +186,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
             ground_truth=values[data.ground_truth_key][row] if data.ground_truth_key else None,
             data_source=values[data.data_source_key][row] if data.data_source_key else "",
             extra={key: values[key][row] for key in data.extra_keys},
-            messages=tuple(values[data.prompt_key][row]) if data.chat_template else (),
+            messages=messages[row],
         )
         name = f"{rows.unit} {rows.numbers[row]}"
         yield GivenResponses(name=name, prompt=prompt, rollouts=[Rollout.answer(text) for text in texts])

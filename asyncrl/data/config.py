@@ -42,7 +42,7 @@ class DataConfig:
         environment_options_key: Column of further options of the row's environment: a mapping, or its JSON text; null
             for none. Empty if there is no such column.
         environment_by_source: Environment by data source, for rows that name no environment. Example: ``{sums:
-            calculator}``.
+            sums.py:Calculator}``.
         max_prompt_tokens: Largest allowed length of a prompt, in tokens.
         overlong_prompts: What the run does with a longer prompt.
         shuffle: Use a new seeded order in each epoch. If False, each epoch has the order of the files.

@@ -85,6 +85,16 @@ class PromptStream:
         """Number of prompts in the training files, without the prompts that are too long."""
         return len(self._prompts)
 
+    @property
+    def data_sources(self) -> set[str]:
+        """Names of the data sources of the rows."""
+        return {prompt.data_source for prompt in self._prompts}
+
+    @property
+    def environments(self) -> set[str]:
+        """Names of the environments of rows and data sources, without the environment of the run."""
+        return {prompt.environment for prompt in self._prompts} - {""}
+
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts of the stream, and advance the stream. ``count`` must be >= 0."""
         self._position += count

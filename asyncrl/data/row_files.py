@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 _INT_RANGE = (-(2**63), 2**64 - 1)
 """Smallest and largest integer that msgpack can encode. Rows are sent to the reward function as msgpack."""
 
+_MAX_LEVELS = 100
 _PLAIN = "strings, numbers (64 bits), booleans, bytes, or lists and dicts of them"
 
 
@@ -176,8 +177,18 @@ def _read_jsonl(path: str, content: bytes) -> Rows:
 
 
 def _parsed(text: str | bytes) -> Any:
-    """Parse JSON. Raises `ValueError` if it is not JSON, or has half of a surrogate pair, which is not Unicode."""
-    value = json.loads(text)
+    """Parse JSON.
+
+    Raises `ValueError` if it is not JSON, has more than ``_MAX_LEVELS`` levels, or has half of a surrogate pair, which
+    is not Unicode.
+    """
+    too_deep = f"it has more than {_MAX_LEVELS} levels of lists and objects"
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ValueError(too_deep) from error
+    if _is_deep(value):
+        raise ValueError(too_deep)
     escape = b"\\u" if isinstance(text, bytes) else "\\u"
     if not text.isascii() or escape in text:  # type: ignore[operator]
         try:
@@ -186,6 +197,16 @@ def _parsed(text: str | bytes) -> Any:
             half = str(error.object)[error.start]
             raise ValueError(f"{half!r} is half of a surrogate pair, and not valid Unicode") from error
     return value
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_MAX_LEVELS):
+        parts = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, (dict, list))]
+        level = [one for part in parts for one in part if isinstance(one, (dict, list))]
+        if not level:
+            return False
+    return True
 
 
 def _digest(content: bytes) -> str:

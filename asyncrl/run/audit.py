@@ -316,7 +316,7 @@ def _check_account(
 ) -> None:
     path = newest.folder / "summary.json"
     if not path.is_file():
-        result.unchecked.append(f"the account: {path} does not exist, because the life runs or was killed")
+        result.unchecked.append(f"the account: {path} does not exist, because the life runs, failed or was killed")
         return
     summary = json.loads(path.read_text())
     tokens = summary["tokens"]

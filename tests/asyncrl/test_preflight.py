@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from asyncrl.checks import check_options
 from asyncrl.cli import sft_command as sft
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import check_folders, preflight
@@ -149,6 +150,58 @@ async def test_a_reward_that_fails_on_the_first_row_is_refused(run, tmp_path, fu
 async def test_a_wrong_name_of_a_users_function_fails_the_preflight(run, option, words):
     with pytest.raises(ValueError, match=words):
         await preflight(run(option), print)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "calculater",
+            r"must name one of \['command', 'gym', .*\], or file.py:Class .*, got 'calculater'; correct the name",
+        ),
+        ("/nowhere.py:Asker", "has '/nowhere.py:Asker', and there is no file /nowhere.py; check the path"),
+        ("nowhere.py:", "must name one of"),
+    ],
+)
+async def test_an_environment_of_a_row_or_a_source_that_does_not_exist_is_refused(run, tmp_path, name, words):
+    rows = tmp_path / "rows.jsonl"
+    known = "rollout_fleet.episodes.calculator:Calculator"
+    lines = [{"prompt": "1=", "ground_truth": "1", "where": where, "source": "a"} for where in (known, None, name)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    files = [f"data.train_files=[{rows}]", "evaluation.enabled=false"]
+    with pytest.raises(ValueError, match=f"the column 'where' or data.environment_by_source {words}"):
+        await preflight(run(*files, "data.environment_key=where"), print)
+    by_source = {"data.data_source_key": "source", "data.environment_by_source": f"{{a: '{name}'}}"}
+    with pytest.raises(ValueError, match=r"^data.environment_by_source (must|has)"):
+        await preflight(run(*files, *(f"{key}={value}" for key, value in by_source.items())), print)
+
+
+async def test_a_source_that_no_row_has_is_a_warning(run, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    lines = [{"prompt": "1=", "ground_truth": "1", "source": source} for source in ("sums", "words")]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    by_source = "{sums: [exact_match], wrods: [last_number]}"
+    options = ["data.data_source_key=source", f"rollout_fleet.rewards_by_source={by_source}"]
+    said = []
+    await preflight(run(f"data.train_files=[{rows}]", "evaluation.enabled=false", *options), said.append)
+    assert [line for line in said if "wrods" in line] == [
+        "warning: rollout_fleet.rewards_by_source names the source 'wrods', and no row has it in the column 'source', "
+        "only ['sums', 'words']; correct the name, or leave it out"
+    ]
+    assert not any("'sums'," in line.split("and no row")[0] for line in said)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        "rollout_fleet.rewards_by_source={a: [exact_match]}",
+        "rollout_fleet.sampling_by_source={a: {max_new_tokens: 2}}",
+        "algorithm.advantage_by_source={a: rloo}",
+    ],
+)
+def test_options_by_source_need_a_column_of_sources(run, option):
+    with pytest.raises(ValueError, match=rf"{option.partition('=')[0]} needs data\.data_source_key, the column with"):
+        check_options(run(option))
 
 
 def test_a_failed_preflight_leaves_no_folder_and_ends_with_its_cause(assets, tmp_path):

@@ -70,6 +70,27 @@ def test_a_users_reward_is_tried_in_its_process_with_options_columns_and_turns(d
     assert found["responses"][0]["turn_rewards"] == {"1": 1.0}
 
 
+def test_a_reward_is_tried_with_the_messages_of_a_run(capsys, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def roles(prompt, text):\n    return sum(len(one['content']) for one in prompt.messages)\n"
+    )
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": [{"role": "user", "content": "hi"}], "truth": "a"}) + "\n")
+    options = ["data.ground_truth_key=truth", "data.chat_template=true", "data.system_prompt=brief"]
+    status, found = answers(capsys, f"{tmp_path}/mine.py:roles", str(rows), *options)
+    assert (status, [one["reward"] for one in found["responses"]]) == (0, [7.0])
+    for wrong in (None, "hi", [{"role": "user"}]):
+        rows.write_text(json.dumps({"prompt": wrong, "truth": "a"}) + "\n")
+        assert rewards_command.main(["try", "exact_match", str(rows), *options]) == 2
+        assert "rows.jsonl, line 1: column 'prompt'" in capsys.readouterr().err
+
+
+def test_a_negative_number_of_prompts_is_refused(data, capsys):
+    with pytest.raises(SystemExit):
+        rewards_command.main(["try", "exact_match", data, "data.ground_truth_key=truth", "-n", "-1"])
+    assert "-n must be >= 0, got -1; 0 scores all prompts" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [

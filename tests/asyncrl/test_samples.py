@@ -59,6 +59,12 @@ def test_samples_shows_complete_samples_of_the_newest_run(run_dir, capsys):
     )
 
 
+def test_a_negative_number_of_samples_is_refused(run_dir, capsys):
+    with pytest.raises(SystemExit):
+        samples.main([str(run_dir), "-n", "-1"])
+    assert "-n must be >= 0, got -1; 0 shows all samples" in capsys.readouterr().err
+
+
 def test_a_folder_without_samples_is_refused(tmp_path, capsys):
     assert samples.main([str(tmp_path)]) == 2
     assert "must be the folder of a run" in capsys.readouterr().err

@@ -124,6 +124,22 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path, text):
         read_rows(str(path), ["prompt"])
 
 
+@pytest.mark.parametrize("num_levels", [101, 500, 5000])
+def test_json_with_too_many_levels_is_named(tmp_path, num_levels):
+    deep = "[" * num_levels + "]" * num_levels
+    path = write_lines(tmp_path / "a.jsonl", '{"x": 1}', f'{{"x": {deep}}}')
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON \(it has more than 100 levels of lists"):
+        read_rows(path, ["x"])
+    rows = read_rows(write_lines(tmp_path / "b.jsonl", json.dumps({"x": deep})), ["x"])
+    with pytest.raises(ValueError, match=r"b\.jsonl, line 1: column 'x' is .*, expected JSON \(it has more than 100"):
+        rows.structures("x", is_json=True)
+
+
+def test_values_of_many_levels_are_read(tmp_path):
+    rows = read_rows(write_lines(tmp_path / "a.jsonl", '{"x": ' + "[" * 99 + "]" * 99 + "}"), ["x"])
+    assert len(rows.structures("x")) == len(rows.serializable_column("x")) == 1
+
+
 @pytest.mark.parametrize("value", [datetime.date(2026, 1, 1), None])
 def test_a_value_that_msgpack_cannot_encode_is_named(tmp_path, value):
     path = write_parquet(tmp_path / "a.parquet", truth=[value])

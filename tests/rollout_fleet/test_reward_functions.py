@@ -37,6 +37,11 @@ async def score(reward, truth, text, *, options=None, **extra):
         ("0.75", "0.76", 0.0),
         ("1,250", "it is 1.25e3", 1.0),
         ("-2", "2", 0.0),
+        ("-2", "\N{MINUS SIGN}2", 1.0),
+        ("2", "\N{MINUS SIGN}2", 0.0),
+        (".5", "Answer: .5", 1.0),
+        (".5", "5", 0.0),
+        ("0.5", "x=-1 or .5", 1.0),
         (0, "1e-9", 1.0),
         ("5", "1/0", 0.0),
         ("5", "five", 0.0),
@@ -119,6 +124,13 @@ def can_isolate():
 def test_the_code_of_a_response_is_its_last_fenced_block():
     assert code_of("first\n```python\nx = 1\n```\nthen\n``` py\nx = 2\n```\n") == "x = 2\n"
     assert code_of("print(1)") == "print(1)"
+    assert code_of("```a\nx = 1\n```\nand ```python\ny") == "x = 1\n"
+
+
+@pytest.mark.parametrize("text", ["```" + "a" * 150_000, "```" * 50_000])
+def test_the_code_of_a_long_line_that_begins_a_block_takes_no_quadratic_time(text):
+    """As a regular expression, this took half a minute: longer than the deadline of a whole prompt."""
+    assert code_of(text) == text
 
 
 ADDS = "Here:\n```python\na, b = map(int, input().split())\nprint(a + b)\n```"
@@ -135,6 +147,9 @@ PAIRS = [{"stdin": "1 2\n", "stdout": "3\n"}, {"input": "2 2", "output": "4"}]
         ("assert add(1, 2) == 3\nassert add(2, 2) == 4", "def add(a, b):\n    return a + b", 1.0),
         ("assert add(1, 2) == 3", "def add(a, b):\n    return a - b", 0.0),
         (["assert f() == 1", "assert f() == 2"], "f = iter([1, 2]).__next__", 0.0),
+        ("import pickle\nassert pickle.loads(pickle.dumps(A())).x == 1", "class A:\n    x = 1", 1.0),
+        ("assert stdout() == sources == 1", "stdout = lambda: 1\nsources = names = os = sys = run = 1", 1.0),
+        ([{"stdin": None, "input": "1 2", "stdout": None, "output": "3"}], ADDS, 1.0),
         ("assert False", "import sys\nsys.exit(0)", 0.0),
         ("assert False", "import os\nos._exit(0)", 0.0),
         ("assert False", "print('all asserts hold')\nraise SystemExit", 0.0),
@@ -154,7 +169,10 @@ async def test_the_reward_code_may_count_passed_tests_and_read_them_from_a_colum
     assert "must have tests in column 'cases'" in await score("code", None, "print(3)", options=options)
 
 
-@pytest.mark.parametrize("tests", [None, "", [], [{"stdin": "1"}], {"inputs": ["1"], "outputs": []}, 3])
+NO_PAIRS = [[{"stdin": None, "stdout": "3"}], {"inputs": "12", "outputs": "34"}, {"inputs": None, "outputs": None}]
+
+
+@pytest.mark.parametrize("tests", [None, "", [], [{"stdin": "1"}], {"inputs": ["1"], "outputs": []}, 3, *NO_PAIRS])
 @pytest.mark.usefixtures("can_isolate")
 async def test_rows_without_tests_fail_the_reward_code_by_name(tests):
     assert "the tests must be Python asserts or a list of {stdin, stdout}, got" in await score("code", tests, "")
@@ -162,7 +180,11 @@ async def test_rows_without_tests_fail_the_reward_code_by_name(tests):
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"kind": "jail"}, "reward code: the kind of a sandbox"), ({"limits": {"ram": 1}}, "reward code: .*'ram'")],
+    [
+        ({"kind": "jail"}, "reward code: the kind of a sandbox"),
+        ({"limits": {"ram": 1}}, "reward code: .*'ram'"),
+        ({"at_once": 0}, "at_once"),
+    ],
 )
 def test_wrong_options_of_the_reward_code_are_refused(options, words):
     with pytest.raises(ValueError, match=words):

@@ -30,6 +30,8 @@ class ScriptedJudge:
             step = step(self.requests[-1][0]["messages"][0]["content"])
         if isinstance(step, int):
             return web.Response(status=step, text="over loaded", headers={"Retry-After": "0"})
+        if isinstance(step, bytes):
+            return web.Response(body=step)
         return web.json_response({"choices": [{"message": {"role": "assistant", "content": step}}]})
 
 
@@ -80,6 +82,10 @@ async def test_a_judge_is_asked_again_after_errors_and_answers_without_score(jud
         (500, "ConnectionError('the judge at .* answered 500: over loaded", 3),
         (401, "answered 401", 1),
         ("nothing", "must give a score from 0 to 10, got 'nothing'", 3),
+        (b"<html>log\xff in</html>", "must answer in JSON, got '<html>log\ufffd in</html>", 3),
+        (b'data: {"choices": []}', "must answer in JSON, got", 3),
+        (b"null", "answer has no message: null", 3),
+        ([{"type": "text", "text": "Score: 5"}], "message must be a text, got", 3),
     ],
 )
 async def test_a_judge_without_a_score_at_last_fails_by_name(judge, script, words, num_requests):
@@ -87,6 +93,12 @@ async def test_a_judge_without_a_score_at_last_fails_by_name(judge, script, word
     (failure,) = await answers({**options, "retries": 2}, ["a"])
     assert words.split(".*")[-1].strip("\\") in failure
     assert len(scripted.requests) == num_requests
+
+
+async def test_a_score_that_the_first_group_of_the_pattern_does_not_have_is_no_score(judge):
+    _, options = await judge("Grade: good")
+    (failure,) = await answers({**options, "pattern": r"Score: (\d+)|Grade: (\w+)", "retries": 0}, ["a"])
+    assert "must give a score from 0 to 10, got 'Grade: good'" in failure
 
 
 async def test_one_response_without_a_verdict_does_not_cost_the_others_theirs(judge):
@@ -99,7 +111,7 @@ async def test_one_response_without_a_verdict_does_not_cost_the_others_theirs(ju
 async def test_a_judge_that_is_not_there_or_does_not_answer_is_a_failure(unused_tcp_port_of_loopback):
     url = f"http://127.0.0.1:{unused_tcp_port_of_loopback}/v1"
     (failure,) = await answers({"url": url, "model": "m", "retries": 0}, ["a"])
-    assert "gave no answer: ClientConnectorError" in failure
+    assert "gave no answer: ClientConnectorError: Cannot connect to host 127.0.0.1" in failure
 
 
 @pytest.fixture
@@ -160,6 +172,11 @@ async def test_the_template_of_a_judge_may_name_columns_and_plain_text_needs_a_q
         ({"template": "{"}, "reward judge: template may have the fields"),
         ({"pattern": "Score"}, "pattern must have a group, the score, got 'Score'"),
         ({"low": 5, "high": 5}, "low must be below high, got 5 and 5"),
+        ({"pattern": "("}, r"reward judge: pattern must be a regular expression, got '\('"),
+        ({"url": "localhost:8000/v1"}, "url must begin with http:// or https:// and a host, got 'localhost:8000/v1'"),
+        ({"at_once": 0}, "at_once >= 1, got 4, 60.0 and 0"),
+        ({"timeout_s": 0}, "timeout_s > 0 and at_once >= 1, got 4, 0 and 16"),
+        ({"retries": -1}, "retries must be >= 0, .* got -1"),
         ({"temperature": 0}, r"reward_options.judge must fit the options \['url', 'model'"),
     ],
 )

@@ -51,11 +51,18 @@ class Counts:
         self.value, self.step = start, step
 
     async def start(self):
+        await asyncio.sleep(0.001)
         self.value += 100
 
     def __call__(self, prompt, response_text):
         self.value += self.step
         return self.value
+
+class CannotBeCalled:
+    pass
+
+def takes_no_response(prompt):
+    return 1.0
 
 def turns_of_any_type(prompt, rollout):
     return Score(turn_rewards={{"float": float, "bool": bool, "numpy": np.int64}[rollout.text](1): 0.5})
@@ -144,6 +151,18 @@ async def test_a_class_is_made_once_with_its_options_and_started(scorer):
     rewards = await scorer("odd_rewards:Counts", reward_options={"Counts": {"start": 1.0, "step": 2.0}})
     assert (await rewards.score(prompt_of(), ["a", "b"])).total.tolist() == [103.0, 105.0]
     assert (await rewards.score(prompt_of(), ["a"])).total.tolist() == [107.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("CannotBeCalled", r"must have a method __call__\(self, prompt, response_text\), got none; add it"),
+        ("takes_no_response", r"must take a prompt and a response, got the parameters \['prompt'\]; add them"),
+    ],
+)
+async def test_a_reward_that_cannot_be_called_is_refused_before_the_first_score(scorer, name, words):
+    with pytest.raises(ValueError, match=rf"rollout_fleet\.reward=odd_rewards:{name} {words}"):
+        await scorer(f"odd_rewards:{name}")
 
 
 async def test_rewards_of_turns_must_be_finite_and_of_turns_that_exist(scorer):
