@@ -165,10 +165,11 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
     column = options.answers or data.ground_truth_key
     if not column:
         raise ValueError("asyncrl rewards try needs responses; name their column with --answers")
-    keys = [data.ground_truth_key, data.data_source_key, *data.extra_keys, column]
+    keys = [data.ground_truth_key, data.data_source_key, column]
     keys += [data.prompt_key] if data.chat_template else []
-    rows = read_rows(options.data, [key for key in dict.fromkeys(keys) if key])
+    rows = read_rows(options.data, [key for key in dict.fromkeys(keys) if key], optional=data.extra_keys)
     values = {key: rows.column(key) for key in dict.fromkeys(keys) if key}
+    extra = {key: rows.optional_column(key) for key in data.extra_keys}
     messages: Sequence[tuple[Message, ...]] = [()] * len(rows)
     if data.chat_template:
         messages = read_messages(rows, data.prompt_key, system_prompt=data.system_prompt, has_images=True)
@@ -185,7 +186,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
             prompt_ids=np.empty(0, dtype=np.int32),
             ground_truth=values[data.ground_truth_key][row] if data.ground_truth_key else None,
             data_source=values[data.data_source_key][row] if data.data_source_key else "",
-            extra={key: values[key][row] for key in data.extra_keys},
+            extra={key: own[row] for key, own in extra.items() if own[row] is not None},
             messages=messages[row],
         )
         name = f"{rows.unit} {rows.numbers[row]}"

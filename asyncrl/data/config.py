@@ -28,7 +28,7 @@ class DataConfig:
             tool_calls, …}.
         ground_truth_key: Column of the expected answer for the reward function, or empty.
         data_source_key: Column of the task's name for the reward function, or empty.
-        extra_keys: Names of further columns that the reward function gets.
+        extra_keys: Names of further columns that the reward function gets. A row may lack a column or have null there.
         chat_template: Render the messages with the tokenizer's chat template and a generation prompt.
         chat_template_kwargs: Further arguments of the template. Example: ``{"enable_thinking": false}``.
         system_prompt: A system message before the messages of each row, or empty.
@@ -120,9 +120,9 @@ class DataConfig:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the columns that the options name, and that the files therefore must have."""
+        """Names of the columns that the options name, and that all rows therefore must have."""
         single = (self.prompt_key, self.ground_truth_key, self.data_source_key, self.tools_key)
-        keys = [*single, self.images_key, self.environment_key, self.environment_options_key, *self.extra_keys]
+        keys = [*single, self.images_key, self.environment_key, self.environment_options_key]
         return [key for key in keys if key]
 
 

@@ -63,6 +63,12 @@ class PromptStream:
             raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
         reader = _PromptReader(config, tokenizer, has_environment=has_environment, images=images)
         self._prompts, self._files, self.num_filtered = reader.read(config.train_files)
+        for key in config.extra_keys:
+            if not any(key in prompt.extra for prompt in self._prompts):
+                raise ValueError(
+                    f"{', '.join(config.train_files)}: at least one row must have a value in the column {key!r} of "
+                    "data.extra_keys, got none; correct the name, or leave it out"
+                )
         self._seed = seed
         self._shuffle = config.shuffle
         self._position = 0
@@ -257,7 +263,7 @@ class _PromptReader:
         files: list[list[str]] = []
         num_filtered = 0
         for path in paths:
-            rows = read_rows(path, self._config.keys)
+            rows = read_rows(path, self._config.keys, optional=self._config.extra_keys)
             files.append([path, rows.digest])
             kept = _within_limit(rows, self._prompts_of(rows), self._config)
             num_filtered += len(rows) - len(kept)
@@ -271,7 +277,8 @@ class _PromptReader:
 
     def _prompts_of(self, rows: Rows) -> list[Prompt]:
         config = self._config
-        columns = {key: rows.serializable_column(key) for key in (config.ground_truth_key, *config.extra_keys) if key}
+        truths = rows.serializable_column(config.ground_truth_key) if config.ground_truth_key else [None] * len(rows)
+        extra = {key: rows.optional_column(key) for key in config.extra_keys}
         sources = _names(rows, config.data_source_key, "a string")
         environments = _names(
             rows, config.environment_key, "an environment's name, or null for the run's", may_be_null=True
@@ -289,9 +296,9 @@ class _PromptReader:
             Prompt(
                 group_id=row,
                 prompt_ids=self._token_ids(rows, row, ids, messages[row]),
-                ground_truth=columns[config.ground_truth_key][row] if config.ground_truth_key else None,
+                ground_truth=truths[row],
                 data_source=sources[row],
-                extra={key: columns[key][row] for key in config.extra_keys},
+                extra={key: values[row] for key, values in extra.items() if values[row] is not None},
                 messages=messages[row],
                 tools=tools[row],
                 environment=environments[row],

@@ -61,12 +61,18 @@ class Rows:
             ValueError: a value is missing or null, or msgpack cannot encode it. Example: a date.
         """
         values = self.column(key)
+        if None in values:
+            where = self.where(values.index(None))
+            raise ValueError(f"{where}: column {key!r} is null, expected a value; add it, or remove the row")
+        return self._serializable(key, values)
+
+    def optional_column(self, key: str) -> list[Any]:
+        """Return one value per row, like `serializable_column`, but None for rows without a value."""
+        return self._serializable(key, [self._value(index, key, is_optional=True) for index in range(len(self))])
+
+    def _serializable(self, key: str, values: list[Any]) -> list[Any]:
         for index, value in enumerate(values):
-            if value is None:
-                raise ValueError(
-                    f"{self.where(index)}: column {key!r} is null, expected a value; add it, or remove the row"
-                )
-            if not _is_plain(value):
+            if value is not None and not _is_plain(value):
                 raise ValueError(
                     f"{self.where(index)}: column {key!r} is {value!r} ({type(value).__name__}), expected {_PLAIN}; "
                     "convert it to a string"
@@ -99,13 +105,15 @@ class Rows:
             values.append(known.setdefault(msgpack.packb(value), value))  # type: ignore[arg-type]
         return values
 
-    def _value(self, index: int, key: str) -> Any:
+    def _value(self, index: int, key: str, *, is_optional: bool = False) -> Any:
         row = self.values[index]
         if key in row:
             return row[key]
         value: Any = row
         for name in key.split("."):
             if not isinstance(value, Mapping) or name not in value:
+                if is_optional:
+                    return None
                 found = sorted(value) if isinstance(value, Mapping) else f"a {type(value).__name__}"
                 raise ValueError(
                     f"{self.where(index)}: no column {key!r}: {name!r} expected, found {found}; fix the row, "
@@ -115,12 +123,13 @@ class Rows:
         return value
 
 
-def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
+def read_rows(path: str, keys: Iterable[str], *, optional: Iterable[str] = (), section: str = "data") -> Rows:
     """Read all rows of a parquet or jsonl file into memory. From a parquet file, read only the columns of ``keys``.
 
     Args:
         path: Path with the suffix ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
         keys: Required columns; dots separate the names of nested columns.
+        optional: Further columns, which the file or some rows may lack.
         section: Section of the options, for messages.
 
     Raises:
@@ -134,22 +143,24 @@ def read_rows(path: str, keys: Iterable[str], *, section: str = "data") -> Rows:
         missing = "" if file.parent.exists() else f" (the directory {file.parent} does not exist)"
         raise ValueError(f"{path}: {got}, expected a parquet or jsonl file{missing}; check {section}.*_files")
     content = file.read_bytes()
-    rows = _read_parquet(path, content, keys, section) if suffix == ".parquet" else _read_jsonl(path, content)
+    is_parquet = suffix == ".parquet"
+    rows = _read_parquet(path, content, keys, optional, section) if is_parquet else _read_jsonl(path, content)
     if not len(rows):
         raise ValueError(f"{path}: the file has no rows, expected at least one; remove it from {section}.*_files")
     return replace(rows, section=section)
 
 
-def _read_parquet(path: str, content: bytes, keys: Iterable[str], section: str) -> Rows:
+def _read_parquet(path: str, content: bytes, keys: Iterable[str], optional: Iterable[str], section: str) -> Rows:
     try:
         file = pq.ParquetFile(pa.BufferReader(content))
         names = file.schema_arrow.names
-        columns = {key: next((name for name in (key, key.split(".")[0]) if name in names), "") for key in keys}
-        if missing := [key for key, name in columns.items() if not name]:
+        required = [*keys]
+        known = {key: {key, key.split(".")[0]}.intersection(names) for key in (*required, *optional)}
+        if missing := [key for key in required if not known[key]]:
             found = f"no column {missing[0]!r}, found {sorted(names)}"
             raise ValueError(f"{path}: {found}; set another column in {section}.*_key")
         # Read without threads: Arrow's threads sometimes abort a process that exits soon after the read.
-        values = file.read(columns=sorted(set(columns.values())), use_threads=False).to_pylist()
+        values = file.read(columns=sorted(set().union(*known.values())), use_threads=False).to_pylist()
     except pa.ArrowException as error:
         raise ValueError(f"{path}: not a readable parquet file ({error}); write it again") from error
     return Rows(path=path, unit="row", numbers=range(len(values)), values=values, digest=_digest(content))

@@ -54,6 +54,26 @@ def test_a_prompt_has_tokens_truth_source_and_extra_columns(make_stream):
     assert prompt.extra == {"extra_info.index": 3, "extra_info": {"index": 3}}
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_rows_and_files_may_lack_extra_columns_but_not_all_of_them(tmp_path, tokenizer, kind):
+    """Each data source has its own columns."""
+    rows = [{"prompt": "1=", "truth": "1"}, {"prompt": "2=", "truth": "2", "cases": None}]
+    rows += [{"prompt": "3=", "truth": "3", "cases": "c"}]
+    files = []
+    for name, content in (("a", rows[:1]), ("b", rows[1:])):
+        path = tmp_path / f"{name}.{kind}"
+        if kind == "jsonl":
+            write_lines(path, *content)
+        else:
+            pq.write_table(pa.Table.from_pylist(content), path)
+        files.append(str(path))
+    options = {"train_files": files, "prompt_key": "prompt", "ground_truth_key": "truth", "shuffle": False}
+    stream = PromptStream(DataConfig(**options, extra_keys=["cases"]), tokenizer, seed=0)
+    assert [prompt.extra for prompt in stream.take(3)] == [{}, {}, {"cases": "c"}]
+    with pytest.raises(ValueError, match=r"at least one row .* the column 'case' of data\.extra_keys"):
+        PromptStream(DataConfig(**options, extra_keys=["case"]), tokenizer, seed=0)
+
+
 def test_every_epoch_has_each_prompt_once_in_a_new_order(make_stream):
     stream = make_stream(seed=3)
     epochs = [truths(stream.take(10)) for _ in range(3)]
