@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import ray
@@ -99,11 +100,14 @@ def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ar
     """Take the Ray references out of a call's arguments, to send them as separate arguments.
 
     Returns the arguments, in which each `DataProtoFuture` has None instead of each reference, and a list of the
-    references.
+    references. An argument that is a reference becomes a `DataProtoFuture` of its value, because Ray does not fetch
+    references inside of other arguments.
     """
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
+        if isinstance(value, ray.ObjectRef):
+            value = DataProtoFuture(collect_fn=itemgetter(0), futures=[value])
         if not isinstance(value, DataProtoFuture):
             return value
         references.extend(value.futures)
@@ -179,8 +183,9 @@ class Route:
         if self.role_method is not None:
             args = (self.role_method, *args)
         if self.is_worker and not self.is_coroutine:
-            (blank_args, blank_kwargs), references = detach_references(args, kwargs)
-            if self.takes_results and references:
+            has_future = any(isinstance(value, DataProtoFuture) for value in (*args, *kwargs.values()))
+            if self.takes_results and has_future:
+                (blank_args, blank_kwargs), references = detach_references(args, kwargs)
                 args, kwargs, name = (name, blank_args, blank_kwargs, *references), {}, "_call_chained"
             if is_silent:
                 args, name = (name, *args), "_call_silently"

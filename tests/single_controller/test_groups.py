@@ -124,6 +124,14 @@ class Adder(Worker):
         data.batch["a"] += 100 * self.rank
         return data
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
+    def sum_on_mesh(self, first, second):
+        return DataProto.from_dict({"a": first.batch["a"] + second.batch["a"]})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def lengths(self, *batches):
+        return [len(batch) for batch in batches]
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("no such mesh"))
     def on_unknown_mesh(self, data):
         return data
@@ -335,6 +343,14 @@ def test_futures_chain_through_groups(group):
     second = group.add_rank_later(first)
     assert group.add_rank(second).batch["a"].tolist() == [0, 0, 3, 3, 6, 6, 9, 9]
     assert group.on_mesh(second).batch["a"].tolist() == [0, 0, 2, 2, 204, 204, 206, 206]
+
+
+def test_a_future_and_a_batch_that_ray_has_stored_are_arguments_of_one_call(group):
+    """On a mesh, and if it is large and the same for all ranks, a batch is sent as a Ray reference."""
+    later = group.add_rank_later(zeros())
+    for output in (group.sum_on_mesh(zeros(), later), group.sum_on_mesh(second=zeros(), first=later)):
+        assert output.batch["a"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert group.lengths(later, zeros(50_000), ray.put(zeros(2))) == [[8, 50_000, 2]] * 4
 
 
 def test_a_method_may_take_the_future_itself(group):
