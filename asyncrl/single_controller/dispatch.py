@@ -625,14 +625,18 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Pad the batches that have padding enabled, by an equal number of rows. Split all arguments into parts."""
+    """Pad the batches that have padding enabled, by an equal number of rows. Split all arguments into parts.
+
+    The results of futures are padded too, if a batch beside them is padded. They must then have the batch's length.
+    """
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
     if len(lengths) > 1:
         raise UsageError(f"padded arguments must have the same length, got {sorted(lengths)}")
-    padding_size = -lengths.pop() % chunks
-    args, kwargs = mapped(partial(_padded, padding_size=padding_size), args, kwargs)
+    num_rows = lengths.pop()
+    padding_size = -num_rows % chunks
+    args, kwargs = mapped(partial(_padded, num_rows=num_rows, padding_size=padding_size), args, kwargs)
     split_args, split_kwargs = _split_args_kwargs_data_proto(chunks, *args, **kwargs)
     return split_args, {**split_kwargs, _padding_size_key: padding_size}
 
@@ -641,9 +645,13 @@ def _asks_for_padding(value: Any) -> bool:
     return not isinstance(value, DataProtoFuture) and getattr(value, "is_padding_enabled", bool)()
 
 
-def _padded(value: Any, padding_size: int) -> Any:
+def _padded(value: Any, num_rows: int, padding_size: int) -> Any:
+    if padding_size and isinstance(value, DataProtoFuture):
+        return value.then(partial(_padded, num_rows=num_rows, padding_size=padding_size))
     if padding_size == 0 or not _asks_for_padding(value):
         return value
+    if len(value) != num_rows:
+        raise UsageError(f"padded arguments must have the same length, got {sorted({len(value), num_rows})}")
     padded = value.slice()
     padded.padding(padding_size)
     return padded
