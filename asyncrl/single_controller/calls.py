@@ -220,6 +220,7 @@ def func_generator(
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        group._running()
         args, kwargs = dispatch_fn(group, *args, **kwargs)
         padding_size = kwargs.pop(_padding_size_key, 0)
         silent = silent_ranks(group, collect_fn)
@@ -239,9 +240,8 @@ def func_generator(
 def _unpadded(output: Any, padding_size: int) -> Any:
     if isinstance(output, DataProtoFuture):
         return output.then(partial(_unpadded, padding_size=padding_size))
-    if isinstance(output, list) or hasattr(output, "chunk"):
-        return output[:-padding_size]
-    return output
+    has_rows = hasattr(output, "chunk") and getattr(output, "batch_size", True)  # a TensorDict may have no batch size
+    return output[:-padding_size] if has_rows or isinstance(output, list) else output
 
 
 def shared(values: list[Any]) -> list[Any]:

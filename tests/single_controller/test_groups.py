@@ -106,6 +106,10 @@ class Adder(Worker):
     def some_return_nothing(self, data):
         return data if self.rank else None
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def without_rows(self, data):
+        return TensorDict({"t": torch.tensor(float(len(data)))}, batch_size=[])
+
     @register(Dispatch.DP_COMPUTE_METRIC)
     def length(self, data):
         return self.rank, len(data)
@@ -260,6 +264,7 @@ def test_a_batch_that_allows_it_is_padded_and_unpadded(group, num_rows):
         assert output.non_tensor_batch["s"].tolist() == [str(i) for i in range(num_rows)]
         assert len(output.batch["a"]) == num_rows
     assert len(data) == num_rows
+    assert group.without_rows(data)["t"] == (num_rows + 3) // 4
 
 
 def test_a_mesh_pads_too(group):
