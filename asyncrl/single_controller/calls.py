@@ -230,7 +230,9 @@ def func_generator(
             output = execute_fn(method_name, *args, **kwargs)
         if blocking:
             output = group._fetch(output)
-        output = collect_fn(group, output)
+        sent, output = output, collect_fn(group, output)
+        if silent and not blocking:
+            output = output.with_errors_of([sent[rank] for rank in sorted(silent)])
         return output if not padding_size or collect_fn in _COLLECT_BY_RANK else _unpadded(output, padding_size)
 
     call.__name__ = method_name

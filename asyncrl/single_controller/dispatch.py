@@ -42,7 +42,8 @@ class DataProtoFuture:
 
     Attributes:
         collect_fn: Function that joins the list of the ranks' results into one result.
-        futures: Ray references to the results, one for each rank that returns a result.
+        futures: Ray references to the results, one for each rank that returns a result. References of ranks that send
+            only their errors follow.
         dispatch_fn: Function that selects a part of the joined result; None selects the whole result.
     """
 
@@ -67,6 +68,11 @@ class DataProtoFuture:
         first = self.dispatch_fn
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
+    def with_errors_of(self, references: list[Any]) -> DataProtoFuture:
+        """Return a future that also waits for Ray references, and raises their errors. Their values are ignored."""
+        collect_fn = partial(_joined_first, collect_fn=self.collect_fn, count=len(self.futures))
+        return replace(self, collect_fn=collect_fn, futures=[*self.futures, *references])
+
     def get(self, timeout_s: float | None = None) -> Any:
         """Wait at most ``timeout_s`` seconds for the results of all ranks, join them, and return the joined result.
 
@@ -84,6 +90,10 @@ class DataProtoFuture:
         """Return what `get` returns. ``results`` are the fetched results, one for each reference in ``futures``."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
+
+
+def _joined_first(results: list[Any], collect_fn: Callable[[list[Any]], Any], count: int) -> Any:
+    return collect_fn(results[:count])
 
 
 def _part(data: Any, index: int, chunks: int) -> Any:

@@ -128,6 +128,12 @@ class Adder(Worker):
         data.batch["a"] += 100 * self.rank
         return data
 
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"), blocking=False)
+    def fail_on_mesh_later(self, data):
+        if self.rank == 3:
+            raise ValueError("this cannot be")
+        return data
+
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
     def sum_on_mesh(self, first, second):
         return DataProto.from_dict({"a": first.batch["a"] + second.batch["a"]})
@@ -320,6 +326,13 @@ def test_ranks_that_are_not_collected_send_nothing_but_their_errors(group):
     assert [type(result).__name__ for result in sent] == ["DataProto", "NoneType", "DataProto", "NoneType"]
     with pytest.raises(ValueError, match="on rank 1"):
         group._execute_all("fail_on", (1,), {}, frozenset({1})).get(60)
+
+
+def test_a_future_of_a_mesh_raises_the_errors_of_ranks_that_are_not_collected(group):
+    future = group.fail_on_mesh_later(zeros(4))
+    for call in (lambda: future.get(60), lambda: future.chunk(2)[0].get(60), lambda: group.on_mesh(future)):
+        with pytest.raises(ValueError, match="this cannot be"):
+            call()
 
 
 def test_results_that_cannot_be_joined_are_refused(group):
