@@ -2,8 +2,8 @@
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
-are [B, R], 0 at padding. ``meta_info["temperature"]`` replaces the run's temperature. The workers ignore micro-batch
-options in ``meta_info``. The classes take the options of `ModelWorker`.
+are [B, R], 0 at padding. A row may have no attended token. ``meta_info["temperature"]`` replaces the run's temperature.
+The workers ignore micro-batch options in ``meta_info``. The classes take the options of `ModelWorker`.
 """
 
 from __future__ import annotations
@@ -169,8 +169,8 @@ _NEEDED = ("input_ids", "attention_mask", "responses")
 def scored_sequences(data: DataProto) -> list[TokenSequence]:
     """Return one sequence per row of ``data``, with all attended tokens, including tokens from an environment.
 
-    All attended response tokens are in the loss, so that they get scores. Raises `ValueError` if a column is missing,
-    or if ``position_ids`` do not count the attended tokens from 0.
+    All attended response tokens are in the loss, so that they get scores. Raises `ValueError` if a column is missing or
+    has another shape, or if ``position_ids`` do not count the attended tokens from 0.
     """
     return _sequences(data, _attended_responses(data), {})
 
@@ -183,8 +183,8 @@ def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_b
     updates trains on about the same number of neighboring rows. Raises the errors of `scored_sequences`.
     """
     attended = _attended_responses(data)
-    mask = _array(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
-    tensors = {name: _array(data, source).astype(np.float32) for name, source in columns.items()}
+    mask = _of_responses(data, "response_mask").astype(bool) if "response_mask" in _names(data) else attended
+    tensors = {name: _of_responses(data, source).astype(np.float32) for name, source in columns.items()}
     sequences = _sequences(data, mask & attended, tensors)
     return [replace(s, mini_batch=i * num_mini_batches // len(sequences)) for i, s in enumerate(sequences)]
 
@@ -245,6 +245,10 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
     num_prompt = input_ids.shape[1] - mask.shape[1]
     sequences = []
     for row, keep in enumerate(attention):
+        if not keep.any():  # a sequence needs a token, which is not in the loss here
+            blank = {name: np.zeros(1, dtype=np.float32) for name in tensors}
+            sequences.append(TokenSequence(input_ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool), columns=blank))
+            continue
         in_prompt, in_response = int(keep[:num_prompt].sum()), keep[num_prompt:]
         loss_mask = np.concatenate([np.zeros(in_prompt, dtype=bool), mask[row, in_response]])
         if len(loss_mask):
@@ -263,9 +267,19 @@ def _attended_responses(data: DataProto) -> np.ndarray:
     missing = [name for name in _NEEDED if name not in _names(data)]
     if missing:
         raise ValueError(f"data must hold {list(_NEEDED)}, got {sorted(_names(data))}; add {missing}")
-    num_response = _array(data, "responses").shape[1]
     attention = _array(data, "attention_mask").astype(bool)
-    return attention[:, attention.shape[1] - num_response :]
+    shape, num_response = _array(data, "input_ids").shape, _array(data, "responses").shape[1]
+    if attention.shape != shape:
+        raise ValueError(
+            f"attention_mask must have the shape of input_ids, {list(shape)}, got {list(attention.shape)}; let both "
+            "hold prompts and responses"
+        )
+    if num_response > shape[1]:
+        raise ValueError(
+            f"responses must be the end of input_ids, {list(shape)}, got {[len(attention), num_response]}; append the "
+            "responses to the prompts"
+        )
+    return attention[:, shape[1] - num_response :]
 
 
 def _check_positions(data: DataProto, attention: np.ndarray) -> None:
@@ -285,8 +299,19 @@ def _names(data: DataProto) -> set[str]:
     return set() if data.batch is None else {str(name) for name in data.batch.keys()}  # noqa: SIM118 - a TensorDict
 
 
+def _of_responses(data: DataProto, name: str) -> np.ndarray:
+    column, shape = _array(data, name), _array(data, "responses").shape
+    if column.shape != shape:
+        raise ValueError(
+            f"{name} must have the shape of responses, {list(shape)}, got {list(column.shape)}; give one value per "
+            "response token"
+        )
+    return column
+
+
 def _array(data: DataProto, name: str) -> np.ndarray:
     if name not in _names(data):
         raise ValueError(f"data must hold {name!r}, got {sorted(_names(data))}; add it")
     assert data.batch is not None
-    return data.batch[name].detach().cpu().numpy()
+    column = data.batch[name].detach().cpu()
+    return (column.float() if column.is_floating_point() else column).numpy()  # numpy has no bfloat16

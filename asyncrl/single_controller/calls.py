@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import ray
@@ -99,11 +100,14 @@ def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ar
     """Take the Ray references out of a call's arguments, to send them as separate arguments.
 
     Returns the arguments, in which each `DataProtoFuture` has None instead of each reference, and a list of the
-    references.
+    references. An argument that is a reference becomes a `DataProtoFuture` of its value, because Ray does not fetch
+    references inside of other arguments.
     """
     references: list[Any] = []
 
     def blank(value: Any) -> Any:
+        if isinstance(value, ray.ObjectRef):
+            value = DataProtoFuture(collect_fn=itemgetter(0), futures=[value])
         if not isinstance(value, DataProtoFuture):
             return value
         references.extend(value.futures)
@@ -179,8 +183,9 @@ class Route:
         if self.role_method is not None:
             args = (self.role_method, *args)
         if self.is_worker and not self.is_coroutine:
-            (blank_args, blank_kwargs), references = detach_references(args, kwargs)
-            if self.takes_results and references:
+            has_future = any(isinstance(value, DataProtoFuture) for value in (*args, *kwargs.values()))
+            if self.takes_results and has_future:
+                (blank_args, blank_kwargs), references = detach_references(args, kwargs)
                 args, kwargs, name = (name, blank_args, blank_kwargs, *references), {}, "_call_chained"
             if is_silent:
                 args, name = (name, *args), "_call_silently"
@@ -215,6 +220,7 @@ def func_generator(
     """
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        group._running()
         args, kwargs = dispatch_fn(group, *args, **kwargs)
         padding_size = kwargs.pop(_padding_size_key, 0)
         silent = silent_ranks(group, collect_fn)
@@ -224,7 +230,9 @@ def func_generator(
             output = execute_fn(method_name, *args, **kwargs)
         if blocking:
             output = group._fetch(output)
-        output = collect_fn(group, output)
+        sent, output = output, collect_fn(group, output)
+        if silent and not blocking:
+            output = output.with_errors_of([sent[rank] for rank in sorted(silent)])
         return output if not padding_size or collect_fn in _COLLECT_BY_RANK else _unpadded(output, padding_size)
 
     call.__name__ = method_name
@@ -234,9 +242,8 @@ def func_generator(
 def _unpadded(output: Any, padding_size: int) -> Any:
     if isinstance(output, DataProtoFuture):
         return output.then(partial(_unpadded, padding_size=padding_size))
-    if isinstance(output, list) or hasattr(output, "chunk"):
-        return output[:-padding_size]
-    return output
+    has_rows = hasattr(output, "chunk") and getattr(output, "batch_size", True)  # a TensorDict may have no batch size
+    return output[:-padding_size] if has_rows or isinstance(output, list) else output
 
 
 def shared(values: list[Any]) -> list[Any]:

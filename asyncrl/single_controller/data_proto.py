@@ -116,7 +116,7 @@ class DataProto:
     def __len__(self) -> int:
         if self._batch is not None:
             return self._batch.batch_size[0]
-        return next((len(array) for array in self.non_tensor_batch.values()), 0)
+        return next((len(array) for array in self.non_tensor_batch.values() if array.ndim), 0)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__} of {len(self)} rows\n{self.get_data_info()}"
@@ -440,9 +440,11 @@ class DataProto:
             return DataProto()
         tensors = same_columns([part._columns() for part in data], "batch")
         batch = None
-        if any(part._batch is not None for part in data):
+        batches = [part._batch for part in data if part._batch is not None]
+        if batches:
             joined = {key: columns.cat_rows(parts) for key, parts in tensors.items()}
-            batch = UnbuiltBatch(joined, sum(map(len, data)))
+            device = batches[0].device if len({part.device for part in batches}) == 1 else None
+            batch = UnbuiltBatch(joined, sum(map(len, data)), device)
         array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
         arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
         return data[0]._derived(batch, arrays, columns.merge_meta_info([part.meta_info for part in data]))

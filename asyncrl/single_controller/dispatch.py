@@ -42,7 +42,8 @@ class DataProtoFuture:
 
     Attributes:
         collect_fn: Function that joins the list of the ranks' results into one result.
-        futures: Ray references to the results, one for each rank that returns a result.
+        futures: Ray references to the results, one for each rank that returns a result. References of ranks that send
+            only their errors follow.
         dispatch_fn: Function that selects a part of the joined result; None selects the whole result.
     """
 
@@ -67,6 +68,11 @@ class DataProtoFuture:
         first = self.dispatch_fn
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
+    def with_errors_of(self, references: list[Any]) -> DataProtoFuture:
+        """Return a future that also waits for Ray references, and raises their errors. Their values are ignored."""
+        collect_fn = partial(_joined_first, collect_fn=self.collect_fn, count=len(self.futures))
+        return replace(self, collect_fn=collect_fn, futures=[*self.futures, *references])
+
     def get(self, timeout_s: float | None = None) -> Any:
         """Wait at most ``timeout_s`` seconds for the results of all ranks, join them, and return the joined result.
 
@@ -84,6 +90,10 @@ class DataProtoFuture:
         """Return what `get` returns. ``results`` are the fetched results, one for each reference in ``futures``."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
+
+
+def _joined_first(results: list[Any], collect_fn: Callable[[list[Any]], Any], count: int) -> Any:
+    return collect_fn(results[:count])
 
 
 def _part(data: Any, index: int, chunks: int) -> Any:
@@ -625,14 +635,18 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Pad the batches that have padding enabled, by an equal number of rows. Split all arguments into parts."""
+    """Pad the batches that have padding enabled, by an equal number of rows. Split all arguments into parts.
+
+    The results of futures are padded too, if a batch beside them is padded. They must then have the batch's length.
+    """
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:
         return _split_args_kwargs_data_proto(chunks, *args, **kwargs)
     if len(lengths) > 1:
         raise UsageError(f"padded arguments must have the same length, got {sorted(lengths)}")
-    padding_size = -lengths.pop() % chunks
-    args, kwargs = mapped(partial(_padded, padding_size=padding_size), args, kwargs)
+    num_rows = lengths.pop()
+    padding_size = -num_rows % chunks
+    args, kwargs = mapped(partial(_padded, num_rows=num_rows, padding_size=padding_size), args, kwargs)
     split_args, split_kwargs = _split_args_kwargs_data_proto(chunks, *args, **kwargs)
     return split_args, {**split_kwargs, _padding_size_key: padding_size}
 
@@ -641,9 +655,13 @@ def _asks_for_padding(value: Any) -> bool:
     return not isinstance(value, DataProtoFuture) and getattr(value, "is_padding_enabled", bool)()
 
 
-def _padded(value: Any, padding_size: int) -> Any:
+def _padded(value: Any, num_rows: int, padding_size: int) -> Any:
+    if padding_size and isinstance(value, DataProtoFuture):
+        return value.then(partial(_padded, num_rows=num_rows, padding_size=padding_size))
     if padding_size == 0 or not _asks_for_padding(value):
         return value
+    if len(value) != num_rows:
+        raise UsageError(f"padded arguments must have the same length, got {sorted({len(value), num_rows})}")
     padded = value.slice()
     padded.padding(padding_size)
     return padded

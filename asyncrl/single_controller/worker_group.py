@@ -71,6 +71,13 @@ class WorkerGroup:
         """Number of workers in the group."""
         return len(self._workers)
 
+    def _running(self) -> list[Any]:
+        """Return the workers. Raises `UsageError` after the group was shut down."""
+        if not self._workers:
+            name = getattr(self, "name_prefix", type(self).__name__)
+            raise UsageError(f"group {name!r} has no workers, because it was shut down; start a new group")
+        return self._workers
+
     def _is_worker_alive(self, worker: Any) -> bool:
         return state_of(worker) == "ALIVE"
 
@@ -429,7 +436,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call the method ``method_name`` of the worker of rank 0. Return a reference to the result at once."""
-        return PendingResult(self._execute_remote_single_worker(self._workers[0], method_name, *args, **kwargs))
+        return PendingResult(self._execute_remote_single_worker(self._running()[0], method_name, *args, **kwargs))
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
         """Call the method ``method_name`` of the worker of rank 0, wait for the result, and return it."""
@@ -439,7 +446,7 @@ class RayWorkerGroup(WorkerGroup):
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
         """Call the method ``method_name`` of the worker of one rank. Return a reference to the result at once."""
-        return PendingResult(self._execute_remote_single_worker(self._workers[rank], method_name, *args, **kwargs))
+        return PendingResult(self._execute_remote_single_worker(self._running()[rank], method_name, *args, **kwargs))
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
         """Call the method ``method_name`` of every worker. Return a list of references to the results at once.
@@ -453,7 +460,7 @@ class RayWorkerGroup(WorkerGroup):
         self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
     ) -> PendingResults:
         """Call as `execute_all_async` does. The ranks in ``silent`` return errors, but no results."""
-        num_workers = len(self._workers)
+        num_workers = len(self._running())
         if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
             args = [[arg] * num_workers for arg in args]
             kwargs = {key: [value] * num_workers for key, value in kwargs.items()}
@@ -484,8 +491,9 @@ class RayWorkerGroup(WorkerGroup):
     def shutdown(self) -> None:
         """Kill the workers. This also ends other groups of the same workers (from `spawn`, or attached by name).
 
-        The last group of a pool also releases the pool's reservation. A running call raises `WorkerDiedError`. After a
-        shutdown of Ray, the method kills no worker, so that detached workers still run.
+        The last group of a pool also releases the pool's reservation. A running call raises `WorkerDiedError`, and a
+        later call of this group raises `UsageError`. After a shutdown of Ray, the method kills no worker, so that
+        detached workers still run.
         """
         self.stop_worker_aliveness_check()
         has_ended = any(worker._ray_cluster_and_job != current_cluster() for worker in self._workers)

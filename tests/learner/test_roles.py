@@ -223,6 +223,11 @@ def test_updating_the_critic_brings_values_to_returns(models):
     [
         (lambda data: data.batch.pop("attention_mask"), r"add \['attention_mask'\]"),
         (lambda data: data.batch["position_ids"].add_(1), "position_ids must count"),
+        (
+            lambda data: data.batch.set("input_ids", data.batch["input_ids"][:, :PROMPT]),
+            r"shape of input_ids, \[4, 5\]",
+        ),
+        (lambda data: data.batch.set("responses", torch.zeros(4, 12)), r"end of input_ids, \[4, 11\], got \[4, 12\]"),
     ],
 )
 def test_invalid_rows_are_refused(models, tmp_path, change, message):
@@ -230,6 +235,46 @@ def test_invalid_rows_are_refused(models, tmp_path, change, message):
     change(data)
     with pytest.raises(ValueError, match=message):
         actor(models, tmp_path).compute_log_prob(data)
+
+
+def test_a_row_without_attended_tokens_counts_as_a_row_without_a_response(models, tmp_path):
+    critic = CriticWorker(CONFIG, ALGORITHM, model_path=models["critic"], total_steps=20)
+    reward_model = RewardModelWorker(CONFIG, ALGORITHM, model_path=models["rm"])
+    critic.init_model()
+    reward_model.init_model()
+    worker, data, empty = actor(models, tmp_path), rows(), rows()
+    empty.batch["attention_mask"][1] = 0
+    for call, name in (
+        (worker.compute_log_prob, "old_log_probs"),
+        (critic.compute_values, "values"),
+        (reward_model.compute_rm_score, "rm_scores"),
+    ):
+        want, got = call(data).batch[name], call(empty).batch[name]
+        want[1] = 0.0
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
+    empty.batch["old_log_probs"], empty.batch["advantages"] = torch.zeros(4, RESPONSE), torch.ones(4, RESPONSE)
+    assert worker.update_actor(empty).meta_info["metrics"]["actor/num_tokens"] == 6 + 4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_columns_of_other_float_dtypes_are_trained_on(models, tmp_path, dtype):
+    worker, data = actor(models, tmp_path), rows()
+    data.batch["old_log_probs"] = worker.compute_log_prob(data).batch["old_log_probs"].to(dtype)
+    data.batch["advantages"] = torch.ones(4, RESPONSE, dtype=dtype)
+    data.batch["response_mask"] = data.batch["attention_mask"][:, PROMPT:].to(dtype)
+    metrics = worker.update_actor(data).meta_info["metrics"]
+    assert metrics["actor/num_tokens"] == 6 + 3 + 4
+    assert metrics["actor/ratio"] == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize("name", ["old_log_probs", "advantages", "response_mask"])
+def test_a_column_that_does_not_fit_the_responses_is_refused(models, tmp_path, name):
+    data = rows()
+    for column in ("old_log_probs", "advantages", "response_mask"):
+        data.batch[column] = torch.ones(4, RESPONSE)
+    data.batch[name] = torch.ones(4, 1)
+    with pytest.raises(ValueError, match=rf"{name} must have the shape of responses, \[4, 6\], got \[4, 1\]"):
+        actor(models, tmp_path).update_actor(data)
 
 
 def test_with_adapters_the_actor_is_its_own_reference(models, tmp_path):

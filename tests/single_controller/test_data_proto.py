@@ -51,6 +51,8 @@ def test_columns_of_different_length_are_refused():
         DataProto.from_dict({"a": torch.zeros(3)}, {"s": ["x"]})
     with pytest.raises(BatchError, match="numpy"):
         DataProto(non_tensor_batch={"s": ["x"]})
+    with pytest.raises(BatchError, match=r"'s'\] has shape \(\)"):
+        DataProto(non_tensor_batch={"s": np.array({"a": 1}, dtype=object)})
     with pytest.raises(BatchError, match="one batch dimension"):
         DataProto(batch=TensorDict({"a": torch.zeros(2, 2)}, batch_size=[2, 2]))
 
@@ -287,6 +289,13 @@ def test_to_moves_tensors_in_place():
     data = batch_of()
     assert data.to("meta") is data
     assert data.batch["a"].device.type == "meta"
+
+
+def test_parts_and_their_concatenation_keep_the_device():
+    data = batch_of().to("meta")
+    parts = data.chunk(2)
+    assert DataProto.concat(parts).batch.device == parts[0].batch.device == data.batch.device
+    assert DataProto.concat([batch_of(), batch_of().to("cpu")]).batch.device is None
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import pytest
 import torch
 from tensordict import TensorDict
 
+from asyncrl.core.errors import BatchError
 from asyncrl.single_controller import (
     DISPATCH_MODE_FN_REGISTRY,
     MAGIC_ATTR,
     DataProto,
+    DataProtoFuture,
     Dispatch,
     DynamicEnum,
     Execute,
@@ -200,6 +202,22 @@ def test_a_dispatch_function_may_use_the_splitting_of_the_others():
         )
     with pytest.raises(UsageError, match="3 rows"):
         _split_args_kwargs_data_proto(2, TensorDict({"a": torch.zeros(3)}, batch_size=[3]))
+
+
+def test_a_future_is_padded_like_the_batches_beside_it():
+    data = DataProto.from_dict({"a": torch.arange(5.0)}, auto_padding=True)
+    future = DataProtoFuture.concat([None])
+    (_, parts), kwargs = _split_args_kwargs_data_proto_with_auto_padding(4, data, future)
+    assert kwargs == {_padding_size_key: 3}
+    parts = [pickle.loads(pickle.dumps(part)).resolve([data]) for part in parts]
+    assert [part.batch["a"].tolist() for part in parts] == [[0, 1], [2, 3], [4, 4], [4, 4]]
+    (parts,), kwargs = _split_args_kwargs_data_proto_with_auto_padding(4, future)
+    assert ([len(part.resolve([data])) for part in parts], kwargs) == ([2, 2, 1, 0], {})
+    (_, parts), _ = _split_args_kwargs_data_proto_with_auto_padding(4, data, future)
+    with pytest.raises(UsageError, match=r"same length, got \[3, 5\]"):
+        parts[0].resolve([data.slice(0, 3)])
+    with pytest.raises(BatchError, match="6 rows cannot be cut"):
+        parts[0].resolve([DataProto.from_dict({"a": torch.zeros(6)})])
 
 
 @pytest.mark.parametrize("split_size", [0, -1, [], [2, 0]])

@@ -106,6 +106,10 @@ class Adder(Worker):
     def some_return_nothing(self, data):
         return data if self.rank else None
 
+    @register(Dispatch.DP_COMPUTE_PROTO)
+    def without_rows(self, data):
+        return TensorDict({"t": torch.tensor(float(len(data)))}, batch_size=[])
+
     @register(Dispatch.DP_COMPUTE_METRIC)
     def length(self, data):
         return self.rank, len(data)
@@ -123,6 +127,20 @@ class Adder(Worker):
     def on_mesh_later(self, data):
         data.batch["a"] += 100 * self.rank
         return data
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"), blocking=False)
+    def fail_on_mesh_later(self, data):
+        if self.rank == 3:
+            raise ValueError("this cannot be")
+        return data
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("mesh"))
+    def sum_on_mesh(self, first, second):
+        return DataProto.from_dict({"a": first.batch["a"] + second.batch["a"]})
+
+    @register(Dispatch.ONE_TO_ALL)
+    def lengths(self, *batches):
+        return [len(batch) for batch in batches]
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("no such mesh"))
     def on_unknown_mesh(self, data):
@@ -252,6 +270,7 @@ def test_a_batch_that_allows_it_is_padded_and_unpadded(group, num_rows):
         assert output.non_tensor_batch["s"].tolist() == [str(i) for i in range(num_rows)]
         assert len(output.batch["a"]) == num_rows
     assert len(data) == num_rows
+    assert group.without_rows(data)["t"] == (num_rows + 3) // 4
 
 
 def test_a_mesh_pads_too(group):
@@ -309,6 +328,13 @@ def test_ranks_that_are_not_collected_send_nothing_but_their_errors(group):
         group._execute_all("fail_on", (1,), {}, frozenset({1})).get(60)
 
 
+def test_a_future_of_a_mesh_raises_the_errors_of_ranks_that_are_not_collected(group):
+    future = group.fail_on_mesh_later(zeros(4))
+    for call in (lambda: future.get(60), lambda: future.chunk(2)[0].get(60), lambda: group.on_mesh(future)):
+        with pytest.raises(ValueError, match="this cannot be"):
+            call()
+
+
 def test_results_that_cannot_be_joined_are_refused(group):
     with pytest.raises(ValueError, match="NoneType"):
         group.some_return_nothing(zeros())
@@ -335,6 +361,14 @@ def test_futures_chain_through_groups(group):
     second = group.add_rank_later(first)
     assert group.add_rank(second).batch["a"].tolist() == [0, 0, 3, 3, 6, 6, 9, 9]
     assert group.on_mesh(second).batch["a"].tolist() == [0, 0, 2, 2, 204, 204, 206, 206]
+
+
+def test_a_future_and_a_batch_that_ray_has_stored_are_arguments_of_one_call(group):
+    """On a mesh, and if it is large and the same for all ranks, a batch is sent as a Ray reference."""
+    later = group.add_rank_later(zeros())
+    for output in (group.sum_on_mesh(zeros(), later), group.sum_on_mesh(second=zeros(), first=later)):
+        assert output.batch["a"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert group.lengths(later, zeros(50_000), ray.put(zeros(2))) == [[8, 50_000, 2]] * 4
 
 
 def test_a_method_may_take_the_future_itself(group):

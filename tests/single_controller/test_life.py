@@ -11,7 +11,7 @@ import torch
 from ray import cloudpickle
 from ray.util.placement_group import placement_group_table
 
-from asyncrl.core.errors import DeadlineError, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, UsageError, WorkerDiedError
 from asyncrl.single_controller import (
     DataProto,
     Dispatch,
@@ -168,6 +168,16 @@ def test_a_call_that_is_under_way_when_its_group_ends_names_the_worker(cluster):
 
     with pytest.raises(WorkerDiedError, match="group 'ended', rank 0"):
         asyncio.run(awaited())
+    late = [
+        group.place,
+        lambda: group.same(DataProto()),
+        lambda: group.execute_all_async("place"),
+        lambda: group.execute_rank_zero_sync("place"),
+        lambda: group.execute_rank_async(0, "place"),
+    ]
+    for call in late:
+        with pytest.raises(UsageError, match="group 'ended' has no workers, because it was shut down"):
+            call()
 
 
 def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluster):
