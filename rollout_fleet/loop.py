@@ -512,7 +512,7 @@ class RolloutLoop:
         requests: list[SampleRequest] = []
         for group in groups:
             if group.phase is GroupPhase.generating:
-                new = group.next_requests(on_first_token=self._first_token_stamp(group))
+                new = group.next_requests(on_first_token=_first_token_stamp(self._engine, group))
                 asked.update((request.id, group) for request in new)
                 requests += new
             await self._leave_if_done(group)
@@ -549,12 +549,6 @@ class RolloutLoop:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
             raise
-
-    def _first_token_stamp(self, group: InflightGroup) -> Callable[[], None] | None:
-        if record.current() is None or (group.runs and group.num_own_tokens):
-            return None
-        stamps = iter([partial(self._stamp, GroupEvent.first_token, group)])
-        return lambda: next(stamps, lambda: None)()
 
     async def _take(self, group: InflightGroup, request: SampleRequest, output: SampleOutput) -> None:
         if self._engine.has_failed and not output.finish_reason:
@@ -669,3 +663,10 @@ class RolloutLoop:
 def _stamp(engine: Engine, event: GroupEvent, group: InflightGroup) -> None:
     group_id, attempt = group.key
     record.stamp(event, group_id, attempt=attempt, version=engine.version)
+
+
+def _first_token_stamp(engine: Engine, group: InflightGroup) -> Callable[[], None] | None:
+    if record.current() is None or (group.runs and group.num_own_tokens):
+        return None
+    stamps = iter([partial(_stamp, engine, GroupEvent.first_token, group)])
+    return lambda: next(stamps, lambda: None)()

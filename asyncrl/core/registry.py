@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, TypeVar, cast
@@ -98,8 +99,10 @@ def _import_file(path: Path) -> ModuleType:
     """
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
-    name = path.stem
-    if not _is_name_of(name, path):
+    name, spec = path.stem, None
+    with suppress(ValueError):  # a module in sys.modules has no spec, for example __main__
+        spec = importlib.util.find_spec(name) if "." not in name else None
+    if spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve():
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -113,12 +116,3 @@ def _import_file(path: Path) -> ModuleType:
         del sys.modules[name]
         raise
     return module
-
-
-def _is_name_of(name: str, path: Path) -> bool:
-    """Return whether ``import name`` imports this file."""
-    try:
-        spec = importlib.util.find_spec(name) if "." not in name else None
-    except ValueError:  # a module in sys.modules without a spec, for example __main__
-        return False
-    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == path.resolve()
