@@ -191,13 +191,22 @@ class Encoder:
         """Return the entry for an array in the message's header, and append the array's memory to ``buffers``.
 
         If the array has Python objects or strings of variable length, the entry has the items, and no memory is
-        appended. Return None if the dtype is not supported.
+        appended. An object that the array has several times, as after `DataProto.repeat`, is encoded once. Return None
+        if the dtype is not supported.
         """
         if array.dtype.kind in _PLAIN_KINDS:
             self.buffers.append(buffer_of(array))
             return msgpack.ExtType(_EXT_ARRAY, describe(array.dtype, array.shape))
         if array.dtype == object:
-            return [_OBJECTS.sent, array.reshape(-1).tolist(), *array.shape]
+            items = array.reshape(-1).tolist()
+            if _ATOMS.issuperset(map(type, items)):
+                return [_OBJECTS.sent, items, *array.shape]
+            distinct = {id(item): item for item in items}
+            if len(distinct) == len(items):
+                return [_OBJECTS.sent, items, *array.shape]
+            places = {key: place for place, key in enumerate(distinct)}
+            chosen = np.array([places[id(item)] for item in items], dtype=np.int64)
+            return [_REPEATED.sent, [*distinct.values()], chosen.reshape(array.shape)]
         if array.dtype == np.dtypes.StringDType():
             return [_STRINGS.sent, array.reshape(-1).tolist(), *array.shape]
         parts = record_parts(array)
@@ -320,6 +329,15 @@ class Decoder:
                 array[index] = item
         return array.reshape(shape)
 
+    def repeated_objects(self, parts: list[Any]) -> np.ndarray:
+        """Build an object array from a list: the distinct items, and an array with the place of each item."""
+        items, places = parts
+        if type(places) is not np.ndarray or places.dtype != np.int64 or not isinstance(items, list):
+            raise WireError("an array of repeated objects has no places of its items")
+        if places.size and not 0 <= places.min() <= places.max() < len(items):
+            raise WireError(f"an array of repeated objects refers to items outside its {len(items)}")
+        return self.objects([items, len(items)])[places]
+
     def strings(self, parts: list[Any]) -> np.ndarray:
         """Build an array of strings of any length from a list: the items, then the dimensions."""
         items, *dims = parts
@@ -344,11 +362,12 @@ class Decoder:
 
 _TUPLE = _Mark(msgpack.ExtType(_EXT_MARK, b"t"), lambda _, items: tuple(items))
 _OBJECTS = _Mark(msgpack.ExtType(_EXT_MARK, b"o"), Decoder.objects)
+_REPEATED = _Mark(msgpack.ExtType(_EXT_MARK, b"d"), Decoder.repeated_objects)
 _STRINGS = _Mark(msgpack.ExtType(_EXT_MARK, b"s"), Decoder.strings)
 _RECORD = _Mark(msgpack.ExtType(_EXT_MARK, b"r"), lambda _, parts: record_of(parts))
 _NESTED = _Mark(msgpack.ExtType(_EXT_MARK, b"n"), Decoder.nested_tensor)
 _COLUMNS = _Mark(msgpack.ExtType(_EXT_MARK, b"c"), Decoder.columns)
-_MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _STRINGS, _RECORD, _NESTED, _COLUMNS)}
+_MARKS = {mark.sent.data: mark for mark in (_TUPLE, _OBJECTS, _REPEATED, _STRINGS, _RECORD, _NESTED, _COLUMNS)}
 
 
 def _torch_side() -> Any:

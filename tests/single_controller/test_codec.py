@@ -68,6 +68,7 @@ values = st.recursive(
         st.lists(inner, max_size=4)
         | st.lists(inner, max_size=4).map(tuple)
         | st.lists(inner, max_size=4).map(object_array)
+        | st.lists(inner, max_size=2).map(lambda items: object_array(items * 2))
         | st.dictionaries(st.text(max_size=4) | st.integers(-9, 9), inner, max_size=4)
     ),
     max_leaves=12,
@@ -107,6 +108,17 @@ def test_buffers_are_not_copied_on_either_side():
     decoded = codec.decode(frames)["a"]
     assert np.shares_memory(decoded, array)
     assert not decoded.flags.writeable
+
+
+def test_an_object_that_an_array_has_several_times_is_sent_once():
+    """After `DataProto.repeat`, each row of a group has the same image."""
+    images = [{"pixels": np.zeros(10_000)}, {"pixels": np.ones(10_000)}]
+    array = object_array(images).repeat(16).reshape(4, 8)
+    frames = as_received(codec.encode(array))
+    assert sum(map(len, frames)) < 3 * 80_000
+    decoded = codec.decode(frames)
+    assert deep_equal(decoded, array)
+    assert decoded[0, 0] is decoded[1, 7]
 
 
 def test_a_tensor_from_read_only_memory_is_a_copy_that_may_be_written():

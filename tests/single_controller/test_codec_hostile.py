@@ -117,6 +117,12 @@ HOSTILE = {
     "an object array that nests too deep": [
         PREFIX + b"\x93\xd4\x00o\x91" * 1100 + b"\xc0" + b"\x01" * 1100,
     ],
+    "repeated objects without places": [header(marked(b"d", [1], 1))],
+    "repeated objects outside of the items": [header(marked(b"d", [1], array(b"<i8", 1))), b"\1" + b"\0" * 7],
+    "repeated objects before the items": [header(marked(b"d", [1], array(b"<i8", 1))), b"\xff" * 8],
+    "repeated objects of no items": [header(marked(b"d", [], array(b"<i8", 1))), b"\0" * 8],
+    "repeated objects of a map": [header(marked(b"d", {"a": 1}, array(b"<i8", 1))), b"\0" * 8],
+    "repeated objects with small places": [header(marked(b"d", [1], array(b"|u1", 1))), b"\0"],
     "a string array of numbers": [header(marked(b"s", [1], 1))],
     "a structured array without fields": [header(marked(b"r", [1], False, [], []))],
     "a structured array of text": [header(marked(b"r", [1], False, ["a"], ["b"]))],
@@ -195,6 +201,7 @@ def test_the_messages_above_are_hostile_by_what_they_say_and_not_by_their_form()
     assert codec.decode([header(tensor(b"int8", 2)), b"\1\2"]).tolist() == [1, 2]
     assert codec.decode([header(marked(b"t", 1, 2))]) == (1, 2)
     assert codec.decode([header(marked(b"o", [1], 1))]).tolist() == [1]
+    assert codec.decode([header(marked(b"d", [1], array(b"<i8", 1))), b"\0" * 8]).tolist() == [1]
     assert codec.decode([header(marked(b"c", "a", dense(b"int8", 1))), b"\1"])["a"].tolist() == [1]
     assert codec.decode(jagged_message([1.0, 2.0], [0, 1, 2], None, 1)).size(0) == 2
     assert codec.decode([header(marked(b"n", [[dense(b"int8", 1)]])), b"1"]).is_nested
