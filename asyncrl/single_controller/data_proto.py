@@ -396,8 +396,11 @@ class DataProto:
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
         """Append ``padding_size`` copies of the last row to this batch, in place.
 
-        If ``padding_candidate`` is ``first``, append copies of the first row instead.
+        If ``padding_candidate`` is ``first``, append copies of the first row instead. Raises `BatchError` if there is
+        no row to copy, or ``padding_size`` is negative.
         """
+        if padding_size < 0:
+            raise BatchError(f"padding_size must be >= 0, got {padding_size}")
         if padding_size == 0:
             return
         if not len(self):
@@ -424,8 +427,10 @@ class DataProto:
     def split(self, split_size: int) -> list[DataProto]:
         """Cut the rows into a list of batches of ``split_size`` rows. The last batch may be shorter.
 
-        The batches share memory with this batch.
+        The batches share memory with this batch. Raises `BatchError` if ``split_size`` is below 1.
         """
+        if split_size < 1:
+            raise BatchError(f"split_size must be >= 1, got {split_size}")
         return [self.slice(start, start + split_size) for start in range(0, len(self), split_size)]
 
     @staticmethod

@@ -250,6 +250,14 @@ def test_padding_repeats_the_last_row_or_the_first():
     assert data.meta_info == {"metrics": {"m": 1}}
 
 
+def test_a_negative_number_of_rows_is_refused():
+    with pytest.raises(BatchError, match="padding_size must be >= 0, got -1"):
+        batch_of(2).padding(-1)
+    for size in (0, -1):
+        with pytest.raises(BatchError, match=f"split_size must be >= 1, got {size}"):
+            batch_of(2).split(size)
+
+
 def test_pad_to_divisor_repeats_rows_from_the_beginning():
     padded, pad_size = pad_dataproto_to_divisor(batch_of(2), 5)
     assert (numbers(padded), pad_size) == ([0, 1, 0, 1, 0], 3)
