@@ -259,7 +259,7 @@ class TemplateRenderer(ChatRenderer):
 
     Args:
         tokenizer: The model's tokenizer.
-        tool_parser: Name of the parser of tool calls. Empty: the first parser that reads a call of the template.
+        tool_parser: Name of the parser of tool calls. Empty: `self_test` finds one.
         keeps_reasoning: Never render the whole conversation. So sampled reasoning stays in the context even if the
             template drops it.
         options: Arguments of the template.
@@ -276,7 +276,7 @@ class TemplateRenderer(ChatRenderer):
         self._options = dict(options or {})
         self._keeps_reasoning = keeps_reasoning
         self._texts = _PromptTexts()
-        self._tail, self._tool_parser = "", None
+        self._tail = ""
         super().__init__(TEMPLATE if tokenizer.chat_template else "plain", tokenizer, ())
         self._joins_arguments = not self._accepts(_CALLED) and self._accepts(_with_text_arguments(_CALLED))
         self._tail = self._find_tail()
@@ -285,7 +285,7 @@ class TemplateRenderer(ChatRenderer):
         known = [tokenizer.convert_tokens_to_ids(text) for text in self._stop_texts]
         eos = () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
         self.stop_ids = tuple(dict.fromkeys([*known, *eos, *tokenizer.end_ids]))
-        self._tool_parser = make_tool_parser(tool_parser, tokenizer) if tool_parser else self._find_tool_parser()
+        self._tool_parser = make_tool_parser(tool_parser, tokenizer) if tool_parser else None
 
     def render(self, messages: Sequence[Message], tools: Sequence[Message]) -> list[int]:
         """Return a conversation's token ids, up to the start of the next answer (`ChatRenderer.render`)."""
@@ -393,6 +393,11 @@ class TemplateRenderer(ChatRenderer):
             messages = [_with_text_arguments(message) for message in messages]
         text = self.tokenizer.render(messages, tools=_tools(tools), add_generation_prompt=prompts, **self._options)
         return text if prompts else text.removesuffix(self._tail)
+
+    def self_test(self) -> dict[str, str]:
+        """Find the parser of tool calls if none is named, then run `ChatRenderer.self_test`."""
+        self._tool_parser = self._tool_parser or self._find_tool_parser()
+        return super().self_test()
 
     def _find_tool_parser(self) -> ToolCallParser | None:
         """Return the first parser that reads a tool call as the template writes it.
