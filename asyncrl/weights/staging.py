@@ -29,7 +29,7 @@ from asyncrl.core.stacks import missed
 from asyncrl.core.types import Carrier, WeightOffer
 from asyncrl.weights.carriers import load_limit_s
 from asyncrl.weights.delta import apply_delta
-from asyncrl.weights.manifest import Manifest, read_manifest
+from asyncrl.weights.manifest import Manifest, read_manifest, write_error
 from asyncrl.weights.received import ReceivedVersions, copy_file
 
 logger = logging.getLogger(__name__)
@@ -246,5 +246,8 @@ class WeightStager:
 
 def _copy_manifest(source: Path, target: Path) -> None:
     content = source.read_bytes()
-    with os.fdopen(open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
-        file.write(content)
+    try:
+        with os.fdopen(open_private(target, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as file:
+            file.write(content)
+    except OSError as error:
+        raise write_error(len(content), target.parent, error) from error

@@ -453,7 +453,10 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
     """Receive the files of a version. A delta is verified later, by `apply_delta`."""
     local = replace(offer, manifest=str(folder / "manifest.json"), carrier=Carrier.folder)
     manifest = parse_manifest(local, admitted.manifest)
-    Path(local.manifest).write_bytes(admitted.manifest)
+    try:
+        Path(local.manifest).write_bytes(admitted.manifest)
+    except OSError as error:
+        raise write_error(len(admitted.manifest), folder, error) from error
     if admitted.round.is_delta:
         assert manifest.delta is not None, "a round of a delta"
         ends = [0] * len(manifest.delta.files)

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -30,6 +30,11 @@ LOGPROB_ROUNDING = 1e-4
 PROBE_SHARE = 0.25  # share of `silence_timeout_s` in which a silent engine must answer the probe
 MAX_SILENT_PERIODS = 3
 STREAM_END_S = 1.0  # longest wait for an HTTP stream to end after its last sample
+TAIL_TOKENS = 8
+"""To find a stop text of c characters, the newest c + `TAIL_TOKENS` tokens are decoded.
+
+More than c tokens are needed because a character may consist of several tokens.
+"""
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
@@ -46,6 +51,7 @@ class SampleRequest:
         sampling: Sampling options. The returned log-probs are computed at the temperature of these options.
         on_first_token: Called when the first token arrives, on any thread.
         images: The images of the prompt, in the order of their placeholder tokens.
+        num_written: Number of tokens at the end of the prompt that belong to the unfinished response.
     """
 
     id: str
@@ -53,6 +59,7 @@ class SampleRequest:
     sampling: SamplingConfig
     on_first_token: Callable[[], None] | None = None
     images: tuple[PlacedImage, ...] = ()
+    num_written: int = 0
 
     @property
     def prompt_key(self) -> bytes:
@@ -244,12 +251,12 @@ class Engine(ABC):
                     if isinstance(finished, Exception):
                         if self.has_failed:
                             for sample in running.values():
-                                yield sample.request, _kept(sample.request, self._so_far(sample))
+                                yield sample.request, self._kept(sample.request, self._so_far(sample))
                         raise finished
                     for request, output in finished:
                         del running[request.id]
                         self._running.pop(request.id, None)
-                        yield request, _kept(request, output)
+                        yield request, self._kept(request, output)
             if tasks:
                 # An HTTP connection can be reused only after its stream has ended.
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
@@ -280,6 +287,34 @@ class Engine(ABC):
             logger.warning("%s: the tokens of a sample are not kept: %s", self._name, error)
             return NOTHING
         return output
+
+    def _decoder(self) -> Callable[[Sequence[int]], str]:
+        """Return a function that decodes token ids to text with special tokens. It is called only for stop texts."""
+        raise NotImplementedError(f"{self._name} supports no stop texts")
+
+    def _kept(self, request: SampleRequest, output: SampleOutput) -> SampleOutput:
+        """Return the part of an answer that belongs to the response.
+
+        An aborted sample with a JSON schema keeps no token, because no request can continue its JSON text. The answer
+        to a request that continues a response ends at a stop text that begins in the earlier tokens, because the engine
+        looks for stop texts only in the tokens of the answer.
+        """
+        if output.finish_reason is None and request.sampling.json_schema:
+            return NOTHING
+        if not (request.sampling.stop and request.num_written):
+            return output
+        num_tail = max(map(len, request.sampling.stop)) + TAIL_TOKENS
+        written = request.prompt_ids[-min(request.num_written, num_tail) :].tolist()
+        decode, new_ids = self._decoder(), output.token_ids[:num_tail].tolist()
+
+        def is_at_stop(length: int) -> bool:
+            text = decode([*written, *new_ids[:length]])
+            return any(stop in text for stop in request.sampling.stop)
+
+        if not is_at_stop(len(new_ids)):
+            return output
+        length = next(length for length in range(len(new_ids) + 1) if is_at_stop(length))
+        return _first_tokens(output, length) if length else output
 
     @abstractmethod
     async def load_weights(self, offer: WeightOffer) -> float:
@@ -430,9 +465,15 @@ class Engine(ABC):
             raise
 
 
-def _kept(request: SampleRequest, output: SampleOutput) -> SampleOutput:
-    """Drop the tokens of an aborted sample with a JSON schema, because no request can continue its JSON text."""
-    return NOTHING if output.finish_reason is None and request.sampling.json_schema else output
+def _first_tokens(output: SampleOutput, length: int) -> SampleOutput:
+    """Return the first ``length`` tokens of a sample, as a response that has stopped."""
+    return replace(
+        output,
+        token_ids=output.token_ids[:length],
+        logprobs=output.logprobs[:length],
+        versions=output.versions[:length],
+        finish_reason=FinishReason.stop,
+    )
 
 
 async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:

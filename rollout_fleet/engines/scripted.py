@@ -147,6 +147,10 @@ class ScriptedEngine(Engine):
         if sampling.stop and self._decode is None:
             raise RequestRefused(f"{self._name} needs `decode` for stop texts, got stop={list(sampling.stop)}")
 
+    def _decoder(self) -> Callable[[Sequence[int]], str]:
+        assert self._decode is not None, "`_check_sampling` refuses stop texts otherwise"
+        return self._decode
+
     def _until_stop(self, response: Sequence[int], request: SampleRequest) -> Sequence[int]:
         sampling = request.sampling
         for length, token in enumerate(response, start=1):

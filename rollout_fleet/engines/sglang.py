@@ -25,6 +25,7 @@ from asyncrl.core.errors import EngineError, RequestRefused
 from asyncrl.core.record import SpanKind
 from asyncrl.core.types import FinishReason, WeightOffer
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
+from rollout_fleet.sample_log import Decode, load_decoder
 
 from .engine import (
     Answers,
@@ -123,6 +124,8 @@ class SGLangEngine(Engine):
         server: SGLangServer | None = None,
     ) -> None:
         self._config = config
+        self._model_path = model_path
+        self._decode: Decode | None = None
         self._facts: ModelFacts = read_model_facts(model_path)
         self.server = server or SGLangServer(
             config,
@@ -322,6 +325,11 @@ class SGLangEngine(Engine):
                 f"{self._name} has no tokenizer for {' and '.join(asked)}; set rollout_fleet.sglang.tokenizer=true, "
                 "which a run with rollout_fleet.environment.name implies"
             )
+
+    def _decoder(self) -> Decode:
+        if self._decode is None:
+            self._decode = load_decoder(self._model_path, special_tokens=True)
+        return self._decode
 
     def _sampling_parameters(self, sampling: SamplingConfig) -> dict[str, Any]:
         optional = {

@@ -32,6 +32,7 @@ from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfi
 from rollout_fleet.sample_log import Decode, load_decoder
 
 from .engine import (
+    TAIL_TOKENS,
     Answers,
     Engine,
     EngineLoad,
@@ -49,11 +50,6 @@ logger = logging.getLogger(__name__)
 
 _TRIED_LENGTHS = (3, 11, 11)
 _TRIED_TOKENS = 4
-TAIL_TOKENS = 8
-"""To find a stop text of c characters, the newest c + `TAIL_TOKENS` tokens are decoded.
-
-More than c tokens are needed because a character may consist of several tokens.
-"""
 
 
 class StepRecorder:
@@ -361,7 +357,7 @@ class GenerationModel:
             eos_ids=self._eos_ids,
             drops_rows=self._cuts_cache,
             on_step=self._on_step,
-            decode=self._decoder() if has_stops else None,
+            decode=self.decoder() if has_stops else None,
         )
         ids, mask = self._left_padded([request.prompt_ids for request in requests])
         cache, left = self._shared_prefill(requests), torch.arange(len(requests))
@@ -408,7 +404,8 @@ class GenerationModel:
         grids = torch.tensor([image.grid for image in images], device=self._device)
         return {"pixel_values": self._pixel_format.features(pixels), "image_grid_thw": grids}
 
-    def _decoder(self) -> Decode:
+    def decoder(self) -> Decode:
+        """Return the function that decodes token ids to text, with special tokens."""
         if self._decode is None:
             self._decode = load_decoder(self._model_path, special_tokens=True)
         return self._decode
@@ -645,6 +642,9 @@ class TransformersEngine(Engine):
         if self._watching is not None:
             await asyncio.wait([self._watching], timeout=self._config.stop_timeout_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _decoder(self) -> Decode:
+        return self.model.decoder()
 
     def _in_thread(self, call: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)

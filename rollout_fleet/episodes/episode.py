@@ -315,6 +315,7 @@ class Episode:
                 prompt_ids=self.path(index),
                 sampling=_at_most(node.sampling, num_left),
                 images=self.images(index),
+                num_written=len(node.turn.token_ids),
             )
             self._num_requests += 1
             self._outstanding[request.id] = index

@@ -12,6 +12,7 @@ from asyncrl.core.types import FinishReason
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput, SampleRequest, SilenceWatch, check_output, check_prompt
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
+from rollout_fleet.episodes import PROMPT, Episode, EpisodeBudget
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -166,6 +167,27 @@ async def test_the_scripted_engine_ends_a_response_at_stop_tokens_and_stop_texts
     request = SampleRequest(id="a", prompt_ids=np.array([3]), sampling=SamplingConfig(stop=("x",)))
     with pytest.raises(RequestRefused, match="needs `decode` for stop texts"):
         await anext(blind.generate([request]))
+
+
+@pytest.mark.parametrize("cuts", [(1,), (2,), (3,), (2, 1), (0, 3), (4,)], ids=str)
+async def test_a_response_ends_at_a_stop_text_that_aborts_have_cut_in_pieces(cuts):
+    cut_offs = iter([*cuts, -1])
+
+    def goes_on(request, version):
+        written = len(request.prompt_ids) - 2
+        return ScriptedAnswer(response=range(10 + written, 20), cut_off=next(cut_offs))
+
+    engine = ScriptedEngine(goes_on, decode=lambda ids: "".join(f"<{token}>" for token in ids))
+    await engine.start()
+    budget = EpisodeBudget(max_turns=1, max_tokens=12, max_context=14)
+    episode = Episode("0-0-0", np.asarray([1, 2], dtype=np.int32), budget)
+    turn = episode.sample(PROMPT, (), SamplingConfig(max_new_tokens=12, stop=("11><12><13", "17")))
+    while requests := episode.next_requests():
+        async for request, output in engine.generate(requests):
+            episode.take(request.id, output)
+    answer = episode.turn(turn)
+    assert (answer.token_ids.tolist(), answer.finish_reason) == ([10, 11, 12, 13], FinishReason.stop)
+    assert len(answer.logprobs) == len(answer.versions) == 4
 
 
 async def test_an_aborted_sample_under_a_schema_keeps_no_tokens(monkeypatch):

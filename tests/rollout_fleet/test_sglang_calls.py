@@ -381,6 +381,22 @@ async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
     assert [options["max_new_tokens"] for options in body["sampling_params"]] == [4, 4]
 
 
+async def test_the_rest_of_a_response_ends_at_a_stop_text_that_its_earlier_tokens_began(server, tmp_path, monkeypatch):
+    sampling = SamplingConfig(max_new_tokens=4, stop=("5><6",))
+    engine = new_engine(server, tmp_path, sampling=sampling)
+    monkeypatch.setattr(engine, "_decode", lambda ids: "".join(f"<{token}>" for token in ids))
+    server.events = []
+    await engine.start()
+    server.events = [[finished(0, [6, 7, 8])]]
+    outputs = []
+    for num_written in (0, 1):
+        prompt_ids = np.array([3, 5], dtype=np.int32)
+        request = SampleRequest(id="7-0-0", prompt_ids=prompt_ids, sampling=sampling, num_written=num_written)
+        outputs += [output.token_ids.tolist() async for _, output in engine.generate([request])]
+    await engine.stop()
+    assert outputs == [[6, 7, 8], [6]]
+
+
 @pytest.mark.parametrize(
     ("events", "want"),
     [

@@ -529,6 +529,22 @@ async def test_a_response_ends_at_stop_tokens_and_stop_texts_of_its_own_request(
     assert {by_token.finish_reason, by_text.finish_reason} == {FinishReason.stop}
 
 
+async def test_a_response_that_is_cut_off_inside_a_stop_text_ends_at_it(start, monkeypatch):
+    engine = await start()
+    (free,) = await answer(engine, requests_of(1, 1, seed=7))
+    ids = free.token_ids.tolist()
+
+    def decode(ids):
+        return "".join(f"<{token}>" for token in ids)
+
+    monkeypatch.setattr(engine.model, "_decode", decode)
+    (request,) = requests_of(1, 1, seed=7, stop=(decode(ids[:3])[1:-1],), max_new_tokens=10)
+    prompt_ids = np.concatenate([request.prompt_ids, free.token_ids[:2]])
+    (rest,) = await answer(engine, [replace(request, prompt_ids=prompt_ids, num_written=2)])
+    assert len(ids) > 3
+    assert (rest.token_ids.tolist(), rest.finish_reason) == (ids[2:3], FinishReason.stop)
+
+
 async def test_a_reproducible_answer_that_is_cut_off_anywhere_continues_bit_for_bit(start):
     engine = await start(transformers=TransformersConfig(reproducible=True))
     (request,) = requests_of(1, 1, seed=7)

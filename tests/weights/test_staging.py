@@ -210,6 +210,13 @@ async def test_without_room_for_the_image_the_error_names_the_options(make_stage
             pass
 
 
+async def test_without_room_for_the_manifest_the_error_names_the_folder(make_stager, learner, monkeypatch):
+    monkeypatch.setattr(staging, "open_private", lambda *_: os.open("/dev/full", os.O_WRONLY))
+    with pytest.raises(WeightsError, match=r"no room for \d+ bytes of weights in .*engine-0.*No space left"):
+        async with make_stager(copies=True).staged(learner.publish()):
+            pass
+
+
 async def test_staging_from_a_directory_that_hangs_raises_a_deadline_error(make_stager, learner, tmp_path):
     offer = learner.publish()
     manifest = learner.folder / "v00000000" / "manifest.json"

@@ -487,6 +487,17 @@ def test_without_room_on_the_receivers_host_weights_error_is_raised(tmp_path, mo
         new_data_file(tmp_path, manifest)
 
 
+async def test_without_room_for_a_received_manifest_weights_error_is_raised(ranks, tmp_path, monkeypatch):
+    offered = offered_by(ranks, 1, tmp_path)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(WeightsError, match=r"not received from .* in 3 rounds: \['no room for \d+ bytes of weights"):
+        await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
+
+
 def test_a_file_of_weights_that_cannot_be_made_is_not_called_a_lack_of_room(tmp_path):
     (tmp_path / "folder").write_text("not a folder")
     _, _, manifest = version_of(1)
