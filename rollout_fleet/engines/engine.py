@@ -288,7 +288,7 @@ class Engine(ABC):
             return NOTHING
         return output
 
-    def _decoder(self) -> Callable[[Sequence[int]], str]:
+    def decoder(self) -> Callable[[Sequence[int]], str]:
         """Return a function that decodes token ids to text with special tokens. It is called only for stop texts."""
         raise NotImplementedError(f"{self._name} supports no stop texts")
 
@@ -305,7 +305,7 @@ class Engine(ABC):
             return output
         num_tail = max(map(len, request.sampling.stop)) + TAIL_TOKENS
         written = request.prompt_ids[-min(request.num_written, num_tail) :].tolist()
-        decode, new_ids = self._decoder(), output.token_ids[:num_tail].tolist()
+        decode, new_ids = self.decoder(), output.token_ids[:num_tail].tolist()
 
         def is_at_stop(length: int) -> bool:
             text = decode([*written, *new_ids[:length]])

@@ -147,7 +147,8 @@ class ScriptedEngine(Engine):
         if sampling.stop and self._decode is None:
             raise RequestRefused(f"{self._name} needs `decode` for stop texts, got stop={list(sampling.stop)}")
 
-    def _decoder(self) -> Callable[[Sequence[int]], str]:
+    def decoder(self) -> Callable[[Sequence[int]], str]:
+        """Return a function that decodes token ids to text with special tokens (`Engine.decoder`)."""
         assert self._decode is not None, "`_check_sampling` refuses stop texts otherwise"
         return self._decode
 

@@ -326,7 +326,8 @@ class SGLangEngine(Engine):
                 "which a run with rollout_fleet.environment.name implies"
             )
 
-    def _decoder(self) -> Decode:
+    def decoder(self) -> Decode:
+        """Return a function that decodes token ids to text with special tokens (`Engine.decoder`)."""
         if self._decode is None:
             self._decode = load_decoder(self._model_path, special_tokens=True)
         return self._decode

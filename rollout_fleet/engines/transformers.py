@@ -643,7 +643,8 @@ class TransformersEngine(Engine):
             await asyncio.wait([self._watching], timeout=self._config.stop_timeout_s)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _decoder(self) -> Decode:
+    def decoder(self) -> Decode:
+        """Return a function that decodes token ids to text with special tokens (`Engine.decoder`)."""
         return self.model.decoder()
 
     def _in_thread(self, call: Callable[..., T], *arguments: Any) -> Awaitable[T]:
