@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -56,6 +57,7 @@ from learner.config import Device
 EXIT_USAGE = 2
 _MULTIRUN = {"--multirun", "-m"}
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_said_last = threading.Lock()
 
 
 @with_exit_status
@@ -134,8 +136,7 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
     sys.stdout.flush()
     if message:
-        sys.stderr.write(message + "\n")
-        sys.stderr.flush()
+        _say_last(message)
     return status
 
 
@@ -232,9 +233,15 @@ def _headline(message: str) -> str:
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
 
+def _say_last(words: str) -> None:
+    """Write how the run ended. When a run gives up, its other thread may get here too: only the first one writes."""
+    if _said_last.acquire(blocking=False):
+        sys.stderr.write(words + "\n")
+        sys.stderr.flush()
+
+
 def _give_up(last_words: str, run_dir: Path, status: int) -> None:
-    sys.stderr.write(last_words + "\n")
-    sys.stderr.flush()
+    _say_last(last_words)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     exit_at_once(status)
 
