@@ -89,6 +89,15 @@ def test_a_wrong_override_is_an_error_with_option_and_value(override, words):
         assert word in str(caught.value)
 
 
+def test_a_tilde_at_the_start_of_a_path_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = tmp_path / "mine.yaml"
+    own.write_text("# @package _global_\nexperiment: mine\noutput_dir: ~/runs\nbuffer: {directory: ~/journal}\n")
+    config = compose_run([f"experiment={own}", "checkpoint.resume='~/saved'", "weights.directory='a~/weights'"])
+    assert (config.output_dir, config.buffer.directory) == (f"{tmp_path}/runs", f"{tmp_path}/journal")
+    assert (config.checkpoint.resume, config.weights.directory) == (f"{tmp_path}/saved", "a~/weights")
+
+
 def test_plus_and_tilde_change_keys_of_dictionary_options_and_groups():
     config = compose_run(
         ["data.chat_template=true", "+data.chat_template_kwargs.thinking=false", "++buffer.max_lag=3", "~experiment"]
