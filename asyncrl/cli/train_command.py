@@ -100,7 +100,11 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     status = ending.status if ending.own else EXIT_FAILED
-    end_life(run_dir, status)
+    try:
+        end_life(run_dir, status)
+    except OSError as error:
+        why = f"{error.strerror}; asyncrl runs lists the run as killed"
+        sys.stderr.write(f"warning: the end of the run cannot be written to {run_dir / 'life.json'}: {why}\n")
     if not ending.own:
         sys.stderr.write(_why_it_ended(ending, config, run_dir, overrides))
     return status

@@ -183,6 +183,19 @@ def test_a_run_that_does_not_stop_in_time_names_a_command_that_can_be_copied(sta
     assert last.endswith("/checkpoints/v00000004")
 
 
+def test_an_end_that_cannot_be_recorded_keeps_the_status_of_the_run_and_is_told(start):
+    body = """
+        from asyncrl.metrics import LifeRecord, write_life
+        write_life(run_dir, LifeRecord(host="here", began_s=1.0))
+        (run_dir / ".life.json").mkdir()  # like a full disk, it makes the next write fail
+    """
+    status, output = start(body).end()
+    assert status == 0
+    assert "warning: the end of the run cannot be written to" in output
+    assert "/life.json: " in output
+    assert "error" not in output
+
+
 def test_a_run_whose_processes_are_killed_at_the_stop_deadline_says_once_how_it_ended(start):
     body = """
         import subprocess
