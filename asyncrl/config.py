@@ -81,6 +81,8 @@ class EvaluationConfig:
         )
         if not 0 < self.share <= 1:
             raise ValueError(f"evaluation.share must be in (0, 1], got {self.share}; 0.25 is usual")
+        if not math.isfinite(self.pass_reward):
+            raise ValueError(f"evaluation.pass_reward must be a finite number, got {self.pass_reward}; 1.0 is usual")
 
 
 class StopMetric(StrEnum):
@@ -157,6 +159,7 @@ class WarmStartConfig:
         check_bounds("sft.", self, **dict.fromkeys(("batch_size", "max_steps", "eval_every"), ">= 1"))
         may_be_off = ("val_rows", "eval_prompts", "warmup_steps", "patience", "target_val_loss", "weight_decay")
         check_bounds("sft.", self, **dict.fromkeys(may_be_off, ">= 0; 0 switches it off"))
+        check_bounds("sft.", self, target_accuracy=">= 0; above 1 switches it off")
         check_bounds("sft.", self, lr="> 0", progress_timeout_s="> 0")
         check_prompt_format("sft", self)
         if not self.response_key and not self.chat_template:
@@ -325,6 +328,12 @@ class RayConfig:
     python: str = ""
 
     def __post_init__(self) -> None:
+        check_bounds(
+            "ray.",
+            self,
+            object_store_bytes=">= 78643200 bytes, Ray's smallest size; 134217728 is usual",
+            start_timeout_s="> 0 seconds",
+        )
         if self.node_address and not self.address:
             raise ValueError(
                 f"ray.node_address={self.node_address} is only for a cluster that the run joins; set ray.address too"

@@ -155,7 +155,7 @@ class BufferConfig:
         times = ("lease_s", "heartbeat_s", "request_timeout_s")
         sizes = ("max_stored_bytes", "max_prompt_bytes", "max_message_bytes")
         for name in (*times, *sizes, "queue_size", "max_requests_per_s"):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
         StalenessRule(max_lag=self.max_lag, groups_per_step=1, max_uses=self.max_uses)
         self._check_stores()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
 """Environment variable with the path of a file through which the ranks of a single host find each other."""
@@ -436,12 +436,25 @@ class OptimizerConfig:
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0
     clip_grad_norm: float = 1.0
+    section: ClassVar[str] = "learner.optimizer"
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "lr"):
-            _at_least(self, "learner.optimizer", name, 0)
-        _at_least(self, "learner.optimizer", "clip_grad_norm", 0, remedy="; 0: no clipping")
-        _at_least(self, "learner.optimizer", "min_lr_ratio", 0, 1)
+        for name in ("warmup_steps", "lr", "eps", "weight_decay"):
+            _at_least(self, self.section, name, 0)
+        _at_least(self, self.section, "clip_grad_norm", 0, remedy="; 0: no clipping")
+        _at_least(self, self.section, "min_lr_ratio", 0, 1)
+        _require(
+            all(0 <= beta < 1 for beta in self.betas),
+            f"{self.section}.betas must be in [0, 1), got {list(self.betas)}; [0.9,0.95] is usual",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CriticOptimizerConfig(OptimizerConfig):
+    """Options of the critic's AdamW and of its schedule."""
+
+    lr: float = 1e-5
+    section: ClassVar[str] = "learner.critic.optimizer"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -463,6 +476,7 @@ class LoraConfig:
 
     def __post_init__(self) -> None:
         _at_least(self, "learner.lora", "rank", 0, remedy="; 0 trains without adapters")
+        _at_least(self, "learner.lora", "alpha", 1, remedy="; alpha / rank scales the adapters, 16 is usual")
         _require(
             bool(self.target_modules),
             "learner.lora.target_modules must name at least one layer, got none; all-linear is usual",
@@ -537,7 +551,7 @@ class CriticConfig(RoleOptions):
     path: str = ""
     warmup_steps: int = 0
     value_clip: float = 0.5
-    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
+    optimizer: OptimizerConfig = field(default_factory=CriticOptimizerConfig)
     activation_checkpointing: bool | str | None = None
     gradient_sync: GradientSync | None = None
     optimizer_offload: bool | None = None

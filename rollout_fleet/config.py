@@ -110,7 +110,7 @@ class SamplingConfig:
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not 0 <= self.temperature < math.inf:
             raise ValueError(
                 f"rollout_fleet.sampling.temperature must be >= 0, got {self.temperature}; 0 is greedy decoding"
             )
@@ -161,7 +161,9 @@ class SGLangConfig:
     extra_args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _check_least("rollout_fleet.sglang", self, tp_size=1, max_running_requests=1, samples_per_request=1)
+        _check_least(
+            "rollout_fleet.sglang", self, tp_size=1, max_total_tokens=0, max_running_requests=1, samples_per_request=1
+        )
 
     def dtype_on(self, device: EngineDevice) -> str:
         """Return the name of the dtype that a server on ``device`` uses; ``auto`` is resolved.
@@ -480,7 +482,7 @@ class RolloutFleetConfig:
         if self.restarts < 0:
             raise ValueError(f"rollout_fleet.restarts must be >= 0, got {self.restarts}; 0 replaces nothing")
         for name, value in vars(self).items():
-            if name.endswith("_s") and value <= 0:
+            if name.endswith("_s") and not value > 0:
                 raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
         self._check_sglang()
 

@@ -39,6 +39,13 @@ COMMON_OPTIONS = (
     "ray.address",
 )  # fmt: skip
 
+_PATHS = (
+    "output_dir", "run_dir", "model.path", "checkpoint.directory", "checkpoint.resume", "buffer.directory",
+    "buffer.keys", "weights.directory", "sft.output_path", "learner.critic.path", "learner.reward_model.path",
+    "rollout_fleet.judge_model",
+)  # fmt: skip
+"""Options with the path of a file or folder, in which a ``~`` at the start is the home folder."""
+
 _USAGE = """\
 usage: bash scripts/run_async.sh [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
        python -m asyncrl train   [experiment=NAME|FILE.yaml] [OPTION=VALUE ...]
@@ -72,6 +79,7 @@ def compose_run(overrides: Sequence[str]) -> RunConfig:
             initialize_config_dir(config_dir=str(CONFIG_DIR), version_base="1.3", job_name="asyncrl"),
         ):
             composed = compose(config_name="run", overrides=known)
+        _expand_home(composed)
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
         raise ValueError(explain(error, overrides)) from error
@@ -190,6 +198,14 @@ def _read_experiment(path: Path, override: str) -> str:
             f"'experiment: {path.stem}'"
         )
     return text
+
+
+def _expand_home(options: DictConfig) -> None:
+    """Replace a ``~`` at the start of a path. The shell does not do this in quotes or in an experiment's YAML."""
+    for name in _PATHS:
+        path = OmegaConf.select(options, name)
+        if path.startswith("~/"):
+            OmegaConf.update(options, name, str(Path(path).expanduser()))
 
 
 def _with_whole_paths(config: RunConfig) -> RunConfig:

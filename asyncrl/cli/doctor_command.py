@@ -23,7 +23,7 @@ from asyncrl.core.errors import with_exit_status
 from asyncrl.core.host import own_python, ray_folder, visible_gpus
 from asyncrl.gpu_check.program import Check, Result, State, results_of, stack
 from asyncrl.gpu_check.tasks import TOY, Setup
-from asyncrl.metrics import RunLimits, counted, read_alarms, read_json
+from asyncrl.metrics import RunLimits, counted, read_alarms, read_json, read_life
 from rollout_fleet.sandbox import Sandbox, SandboxError
 
 MAX_CLOCK_GAP_S = 2.0
@@ -163,6 +163,8 @@ def examine(run_dir: Path) -> tuple[list[str], bool]:
 def _state(run_dir: Path) -> str:
     if read_json(run_dir / "summary.json") is not None:
         return "ended"
+    if (life := read_life(run_dir)) is not None and life.status is not None:
+        return f"{life.end} without a summary"
     newest = max((path.stat().st_mtime for path in run_dir.rglob("*") if path.is_file()), default=0.0)
     quiet_s = time.time() - newest
     return "live" if quiet_s < _QUIET_S else f"without a summary, and nothing was written for {quiet_s:.0f} s"

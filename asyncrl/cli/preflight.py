@@ -51,6 +51,7 @@ from asyncrl.planner.fit import (
     policy_size,
     with_recomputation,
 )
+from asyncrl.run.resume import find_checkpoint
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
@@ -94,6 +95,8 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     if config.sft.enabled:
         finished_warm_start(config)  # raises an error if sft.output_path has other content
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
+    if (resumed := find_checkpoint(config)) is not None:
+        prompts.check(resumed.state.prompts)
     for oddity in unused_sources(config, prompts.data_sources | {prompt.data_source for prompt in held_out}):
         say(f"warning: {oddity}")
     await asyncio.to_thread(check_own_functions, config)

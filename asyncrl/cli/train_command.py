@@ -13,6 +13,7 @@ import shlex
 import shutil
 import signal
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -56,6 +57,7 @@ from learner.config import Device
 EXIT_USAGE = 2
 _MULTIRUN = {"--multirun", "-m"}
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_said_last = threading.Lock()
 
 
 @with_exit_status
@@ -98,7 +100,11 @@ def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     ending = supervise(lambda: _run_to_the_end(config, run_dir, overrides), stop_timeout_s=stop_timeout_s)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     status = ending.status if ending.own else EXIT_FAILED
-    end_life(run_dir, status)
+    try:
+        end_life(run_dir, status)
+    except OSError as error:
+        why = f"{error.strerror}; asyncrl runs lists the run as killed"
+        sys.stderr.write(f"warning: the end of the run cannot be written to {run_dir / 'life.json'}: {why}\n")
     if not ending.own:
         sys.stderr.write(_why_it_ended(ending, config, run_dir, overrides))
     return status
@@ -134,8 +140,7 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
     sys.stdout.flush()
     if message:
-        sys.stderr.write(message + "\n")
-        sys.stderr.flush()
+        _say_last(message)
     return status
 
 
@@ -232,9 +237,15 @@ def _headline(message: str) -> str:
     return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
 
+def _say_last(words: str) -> None:
+    """Write how the run ended. When a run gives up, its other thread may get here too: only the first one writes."""
+    if _said_last.acquire(blocking=False):
+        sys.stderr.write(words + "\n")
+        sys.stderr.flush()
+
+
 def _give_up(last_words: str, run_dir: Path, status: int) -> None:
-    sys.stderr.write(last_words + "\n")
-    sys.stderr.flush()
+    _say_last(last_words)
     shutil.rmtree(shared_folder(run_dir), ignore_errors=True)
     exit_at_once(status)
 

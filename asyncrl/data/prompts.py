@@ -176,6 +176,17 @@ class PromptStream:
     def restore(self, state: Mapping[str, Any]) -> None:
         """Set the stream to the position of a state that `state` returned, in this process or an earlier one.
 
+        Raises `ValueError` in the cases of `check`.
+        """
+        self.check(state)
+        self._position = state["position"]
+        if self._sampler is not None:
+            self._chosen = list(state["chosen"])
+            self._asked("restore", self._sampler.restore, state["sampler_state"])
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Check that `restore` can set the stream to ``state``.
+
         Raises:
             ValueError: files or options have changed since the state was saved. The message names the difference.
         """
@@ -183,6 +194,8 @@ class PromptStream:
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
         if missing := sorted(needed - set(state)):
             raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
+        # The options come first, because the quickstart makes other files for another seed.
+        _check_same(state, now, seed="the seed", shuffle="data.shuffle", sampler="data.sampler")
         saved, files = state["files"], now["files"]
         if len(saved) != len(files):
             raise ValueError(
@@ -195,29 +208,25 @@ class PromptStream:
                     f"prompt stream: {path} must be the file of the saved state ({saved_path}, digest {saved_digest}), "
                     f"got digest {digest}; restore the old file, or start a new run"
                 )
-        for key, option in (
-            ("seed", "the seed"),
-            ("shuffle", "data.shuffle"),
-            ("num_prompts", "the number of prompts"),
-            ("sampler", "data.sampler"),
-        ):
-            before, current = (values.get(key, UNIFORM) for values in (state, now))
-            if before != current:
-                raise ValueError(
-                    f"prompt stream: {option} was {before} when the state was saved, got {current}; resume with "
-                    "the options and the tokenizer of the saved run, or start a new run"
-                )
+        _check_same(state, now, num_prompts="the number of prompts")
         if not isinstance(state["position"], int) or state["position"] < 0:
             raise ValueError(f"prompt stream: position must be an integer >= 0, got {state['position']!r}")
-        self._position = state["position"]
-        if self._sampler is not None:
-            self._chosen = list(state["chosen"])
-            self._asked("restore", self._sampler.restore, state["sampler_state"])
 
     def _draw_order(self, epoch: int) -> np.ndarray:
         if not self._shuffle:
             return np.arange(self.num_prompts)
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_prompts)
+
+
+def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any], **options: str) -> None:
+    """Check that two states of a stream have the same values of ``options``, the names for the message by key."""
+    for key, option in options.items():
+        before, current = (values.get(key, UNIFORM) for values in (saved, now))
+        if before != current:
+            raise ValueError(
+                f"prompt stream: {option} was {before} when the state was saved, got {current}; resume with the "
+                "options and the tokenizer of the saved run, or start a new run"
+            )
 
 
 def load_eval_prompts(

@@ -237,9 +237,9 @@ class Scenario:
     def __post_init__(self) -> None:
         _check(self, "", 1, "num_engines", "devices_per_engine", "num_ranks", "ranks_at_once", "groups_in_flight")
         _check(self, "", 1, "groups_per_step", "samples_per_prompt", "publish_every", "pipeline_steps", "num_steps")
+        _check(self, "", 0, "max_lag", high=_MOST_LAG)
         _check(self, "", 1, "max_uses", high=self.max_lag + 1)
         _check(self, "", 1, "max_stored_bytes", high=_MOST_BYTES)
-        _check(self, "", 0, "max_lag", high=_MOST_LAG)
         _check(self, "", 0, "bytes_per_token", "settle_s", "ask_s", "plan_s", "queue_groups", "warm_up_steps")
         if 0 < self.queue_groups < self.groups_per_step:
             raise ValueError(

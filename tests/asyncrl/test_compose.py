@@ -63,6 +63,23 @@ def test_overrides_set_nested_options_with_their_types():
         ("hydra/launcher=joblib", ["hydra/launcher=joblib", "add --multirun"]),
         ("seed=-1", ["seed must be >= 0, got -1"]),
         ("stop_timeout_s=0", ["stop_timeout_s must be > 0", "got 0"]),
+        ("learner.optimizer.weight_decay=-1", ["learner.optimizer.weight_decay must be >= 0", "got -1"]),
+        ("learner.optimizer.eps=nan", ["learner.optimizer.eps must be >= 0", "got nan"]),
+        ("learner.optimizer.betas=[0.9,1.5]", ["learner.optimizer.betas must be in [0, 1)", "[0.9, 1.5]"]),
+        (
+            "learner.critic.optimizer.weight_decay=nan",
+            ["learner.critic.optimizer.weight_decay must be >= 0", "got nan"],
+        ),
+        ("learner.lora.alpha=0", ["learner.lora.alpha must be >= 1", "got 0"]),
+        ("rollout_fleet.sampling.temperature=nan", ["rollout_fleet.sampling.temperature must be >= 0", "got nan"]),
+        ("rollout_fleet.sampling.temperature=inf", ["rollout_fleet.sampling.temperature must be >= 0", "got inf"]),
+        ("rollout_fleet.load_timeout_s=nan", ["rollout_fleet.load_timeout_s must be > 0", "got nan"]),
+        ("rollout_fleet.sglang.max_total_tokens=-1", ["rollout_fleet.sglang.max_total_tokens must be >= 0", "got -1"]),
+        ("buffer.lease_s=nan", ["buffer.lease_s must be > 0", "got nan"]),
+        ("ray.start_timeout_s=-1", ["ray.start_timeout_s must be > 0", "got -1"]),
+        ("ray.object_store_bytes=1", ["ray.object_store_bytes must be >= 78643200", "got 1"]),
+        ("evaluation.pass_reward=nan", ["evaluation.pass_reward must be a finite number", "got nan"]),
+        ("sft.target_accuracy=nan", ["sft.target_accuracy must be >= 0", "got nan"]),
     ],
 )
 def test_a_wrong_override_is_an_error_with_option_and_value(override, words):
@@ -70,6 +87,15 @@ def test_a_wrong_override_is_an_error_with_option_and_value(override, words):
         compose_run([override])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_tilde_at_the_start_of_a_path_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    own = tmp_path / "mine.yaml"
+    own.write_text("# @package _global_\nexperiment: mine\noutput_dir: ~/runs\nbuffer: {directory: ~/journal}\n")
+    config = compose_run([f"experiment={own}", "checkpoint.resume='~/saved'", "weights.directory='a~/weights'"])
+    assert (config.output_dir, config.buffer.directory) == (f"{tmp_path}/runs", f"{tmp_path}/journal")
+    assert (config.checkpoint.resume, config.weights.directory) == (f"{tmp_path}/saved", "a~/weights")
 
 
 def test_plus_and_tilde_change_keys_of_dictionary_options_and_groups():

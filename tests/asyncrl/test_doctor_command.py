@@ -8,7 +8,7 @@ import pytest
 from asyncrl.cli import doctor_command
 from asyncrl.cli.compose import compose_run, dump_yaml
 from asyncrl.cli.doctor_command import examine, main
-from asyncrl.metrics import MetricsWriter
+from asyncrl.metrics import LifeRecord, MetricsWriter, write_life
 from tests.asyncrl.test_alarms import NORMAL, steps
 from tests.support.ray_cluster import away_from_the_shared_cluster
 
@@ -70,6 +70,14 @@ def test_a_run_without_an_alarm_has_status_0(run_dir):
     written(run_dir, [NORMAL])
     (run_dir / "summary.json").write_text(json.dumps({}))
     assert examine(run_dir) == ([f"{run_dir}: ended, 1 step of 50 recorded", "no alarm"], True)
+
+
+@pytest.mark.parametrize(("status", "state"), [(143, "stopped"), (1, "failed")])
+def test_a_run_that_ended_without_a_summary_is_not_live(run_dir, status, state):
+    written(run_dir, [NORMAL])
+    write_life(run_dir, LifeRecord(host="here", began_s=1.0, ended_s=2.0, status=status))
+    lines, _ = examine(run_dir)
+    assert lines[0] == f"{run_dir}: {state} without a summary, 1 step of 50 recorded"
 
 
 def test_a_folder_that_is_not_a_runs_is_refused(tmp_path, capsys):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
@@ -13,6 +14,7 @@ from asyncrl.cli import sft_command as sft
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import check_folders, preflight
 from asyncrl.cli.quickstart import make_assets
+from tests.support.checkpoints import STATE, save
 from tests.support.vision_models import write_vision_model
 
 REWARDS = """
@@ -54,6 +56,18 @@ async def test_the_preflight_returns_prompts_and_shows_the_first(run, tmp_path):
     prompts, held_out = await preflight(run(f"rollout_fleet.reward={tmp_path}/rewards.py:right"), said.append)
     assert (prompts.num_prompts, len(held_out)) == (4, 4)
     assert re.fullmatch(r"first prompt \(\d tokens\): '\d+='", said[0])
+
+
+async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(run, assets, tmp_path):
+    prompts, _ = await preflight(run(), lambda _: None)
+    checkpoint = save(tmp_path / "checkpoints", 4, state=replace(STATE, prompts=prompts.state()))
+    resume = f"checkpoint.resume={checkpoint}"
+    again, _ = await preflight(run(resume), lambda _: None)
+    assert again.state() == prompts.state()
+    with pytest.raises(ValueError, match="the seed was 0 when the state was saved, got 1"):
+        await preflight(run(resume, "seed=1"), lambda _: None)
+    with pytest.raises(ValueError, match="must be the file of the saved state"):
+        await preflight(run(resume, f"data.train_files=[{assets.held_out}]"), lambda _: None)
 
 
 @pytest.mark.long

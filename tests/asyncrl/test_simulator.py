@@ -251,6 +251,7 @@ def test_a_scenario_is_read_from_yaml_and_errors_name_the_option(tmp_path):
         ("lengths: {recorded: [[]]}", "lengths.recorded"),
         ("queue_groups: 1", "queue_groups must be 0 or at least groups_per_step=32"),
         ("max_lag: 1000000000", "max_lag"),
+        ("max_lag: -1", "max_lag must be from 0"),
         ("num_engines: 1000000000000000000000", "num_engines"),
         ("num_engines: 2\nnum_engines: 3", "duplicate key"),
         ("engine: {step_s: ", "spec.yaml is not a scenario"),

@@ -183,6 +183,40 @@ def test_a_run_that_does_not_stop_in_time_names_a_command_that_can_be_copied(sta
     assert last.endswith("/checkpoints/v00000004")
 
 
+def test_an_end_that_cannot_be_recorded_keeps_the_status_of_the_run_and_is_told(start):
+    body = """
+        from asyncrl.metrics import LifeRecord, write_life
+        write_life(run_dir, LifeRecord(host="here", began_s=1.0))
+        (run_dir / ".life.json").mkdir()  # like a full disk, it makes the next write fail
+    """
+    status, output = start(body).end()
+    assert status == 0
+    assert "warning: the end of the run cannot be written to" in output
+    assert "/life.json: " in output
+    assert "error" not in output
+
+
+def test_a_run_whose_processes_are_killed_at_the_stop_deadline_says_once_how_it_ended(start):
+    body = """
+        import subprocess
+        worker = await asyncio.create_subprocess_exec("sleep", "3600")
+        caretaker = subprocess.Popen(["bash", "-c", "trap '' INT; sleep 3600"])  # is killed seconds after the worker
+        print("ready", flush=True)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            await worker.wait()
+    """
+    command = start(body, "stop_timeout_s=0.5")
+    command.line_with("ready")
+    command.process.send_signal(signal.SIGTERM)
+    status, output = command.end()
+    endings = [line for line in output.splitlines() if line.startswith("stopped by SIGTERM")]
+    assert status == 143
+    assert len(endings) == 1
+    assert "stopping took longer than stop_timeout_s" in endings[0]
+
+
 def test_a_run_without_its_supervisor_gives_up_at_the_stop_deadline(start):
     command = start(READY.format(seconds=3600), "stop_timeout_s=0.5")
     controller = psutil.Process(int(command.line_with("ready").split()[1]))
