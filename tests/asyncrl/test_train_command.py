@@ -196,6 +196,7 @@ def test_an_end_that_cannot_be_recorded_keeps_the_status_of_the_run_and_is_told(
     assert "error" not in output
 
 
+@pytest.mark.long
 def test_a_run_whose_processes_are_killed_at_the_stop_deadline_says_once_how_it_ended(start):
     body = """
         import subprocess

@@ -174,6 +174,7 @@ def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
     return {one.trajectory: of_tokens(one) for one in got}
 
 
+@pytest.mark.long
 def test_each_data_source_has_its_estimator_over_its_own_groups_on_any_ranks():
     sequences, rewards = random_batch()
     want = {}

@@ -196,6 +196,7 @@ def on_each_mesh(path: str, configs: list[LearnerConfig]) -> list:
     return [on_ranks(path, config) for config in configs]
 
 
+@pytest.mark.long
 def test_two_ranks_train_and_publish_adapters_as_one_process_does(tmp_path):
     path = save_tiny_model(tmp_path)
     metrics, weights = on_ranks(path, CONFIG)

@@ -487,6 +487,7 @@ def test_without_room_on_the_receivers_host_weights_error_is_raised(tmp_path, mo
         new_data_file(tmp_path, manifest)
 
 
+@pytest.mark.long
 async def test_without_room_for_a_received_manifest_weights_error_is_raised(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
 
