@@ -41,7 +41,7 @@ class _Scratch:
         self.path = tempfile.mkdtemp(prefix=_SCRATCH)
         os.chmod(self.path, 0o711)  # programs in a sandbox are of another user, and have a folder in this one
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # the file system has no locks
+        with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def remove(self) -> None:

@@ -290,7 +290,7 @@ class Engine(ABC):
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
         """Return a function that decodes token ids to text with special tokens. It is called only for stop texts."""
-        raise NotImplementedError(f"{self._name} supports no stop texts")
+        raise NotImplementedError(f"{self._name} must define `decoder` to support stop texts")
 
     def _kept(self, request: SampleRequest, output: SampleOutput) -> SampleOutput:
         """Return the part of an answer that belongs to the response.

@@ -197,7 +197,7 @@ def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
 
 
 def all_tool_parsers(tokenizer: ChatTokenizer) -> Iterator[ToolCallParser]:
-    """Yield the tool parsers that fit a model's tokenizer. Those of SGLang come last, if SGLang is installed."""
+    """Yield the tool parsers that fit a model's tokenizer. If SGLang is installed, its parsers come last."""
     from renderers.parsers import TOOL_PARSERS
 
     for name in (JSON_TAGS, *sorted(TOOL_PARSERS)):
