@@ -510,13 +510,15 @@ async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded
         publisher.close()
 
 
+def decode(ids):
+    """Return the text of token ids, with one tag per token."""
+    return "".join(f"<{token}>" for token in ids)
+
+
 async def test_a_response_ends_at_stop_tokens_and_stop_texts_of_its_own_request(start, monkeypatch):
     engine = await start()
     (free,) = await answer(engine, requests_of(1, 1, temperature=0.0))
     ids = free.token_ids.tolist()
-
-    def decode(ids):
-        return "".join(f"<{token}>" for token in ids)
 
     monkeypatch.setattr(engine.model, "_decode", decode)
     stop = decode(ids[2:5])[1:-1]
@@ -533,9 +535,6 @@ async def test_a_response_that_is_cut_off_inside_a_stop_text_ends_at_it(start, m
     engine = await start()
     (free,) = await answer(engine, requests_of(1, 1, seed=7))
     ids = free.token_ids.tolist()
-
-    def decode(ids):
-        return "".join(f"<{token}>" for token in ids)
 
     monkeypatch.setattr(engine.model, "_decode", decode)
     (request,) = requests_of(1, 1, seed=7, stop=(decode(ids[:3])[1:-1],), max_new_tokens=10)
