@@ -61,6 +61,8 @@ MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
 SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
+ASK_AGAIN_S = 0.1
+"""Pause before a turn is requested again that the engine aborted by itself before the first token."""
 """Seconds of pause before a lease request while the engine has work, so that one request asks for several groups."""
 
 
@@ -557,12 +559,17 @@ class RolloutLoop:
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
         if group.is_playing:  # while the tools of a group run, there is room for another group
             if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
-                self._spawn(self._generate, [group])  # an environment waits for a turn that the engine aborted
+                # an environment waits for a turn that the engine aborted by itself
+                self._spawn(self._ask_again, group, 0.0 if len(output.token_ids) else ASK_AGAIN_S)
             self._groups.moved()
             await self._notify()
         else:
             self._groups.note_places()
         await self._leave_if_done(group)
+
+    async def _ask_again(self, group: InflightGroup, pause_s: float) -> None:
+        await asyncio.sleep(pause_s)
+        await self._generate([group])
 
     async def _leave_if_done(self, group: InflightGroup) -> None:
         if group.is_done_here and group.phase in ON_ENGINE:

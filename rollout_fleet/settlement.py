@@ -146,7 +146,7 @@ class Settlement:
             await self.save(group)
         if group.end is GroupEnd.engine_failed:
             self._meter.add(groups_failed=Counter([str(group.end)]))
-            await self._try_again(group, group.end, engine_failure)
+            await self._try_again(group, group.end, engine_failure or EngineError("its engine has failed"))
         elif group.end is not None:
             await self.release(group, group.end)
         else:
@@ -245,7 +245,7 @@ class Settlement:
             raise EpisodeFailure(error.kind, message) if isinstance(error, EpisodeFailure) else type(error)(message)
         await self._try_again(group, reason, error)
 
-    async def _try_again(self, group: InflightGroup, reason: str, error: Exception | None) -> None:
+    async def _try_again(self, group: InflightGroup, reason: str, error: Exception) -> None:
         is_dropped = await self.release(group, reason, max_failures=self._config.max_attempts)
         what = "dropped" if is_dropped else "queued again"
         logger.warning("attempt %d at group %d failed; the group is %s: %s", group.key[1], group.key[0], what, error)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config import RunConfig
 from asyncrl.core import record
-from asyncrl.core.errors import root_cause
+from asyncrl.core.errors import AsyncRLError, root_cause
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
@@ -46,6 +46,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+LATE_S = 60.0
+"""If no learner step finishes for this many seconds, a line says what the run waits for."""
 
 
 class Training:
@@ -88,6 +91,8 @@ class Training:
         self._count_restarts, self._all_answer = count_restarts, all_answer
         self._samples = NewSamples(run_dir)
         self._collecting: asyncio.Future[None] | None = None
+        self._evaluated: int | None = None
+        self._stepped_s = 0.0
         self._first_version, self._start_s = first.version, 0.0
         self._controller = (ColocatedController if config.placement.colocated else Controller)(
             config,
@@ -155,9 +160,38 @@ class Training:
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
         gc.freeze()  # full garbage collections then skip imported objects, which would take a second
-        await unless(self._controller.train(), [self._learner.death()])
+        telling = asyncio.create_task(self._tell_late_steps())
+        try:
+            await unless(self._controller.train(), [self._learner.death()])
+        finally:
+            telling.cancel()
         if not self._controller.is_stopped:
             await self._save_policy()
+
+    async def _tell_late_steps(self) -> None:
+        """If no step finishes for `LATE_S` seconds, say what the run waits for; repeat when that time has doubled."""
+        loop = asyncio.get_running_loop()
+        self._stepped_s, due_s = loop.time(), LATE_S
+        while True:
+            late_s = loop.time() - self._stepped_s
+            if late_s < due_s / 2:  # a step has finished in the meantime
+                due_s = LATE_S
+            if late_s >= due_s:
+                self._view.say(f"no learner step has finished for {late_s:.0f} s: {await self._state()}")
+                due_s = 2 * late_s
+            await asyncio.sleep(due_s - late_s)
+
+    async def _state(self) -> str:
+        try:
+            groups = (await self._buffer.stats()).groups
+        except AsyncRLError as error:
+            return f"the buffer does not answer: {error}"
+        evaluated = "" if self._evaluated is None else f"; policy version {self._evaluated} is being evaluated"
+        return (
+            f"prompt groups: {groups['queued']} queued, {groups['leased']} generating (engines: "
+            f"{len(self._fleet.engines())}), {groups['stored']} stored, {groups['planned']} planned; a batch takes "
+            f"{self._config.algorithm.groups_per_step}{evaluated}"
+        )
 
     async def _save_policy(self) -> None:
         """Write ``policy/``. The folder gets this name when it is complete."""
@@ -202,8 +236,12 @@ class Training:
             return None
         evaluator = self._evaluator
         work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
-        with record.span(record.SpanKind.evaluation, version=version):
-            evaluation = await work
+        self._evaluated = version
+        try:
+            with record.span(record.SpanKind.evaluation, version=version):
+                evaluation = await work
+        finally:
+            self._evaluated = None
         if evaluation is None:
             self._view.say(f"held out, policy version {version}: not evaluated, see logs/controller.log")
             return None
@@ -230,6 +268,7 @@ class Training:
         return report.summary()
 
     def _on_step(self, record: StepRecord) -> None:
+        self._stepped_s = asyncio.get_running_loop().time()
         record = self._watching.examine(record)
         self._writer.write(record)
         self._watching.step(record)

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.core.errors import CheckpointError, WorkerDiedError
+from asyncrl.core.errors import CheckpointError, ReplayBufferError, WorkerDiedError
 from asyncrl.core.ports import FleetCounts
 from asyncrl.metrics import TerminalView
 from asyncrl.run import training
@@ -124,6 +124,41 @@ async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
     assert await make_training(tmp_path, view)._explain() is None
     assert "the profile could not be written: KeyError('lag')" in output.getvalue()
+
+
+@pytest.mark.usefixtures("virtual_time")
+async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_path):
+    output = io.StringIO()
+    late = make_training(tmp_path, TerminalView(title="run", total_steps=3, console=Console(file=output, width=400)))
+    late._fleet = SimpleNamespace(engines=lambda: ["engine-0"])
+    groups = {"queued": 4, "leased": 2, "stored": 1, "planned": 0}
+    answers = [
+        SimpleNamespace(groups=groups),
+        ReplayBufferError("connection lost"),
+        *[SimpleNamespace(groups=groups)] * 2,
+    ]
+
+    async def stats():
+        if isinstance(answer := answers.pop(0), Exception):
+            raise answer
+        return answer
+
+    late._buffer = SimpleNamespace(stats=stats)
+    telling = asyncio.create_task(late._tell_late_steps())
+    await asyncio.sleep(61)
+    late._evaluated = 3
+    await asyncio.sleep(238)  # lines after 60, 120 and 240 s
+    late._stepped_s = asyncio.get_running_loop().time()
+    await asyncio.sleep(59)
+    late._stepped_s = asyncio.get_running_loop().time()
+    await asyncio.sleep(125)  # 480 s after the start, the latest step is 122 s old
+    telling.cancel()
+    first, second, third, fourth = [line.partition("] ")[2] for line in output.getvalue().splitlines()]
+    state = "prompt groups: 4 queued, 2 generating (engines: 1), 1 stored, 0 planned; a batch takes 32"
+    assert first == f"no learner step has finished for 60 s: {state}"
+    assert second == "no learner step has finished for 120 s: the buffer does not answer: connection lost"
+    assert third == f"no learner step has finished for 240 s: {state}; policy version 3 is being evaluated"
+    assert fourth == f"no learner step has finished for 122 s: {state}; policy version 3 is being evaluated"
 
 
 def test_the_controller_loads_no_torch():

@@ -202,6 +202,20 @@ async def test_a_turn_that_the_engine_aborts_by_itself_is_continued(make_buffer)
     assert (buffer.released, counters.tokens_generated) == ([], buffer.num_tokens)
 
 
+async def test_an_engine_that_aborts_each_request_at_once_is_not_asked_without_a_pause(make_buffer):
+    buffer = make_buffer(1)
+
+    def aborts_for_5_s(request, version) -> ScriptedAnswer:
+        is_early = asyncio.get_running_loop().time() < begun_s + 5
+        return replace(writes_by_context(request, version), cut_off=0 if is_early else -1)
+
+    begun_s = asyncio.get_running_loop().time()
+    async with running_loop(buffer, aborts_for_5_s, player=Playing(turns(2))) as (_, engine, _):
+        await buffer.stored(1)
+    assert 40 < len(engine.requests) / 2 < 60, "10 requests per second and turn"
+    assert_by_context(buffer.groups[0])
+
+
 async def test_a_waiting_tool_holds_no_place(make_buffer):
     buffer = make_buffer(3)
     player = Playing(turns(2, tool_s=8.0))
