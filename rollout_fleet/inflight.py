@@ -171,6 +171,11 @@ class InflightGroup:
         return any(not run.is_over for run in self.runs)
 
     @property
+    def is_replayable(self) -> bool:
+        """Whether another attempt can continue all episodes from their recorded turns."""
+        return all(run.is_replayable for run in self.runs)
+
+    @property
     def is_finished(self) -> bool:
         """Whether every episode is complete: no environment runs, and no turn is unfinished."""
         return not self.is_playing and not any(episode.num_running for episode in self.episodes)

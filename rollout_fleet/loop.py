@@ -491,17 +491,19 @@ class RolloutLoop:
     async def _obey(self, end: GroupEnd) -> None:
         """Release groups when the buffer revokes their leases or hands them to another worker.
 
-        If progress is never saved, no group is handed on.
+        A group is not handed on if its tokens would be lost: if progress is never saved, or an environment of the group
+        cannot be replayed.
         """
         while True:
             if end is GroupEnd.revoked:
                 keys, spared = [await self._buffer.revocation()], [GroupPhase.settling]
             else:
                 keys, spared = await self._buffer.hand_on_request(), [GroupPhase.ending, GroupPhase.settling]
-                if self._config.save_progress is SaveProgress.never:
-                    continue
             found = [group for key in keys if (group := self._groups.get(key)) is not None]
             chosen = [group for group in found if group.phase not in spared]
+            if end is GroupEnd.handed_on:
+                is_saved = self._config.save_progress is not SaveProgress.never
+                chosen = [group for group in chosen if is_saved and group.is_replayable]
             for group in chosen:
                 await self._end(group, end)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])

@@ -84,6 +84,7 @@ class EpisodeRun:
         failure: The reason why the episode has no outcome.
         metrics: Numbers about the episode to report, by name.
         times: The times of the episode's turns and tools.
+        is_replayable: Whether another attempt can continue the episode from its recorded turns.
         later_prompts: Numbers of prompt tokens of all turns after the first turn, if the engine reports how many of
             these tokens were in its cache. Requests that continue a cut-off turn do not count.
 
@@ -106,6 +107,7 @@ class EpisodeRun:
         self.failure: EpisodeFailure | None = None
         self.metrics: dict[str, float] = {}
         self.times = EpisodeTimes()
+        self.is_replayable = True
         self.later_prompts = PromptTokens()
         self._ask = ask
         self._on_place = on_place
@@ -129,6 +131,11 @@ class EpisodeRun:
         if self.episode.num_running:
             return LevelName.running
         return LevelName.tool if self.times.is_in_tool else LevelName.environment
+
+    def start_afresh(self) -> None:
+        """Drop the recorded turns of an earlier attempt, because the environment cannot be replayed."""
+        self.is_replayable = False
+        self.episode.forget()
 
     def called(self, names: Sequence[str]) -> None:
         """Record that the environment gets an answer of the policy. The answer calls the tools ``names``, or none."""

@@ -96,7 +96,7 @@ class EpisodePlayer:
         access = self._endpoint.open(session)
         try:
             if not await self._processes.is_replayable(name, prompt.environment_options):
-                run.episode.forget()
+                run.start_afresh()
             outcome = await self._processes.run(
                 prompt, access, sample=index, name=name, options=prompt.environment_options, on_tool=run.tool
             )

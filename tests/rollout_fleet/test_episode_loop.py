@@ -320,7 +320,7 @@ async def test_tokens_that_no_replay_needs_are_counted_once_if_the_next_attempt_
     generated = []
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
-        run.episode.forget()
+        run.start_afresh()
         attempt = int(run.episode.name.split("-")[1])
         turn = await run.sample(PROMPT, [TOOL, attempt], SamplingConfig(max_new_tokens=1 if attempt == 1 else 12))
         if attempt < 2:
@@ -334,6 +334,23 @@ async def test_tokens_that_no_replay_needs_are_counted_once_if_the_next_attempt_
             generated.append((await loop.stop()).tokens_generated)
     assert generated[0] > generated[1] == 2
     assert buffer.num_tokens < sum(generated) == buffer.num_accounted
+
+
+async def test_only_groups_that_can_be_replayed_are_handed_on(make_buffer):
+    buffer = make_buffer(2)
+
+    async def environment(run: EpisodeRun, index: int) -> Outcome:
+        if run.episode.name.startswith("0-"):
+            run.start_afresh()
+        return await turns(3, tool_s=1.0)(run, index)
+
+    async with running_loop(buffer, writes_by_context, player=Playing(environment), groups_in_flight=2) as (loop, _, _):
+        await asyncio.sleep(0.5)
+        buffer.hand_on_requests.put_nowait([(0, 0), (1, 0)])
+        await buffer.stored(2)
+        counters = await loop.stop()
+    assert [(group_id, reason) for group_id, _, reason in buffer.released] == [(1, "handed_on")]
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
 async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
