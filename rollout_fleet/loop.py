@@ -510,8 +510,13 @@ class RolloutLoop:
 
     # The phases of a group
 
-    async def _generate(self, groups: Sequence[InflightGroup], *, apart: bool = False) -> None:
-        """Send the requests of groups, together or each ``apart``. A group without requests leaves the engine."""
+    async def _generate(self, groups: Sequence[InflightGroup], *, apart: bool = False, pause_s: float = 0.0) -> None:
+        """Send the requests of groups after a pause, together or each ``apart``.
+
+        A group without requests leaves the engine.
+        """
+        if pause_s:
+            await asyncio.sleep(pause_s)
         asked: dict[str, InflightGroup] = {}
         requests: list[SampleRequest] = []
         for group in groups:
@@ -562,16 +567,13 @@ class RolloutLoop:
         if group.is_playing:  # while the tools of a group run, there is room for another group
             if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
                 # an environment waits for a turn that the engine aborted by itself
-                self._spawn(self._ask_again, group, 0.0 if len(output.token_ids) else ASK_AGAIN_S)
+                pause_s = 0.0 if len(output.token_ids) else ASK_AGAIN_S
+                self._spawn(partial(self._generate, [group], pause_s=pause_s))
             self._groups.moved()
             await self._notify()
         else:
             self._groups.note_places()
         await self._leave_if_done(group)
-
-    async def _ask_again(self, group: InflightGroup, pause_s: float) -> None:
-        await asyncio.sleep(pause_s)
-        await self._generate([group])
 
     async def _leave_if_done(self, group: InflightGroup) -> None:
         if group.is_done_here and group.phase in ON_ENGINE:
