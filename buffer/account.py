@@ -158,9 +158,9 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return how many attempts workers made at a finished or reopened group; 0 for any other group.
+        """Return how many attempts workers made at a group that is finished, or was finished before `reopen`.
 
-        Returns 1 for a finished group whose number was forgotten.
+        Returns 0 for any other group, and 1 for a finished group whose number was forgotten.
         """
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
@@ -302,7 +302,8 @@ class Account:
     def give_up(self, reason: str, *, num_saved: int, num_inherited: int) -> None:
         """Count the ``num_saved`` saved tokens of a revoked attempt as dropped.
 
-        ``num_inherited`` of these tokens come from an earlier attempt, and counted as buffered before.
+        ``num_inherited`` of these tokens come from an earlier attempt. The account has counted them as buffered, and
+        this call undoes that count.
         """
         self.tokens_buffered -= num_inherited
         self.abandon(num_saved, reason, num_counted=0)

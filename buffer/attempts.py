@@ -55,10 +55,11 @@ class Attempts:
         self._groups.requeue(group, keeps_progress=not group.is_evicted)
 
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
-        """Count the inherited prefix (saved tokens of an earlier attempt) as dropped, unless the worker continued it.
+        """Count the inherited prefix (saved tokens of an earlier attempt) as dropped if the worker did not continue it.
 
-        The worker's report has ``num_tokens`` tokens. If these are fewer tokens than the prefix has, the prefix also
-        counts as dropped.
+        ``continued`` is whether the worker says that it continued the prefix, and ``num_tokens`` is the number of
+        tokens in the worker's report. If the report has fewer tokens than the prefix, ``continued`` is ignored, and the
+        prefix counts as dropped.
         """
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
@@ -117,7 +118,7 @@ class Attempts:
         """Drop the trajectories of a stored group, or the saved prefix (tokens so far) of a queued or running group.
 
         ``reason`` names the cause in the counts of dropped tokens. If the learner has already trained on the group,
-        only the group's further uses are lost.
+        its tokens still count as trained, and no further learner step trains on it.
         """
         if group.uses:
             self._groups.evict(group)
@@ -132,10 +133,10 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """Evict a group that has no lease. For a leased group, end the lease and queue the prompt.
+        """End the lease of a group and queue its prompt. If the group has no lease, `evict` its tokens.
 
-        ``lost`` maps the ids of the groups whose tokens are dropped to the reasons. A group without a lease must be in
-        ``lost``.
+        ``lost`` maps group ids to reasons. The tokens of a group in ``lost`` are dropped. A leased group that is not in
+        ``lost`` keeps its saved prefix. A group without a lease must be in ``lost``.
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])
@@ -147,7 +148,7 @@ class Attempts:
                 self.hand_on(group)
 
     def forget_uses(self, version: int) -> None:
-        """Forget that the learner steps ``version`` and later trained on the stored groups.
+        """Remove from the stored groups the record that learner step ``version`` or a later step trained on them.
 
         If no earlier step trained on a group, the group's tokens count as buffered again, not as trained.
         """

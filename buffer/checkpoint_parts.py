@@ -78,9 +78,10 @@ class PartWriter:
         return asyncio.get_running_loop().run_in_executor(self._pool, _write_part, path, number, begin, copied, summary)
 
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links to the journal's files, and return the result of `Journal.link_to`.
+        """Make hard links to the journal's files, so the checkpoint need not copy the journal's frames.
 
-        Returns file number 1 and no references if there is no journal or a link fails.
+        Returns the number N of the next file ``PATH.N.log``, and references to the linked frames. Without a journal, or
+        after a failed link, the result is 1 and no references, and the caller copies the frames.
         """
         if self._journal is not None:
             try:
@@ -179,7 +180,7 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run has the same lineage
+        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run keeps this name
         # A later server can continue this server's journal or checkpoint only with equal options.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
@@ -250,13 +251,17 @@ class CheckpointRequests:
                 written = await self._parts(partial, checkpoint)
                 await asyncio.to_thread(_put_in_place, partial, folder)
         except OSError as error:
-            raise ReplayBufferError(f"the checkpoint {folder} cannot be written: {error.strerror}; check it") from error
+            raise ReplayBufferError(
+                f"the checkpoint {folder} cannot be written: {error.strerror}; check the disk and its permissions"
+            ) from error
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write all parts.
+        """Write the ledger's part of a checkpoint, and let each store server write its part.
 
-        The stores are asked before the ledger takes its snapshot. So each store still has every group of the snapshot.
+        The stores get the request `SavePart` before the ledger takes its snapshot. A later message may tell a store to
+        drop a group of the snapshot, but the store gets this message after the request. So the store still has the
+        group when it gets the request.
         """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():

@@ -603,7 +603,8 @@ class BufferClient:
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = ()) -> Reply:
         """Send a request to the buffer's server, and return the body of its answer (a record of `buffer.commands`).
 
-        ``payload`` holds the request's frames. Raises the errors of `ClientSocket.request`.
+        ``payload`` holds the frames (encoded prompts or trajectories) that are sent with the request. Raises the errors
+        of `ClientSocket.request`.
         """
         return await self.link.call(operation, payload)
 
@@ -614,7 +615,8 @@ class BufferClient:
         ``timeout_s``.
         """
         while True:
-            space = self._space  # taken first, so a report of free bytes during the request counts too
+            # The event is read before the request is sent, so a report of free bytes during the request sets it too.
+            space = self._space
             try:
                 return await self.call(operation, payload)
             except StoreFull:

@@ -391,8 +391,9 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
     Clients may name only planned groups, in ``group_ids``. Only the server sets the other fields.
 
     Attributes:
-        unsent: (group id, attempt number) pairs of running groups. A store reserved bytes for their trajectories, but
-            lacks the trajectories. The workers send the trajectories again.
+        unsent: (group id, attempt number) pairs of leased groups. The ledger has reserved bytes for their trajectories
+            in a store, but the store does not have the trajectories. The reserved bytes become free, and the workers
+            send the trajectories again.
         missing: Planned groups that their store lacks. The batch stays, because the learner's ranks may already have
             these groups.
     """
@@ -547,7 +548,11 @@ class Cancel(Operation[Done], frozen=True):
 
 
 class Leave(Operation[Done], frozen=True):
-    """Unregister the sender, a producer of groups. Release all of the sender's leases that are not in ``leases``."""
+    """Release the leases of a worker that disconnects, except ``leases``. Unregister the worker if no lease is left.
+
+    ``leases`` holds (group id, attempt number) pairs of the leases that the client returned to its caller, and that the
+    caller has not given back. They last until they expire, or until the worker counts as silent.
+    """
 
     roles = _ROLLOUT
     leases: Keys
@@ -635,7 +640,7 @@ class Fetch(Operation[Payloads | Places], frozen=True):
     """Fetch the trajectories of stored groups.
 
     A fetch from a store server also has the attempt number of each group in ``attempts``. ``read`` is the largest
-    request id among the client's fetches whose answers have arrived.
+    request id of a fetch whose answer the client has received.
     """
 
     roles = _LEARNER | _CONTROLLER | _INSPECTOR

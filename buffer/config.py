@@ -74,8 +74,9 @@ class BufferConfig:
         filters: Dynamic-sampling filters: ``equal_rewards``, ``no_tokens``, ``file.py:function`` or
             ``module:function``. Your function gets a `GroupSummary` and returns whether to keep the group. The buffer
             counts the groups that each filter drops. Example: ``["equal_rewards"]``.
-        max_filtered_steps: Plans fail when filters have dropped as many groups in a row as this number of learner steps
-            needs. The buffer warns from 4 steps on. 0 sets no limit.
+        max_filtered_steps: Plans fail when filters have dropped this number times B groups in a row, and no batch can
+            be filled. B is the number of groups per learner step. The buffer warns from 4 times B groups on. 0 sets no
+            limit.
         durability: ``memory`` loses the contents with the server. ``disk`` keeps every acknowledged put, lease and
             prompt in ``directory``, and a restarted server continues from them.
         directory: Directory of the files of ``durability=disk``. Example: ``outputs/quickstart/buffer``.

@@ -258,7 +258,10 @@ def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...
 
 @lru_cache(maxsize=256)
 def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], int]]]:
-    """Return, for each scope, the (name, dtype, shape without the first dimension, bytes per row) of its columns."""
+    """Return four lists: the columns per token, per trajectory, per turn and per image of an encoded group.
+
+    A column is described by a tuple: name, dtype, shape without the first dimension, and bytes per row.
+    """
     schema = []
     for scope in msgpack.unpackb(data, max_ext_len=0):
         columns = [(str(name), dtype_of(dtype.encode()), checked_shape(shape)) for name, dtype, shape in scope]
@@ -365,7 +368,7 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
         pieces.append(more)
         size += more.nbytes
     if size != length:
-        raise WireError(f"a frame of {length} bytes came in pieces of {size}")
+        raise WireError(f"the pieces of a frame must have {length} bytes in total, got {size}")
     return memoryview(b"".join(pieces))
 
 

@@ -412,7 +412,7 @@ def _values(lists: pa.ChunkedArray) -> np.ndarray:
 
 
 def export_part(part: Path, folder: Path) -> BufferContents:
-    """Write the buffer's contents in a checkpoint to ``folder``, as parquet files. Return the contents.
+    """Read the buffer's contents from a checkpoint, and write them to parquet files in ``folder``. Return the contents.
 
     ``part`` is the folder of the buffer's files in the checkpoint. Raises the errors of `read_part` and `write_export`.
     """

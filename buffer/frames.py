@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the position of ``frames`` that begin at byte ``start``. The checksum covers only the frames."""
+        """Return the position of ``frames`` that begin at byte ``start``. Its ``checksum`` covers only the frames."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -53,7 +53,8 @@ class FramesOnDisk(Sequence[Any]):
     def move(self, path: Path, written: Written, *, place: int) -> None:
         """Record that the frames were copied to the file ``path``. Another thread may read the frames meanwhile.
 
-        ``written`` is the new position, and ``place`` the new number of the frames in their journal.
+        ``written`` is the position of the copy, and ``place`` the number that now identifies the frames in their
+        journal.
         """
         self._at, self.place = (path, written), place
 

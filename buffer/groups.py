@@ -20,7 +20,7 @@ from asyncrl.core.types import GroupSummary
 from .outcomes import GrantedLease, Progress
 
 Entry = tuple[float, int, int]
-"""A stored group: its rank (smallest first), its place in the order of storing, and its id."""
+"""A stored group: its sort key (`Group.rank`), its place in the order of storing, and its id."""
 
 
 class GroupState(StrEnum):
@@ -70,7 +70,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
             the current or an earlier attempt.
         num_inherited: Number of tokens from earlier attempts that the current attempt continues.
         summary: Metadata of the stored trajectories; None before the group is stored.
-        rank: Rank of the stored group in the order in which batches take groups; smallest first.
+        rank: Sort key of the stored group in the order in which batches take groups; smallest first.
         planned_for: The learner version whose batch holds the group; -1 if no batch does.
         num_bytes: Size of the trajectories in bytes; 0 before a store has reserved bytes for them.
         store: Number of the store that holds the trajectories.
@@ -135,7 +135,10 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         return self.summary
 
     def result_at(self, version: int) -> GroupSummary:
-        """Return the metadata of a stored or planned group. Training steps from ``version`` on do not count as uses."""
+        """Return the metadata of a stored or planned group.
+
+        ``num_uses`` in the result counts only the learner steps before ``version`` that trained on the group.
+        """
         num_uses = sum(use < version for use in self.uses)
         return self.result if num_uses == len(self.uses) else replace(self.result, num_uses=num_uses)
 
@@ -222,7 +225,8 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # The expiry is cleared, because a restarted server could not restore it: the journal has no renewals of leases.
+        # A restarted server must get an equal record from the journal. The journal has no renewals of leases, so the
+        # expiry of an ended lease is cleared.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -310,7 +314,7 @@ class ReadyIndex:
             del self._entries[deadline]
 
     def by_rank(self) -> Mapping[int, Sequence[Entry]]:
-        """Return a map from each deadline to its groups: (rank, place, group id) entries, sorted by rank."""
+        """Return a map from each deadline to its groups, as `Entry` tuples: sorted by sort key, then by place."""
         for entries in self._entries.values():
             entries.sort()
         return self._entries
@@ -354,7 +358,7 @@ class StoreSpace:
                 self.stores[number] = StorePlace(is_awaited=True)
 
     def awaited_stores(self) -> list[int]:
-        """Return the numbers of the stores that joined before a resume and have no replacement yet."""
+        """Return the store numbers that no new store has taken over since the run was resumed from a checkpoint."""
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
@@ -524,7 +528,8 @@ class GroupTable:
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Add a group at the tail of the queue.
 
-        ``num_attempts`` is the number of earlier attempts, if a return to a checkpoint has undone the group's end.
+        ``num_attempts`` is the number of earlier attempts. It is above 0 only for a group that had ended after a
+        checkpoint, because the learner went back to this checkpoint and needs the group again.
         """
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
@@ -580,7 +585,7 @@ class GroupTable:
         self.leases.add(group)
 
     def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
-        """Move a leased group to the stored groups, with its metadata and its rank in the selection order."""
+        """Move a leased group to the stored groups, with its metadata and its sort key (`Group.rank`)."""
         self.leases.remove(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0
@@ -611,7 +616,7 @@ class GroupTable:
                 self._return_to_stored(self._groups[group_id])
 
     def move(self, group: Group, deadline: int, rank: float) -> None:
-        """Give a stored group another deadline and another rank."""
+        """Give a stored group another deadline and another sort key (`Group.rank`)."""
         self.ready.remove(group.deadline, {group.group_id})
         self._count_open(group.deadline, -1)
         group.deadline, group.rank = deadline, rank
@@ -636,7 +641,8 @@ class GroupTable:
     def finish_batch(self, version: int, again: Mapping[int, float]) -> None:
         """Remove the batch of the committed learner step ``version``, and its groups.
 
-        The groups in ``again`` (a map from group id to new rank) stay stored for a further use.
+        The groups in ``again`` stay stored for a further use. ``again`` maps their ids to their new sort keys
+        (`Group.rank`).
         """
         for group_id in self.plans.pop(version):
             group = self._groups[group_id]

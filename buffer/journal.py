@@ -62,7 +62,11 @@ class Head(Row, frozen=True, tag=True):
 
 
 class Begin(Head, frozen=True, kw_only=True):
-    """The first record of a log. It has the stored values, the ledger's snapshot, and references to frames."""
+    """The first record of a log.
+
+    It has the values that `Journal.write` stored, the ledger's snapshot, and references to all frames that the server
+    held.
+    """
 
     values: dict[str, Any]
     snapshot: dict[str, Any] | None
@@ -113,7 +117,7 @@ class AppendOnlyFile:
         self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, int]]:
-        """Yield (head, offset of the frames in bytes) for each record. Verify every checksum.
+        """Yield a pair for each record: its `Head`, and the offset of its frames in bytes. Verify every checksum.
 
         A writable file is truncated after the last complete record. Raises `ValueError` if the file is not a journal of
         this format.
@@ -247,8 +251,9 @@ class Contents:
 
     Attributes:
         values: The values that `Journal.write` stored.
-        places: Maps (kind, group id) to the place of the frames (`FramesOnDisk.place`).
-        next_place: A number that no frames in the journal have.
+        places: Maps (kind, group id) to the place of the frames: the number that identifies them in the journal. The
+            kinds are those of `Recovered.frames`.
+        next_place: The place of the next frames: the largest place so far plus 1.
         recovered: The state that a server continues from.
     """
 
@@ -277,7 +282,7 @@ class Contents:
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
     """Update ``places``, a map from (kind, group id) to the place of the frames (their number in the journal).
 
-    A reference with place 0 removes the frames from ``places``. Returns the place of each reference.
+    A reference with place 0 removes its (kind, group id) from ``places``. Returns the place in each reference, also 0.
     """
     for name, key, place, _ in references:
         if place:
@@ -318,7 +323,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
         for number in numbers_of(path):
             files.append(AppendOnlyFile(Path(f"{path}.{number}.log"), is_read_only=True))
             found = [*_read_records(files[-1], by_place)]
-            # if this file is missing, a newer pair of files has the frames
+            # If this file is missing, a file ``PATH.M.frames`` with a larger number M has copies of its frames.
             if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():
                 files.append(AppendOnlyFile(payloads, is_read_only=True))
                 deque(_read_records(files[-1], by_place), maxlen=0)
@@ -451,7 +456,7 @@ class Journal:
         except OSError as error:
             raise self._error("written", error) from error
 
-    # Values, commands and frames, while a server uses the journal
+    # What a running server writes: values, commands and frames
 
     def read(self, name: str) -> Any:
         """Return the value that `write` stored with the name ``name``, or None."""
@@ -526,9 +531,9 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write the commands that `record` has delayed as one record, then ``records``.
+        """Write one record with all commands that `record` has delayed. Then write ``records``.
 
-        Returns where the frames of the final record are.
+        Returns the position of the frames of the last record that was written.
         """
         references: tuple[Reference, ...] = ()
         if self._later:
@@ -602,8 +607,8 @@ class Journal:
     def link_to(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
         """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the journal's files, for a checkpoint.
 
-        Returns a free file number N, and references to the frames that the server holds. The checkpoint's own log takes
-        this number and contains these references.
+        Each link keeps the number N of its file. Returns the largest of these numbers plus 1, and references to the
+        frames that the server holds. The checkpoint's own log takes the returned number and contains these references.
 
         Raises:
             OSError: A link fails, for example on another disk.
@@ -663,8 +668,9 @@ class Journal:
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
         """Start a thread that deletes the old files.
 
-        ``meanwhile`` holds the writes to the old files that ran during `compact`. The frames of these writes are read
-        from the copies in the new files from now on.
+        ``kept`` holds the copies of all frames in the new files, or the error of the copying. If there was an error,
+        the old files stay. ``meanwhile`` holds the writes to the old files that were not complete when `compact` was
+        called. Their frames were copied too, and are read from the copies from now on.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes

@@ -229,18 +229,18 @@ class Ledger:
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many running groups the next batch must take, by deadline.
+        """Return ``max_lag + 1`` numbers: how many running groups the next batch must take.
 
-        Number k counts groups whose deadline (the last version that may consume a group) is ``next_plan + k`` or
-        earlier. No group counts twice.
+        A group's deadline is the last version that may consume the group. Number k is how many groups with the deadline
+        ``next_plan + k`` or earlier the batch must take in addition to those of the numbers before.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
         """Return whether the stores are too small for a batch, after they refused bytes for ``group_id``.
 
-        Returns True if no batch is planned, no batch can be made, and no other running group has reserved bytes or an
-        earlier deadline.
+        Returns True if no batch is planned and no batch can be made. No other running group may have reserved bytes,
+        and none may have an earlier deadline. Returns False if the group is unknown.
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
@@ -683,7 +683,7 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Return (group id, new rank) pairs of the groups of a committed batch that stay for a further use.
+    """Return (group id, new sort key) pairs of the groups of a committed batch that stay for a further use.
 
     The staleness rule counts such a group as open again.
     """
@@ -722,7 +722,7 @@ def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call)
     if not ledger.learner_version <= command.version <= ledger.next_plan:
         raise ReplayBufferError(
             f"checkpoint({command.version}) was requested at learner version {ledger.learner_version}; every step "
-            "before a checkpoint must be planned or committed, so its version is in "
+            "before a checkpoint must be planned or committed, so the checkpoint's version must be in "
             f"{ledger.learner_version}..{ledger.next_plan}"
         )
     return outcomes.Marked(is_new=True)
@@ -755,8 +755,8 @@ def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: outcomes.Re
 def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outcomes.Rewound:
     if ledger.marks.at(command.version).key != command.key:
         raise ReplayBufferError(
-            f"the ledger's checkpoint of version {command.version} is not the one to resume; resume both parts of one "
-            "checkpoint"
+            f"the ledger's checkpoint of version {command.version} is not the one to resume; resume the learner and "
+            "the buffer from their parts of one checkpoint"
         )
     return decide_return(ledger.groups, command.version, rule=ledger.rule, prefer=ledger.prefer)
 

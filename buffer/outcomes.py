@@ -91,7 +91,7 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
     """The decision about a put (a finished group that a worker sends).
 
     Attributes:
-        rank: Rank of a stored group in the order in which batches take groups; smallest first.
+        rank: Sort key of a stored group in the order in which batches take groups; smallest first.
         reason: Name of the filter that dropped the group.
         refusal: Why the put was refused, as a message to the sender.
     """
@@ -114,10 +114,11 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups whose leases are revoked. Groups in ``dropped`` end. The other prompts are queued again.
+    """The groups whose leases are revoked, because the leases have expired or their worker is silent or dead.
 
-    A group is dropped when too many of its workers have died. ``num_lost`` is the number of lost tokens of a dead
-    owner; None for a silent owner.
+    The groups in ``dropped`` end, because too many of their workers have died. The prompts of the other groups in
+    ``group_ids`` are queued again. ``num_lost`` is the number of tokens that a dead worker generated, but neither saved
+    nor reported; None if no worker has died.
     """
 
     group_ids: tuple[int, ...]
@@ -130,9 +131,9 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
 
     Attributes:
         group_ids: The groups that lose their trajectories or saved prefix now.
-        dissolved: Versions whose batches are planned again.
-        unsent: Running groups. A store reserved bytes for their trajectories, but lacks the trajectories. The reserved
-            bytes become free, and the workers send the trajectories again.
+        dissolved: Versions of the learner steps whose batches are undone, and planned again later.
+        unsent: Leased groups. The ledger has reserved bytes for their trajectories in a store, but the store does not
+            have the trajectories. The reserved bytes become free, and the workers send the trajectories again.
         missing: Planned groups whose trajectories no store has. The learner's ranks may have fetched these groups, so
             they count as lost only if their batch is planned again.
     """
@@ -177,7 +178,8 @@ class Planned(LedgerOutcome, frozen=True, kw_only=True):
 class Committed(LedgerOutcome, frozen=True, kw_only=True):
     """The groups that the learner step ``version`` consumed.
 
-    ``again`` has (group id, new rank) pairs of the consumed groups that stay stored for a further step.
+    ``again`` has (group id, new sort key) pairs of the consumed groups that stay stored for a further step. Batches
+    take groups with a small sort key first.
     """
 
     version: int
@@ -195,8 +197,8 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
         missing: Planned groups that no store holds.
         unfit: Groups that the options of a resumed run exclude. They cannot be consumed in time, or steps have already
             trained on them ``buffer.max_uses`` times.
-        moved: (group id, deadline, rank) of groups whose deadline or rank changes with the options of a resumed run.
-            Batches take groups with a small rank first.
+        moved: (group id, deadline, sort key) of groups whose deadline or sort key changes with the options of a resumed
+            run. Batches take groups with a small sort key first.
     """
 
     is_new: bool

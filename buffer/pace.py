@@ -184,7 +184,8 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # Short groups end first, so the longest time is known only after as many groups have ended as are running.
+        # ``_longest_s`` is the longest time of the groups that ended since its last reset. Short groups end first. So the
+        # longest time counts as known only when at least as many groups have ended since the reset as run now.
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
@@ -230,7 +231,7 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker, or when a worker stops keeping a place free.
+        """Return the next time when `look` may find a slow worker, or when a place kept for a takeover expires.
 
         Returns None if there is no such time.
         """
@@ -281,7 +282,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return for how many groups a worker keeps capacity free, because the worker takes these groups over."""
+        """Return the number of groups that a worker is about to take over. It keeps capacity free for these groups."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -307,7 +308,11 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Return the seconds per token of a worker's fastest group, times the worker's ``slowdown``."""
+        """Return the seconds per token of a worker's fastest group, for the decision whether the worker is slow.
+
+        The result is multiplied by ``slowdown``, which is above 1 if the worker has not ended a group for a long time.
+        If no group of the worker was measured, the fastest worker's median counts.
+        """
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
@@ -398,7 +403,7 @@ class Heartbeats:
         self._num_generated.pop(client, None)
 
     def next_silence(self) -> float | None:
-        """Return the time when the next silent producer will count as gone; None without producers."""
+        """Return the time when the next producer counts as gone if it stays silent; None without producers."""
         longest_ago = next(iter(self._producers.values()), None)
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 

@@ -189,11 +189,10 @@ class BufferProcess:
 
 
 class BufferSupervisor:
-    """A buffer server that `keep_up` restarts, at most ``buffer.restarts`` times.
+    """A buffer server or a store server that `keep_up` restarts, at most ``buffer.restarts`` times.
 
     A restarted server keeps its address and continues its journal. Its clients reconnect and repeat unacknowledged
-    requests. The ledger's server is restarted only with a journal. Without a journal, a restarted store server is
-    empty.
+    requests. Without a journal, a buffer server is not restarted, and a restarted store server is empty.
 
     Make this object on a thread that ends after the server, because the kernel kills the server when the thread
     that started it ends.

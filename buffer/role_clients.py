@@ -273,8 +273,9 @@ class WorkerClient:
     async def close(self) -> None:
         """Close the connection. Pending calls raise `ReplayBufferError`.
 
-        Leases that `lease` has not returned go back to the queue. Before this call, release all other leases.
-        Otherwise they last until they expire, or until the client has been silent for four heartbeats.
+        Groups go back to the queue if the buffer granted their leases, but `lease` has not returned these leases to its
+        caller. Before this call, release the leases that `lease` has returned. Otherwise they last until they expire,
+        or until the client has been silent for four heartbeats.
         """
         self._pushed.set()
         if self._beat is not None:
@@ -478,7 +479,9 @@ class ControlClient:
         self._client = client
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> list[GroupSummary]:
-        """Queue prompts. While the queue or the store is full, wait until groups leave.
+        """Queue prompts. While the queue is full, wait until workers lease prompts.
+
+        While the buffer's memory for prompts is full, wait until groups are stored or finished.
 
         Returns the metadata of the groups that were finished since the last call with ``wants_outcomes``. Without
         prompts, the call returns at once.

@@ -24,8 +24,8 @@ from .outcomes import Reserved
 Filter = Callable[[GroupSummary], bool]
 """Maps the metadata of a finished group to True if the buffer should keep the group."""
 Preference = Callable[[GroupSummary, int], float]
-"""Maps a group's metadata and deadline to a rank. Batches take groups with a small rank first. Among equal ranks,
-they take the group that was stored earliest."""
+"""Maps a group's metadata and deadline to a sort key, a number. Batches take groups with a small sort key first. Among
+equal sort keys, they take the group that was stored earliest."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,11 +61,12 @@ class StalenessRule:
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether one more group may begin on an engine that serves ``engine_version`` (u).
 
+        ``open_by_deadline`` maps each deadline to its number of open groups: leased and stored groups that are not
+        planned. ``version`` (w) is the version that is planned next. No open group may be due before w, and u is at
+        most the learner's version.
+
         The new group has the deadline d = u + η, the last learner version that may consume it. For each k from d - w to
         η, at most (k + 1)·B open groups may be due at w + k or earlier, including the new group. The check costs O(η).
-
-        ``open_by_deadline`` maps each deadline to its number of open groups: leased and stored groups that are not
-        planned. No open group may be due before ``version`` (w), and u is at most the learner's version.
 
         Example: B = 4, max_lag = 1, and no batch is planned. An engine at the learner's version may begin a group while
         fewer than 8 groups are open. An engine one version behind also needs fewer than 4 groups due at w.
@@ -89,10 +90,11 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take, by deadline.
+        """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take.
 
-        Open groups are leased, or stored and in no batch. Entry k counts the groups due at w + k or earlier, minus the
-        k·B groups that the steps w + 1 … w + k consume. Entries are at most B if `admits` admitted every group.
+        Open groups are leased, or stored and in no batch. Entry k is the number of groups that the batch must take of
+        those due at w + k or earlier. These are all such groups except k·B, because each of the steps w + 1 … w + k can
+        consume B of them. Entries are at most B if `admits` admitted every group.
         """
         due = 0
         required = []
@@ -104,10 +106,10 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take, by deadline.
+        """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take.
 
-        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k counts groups due at w + k
-        or earlier. No group counts in two entries.
+        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k is how many running groups
+        due at w + k or earlier the batch must take in addition to those of entries 0 … k - 1.
         """
         num_ready = num_missing = 0
         missing = []
@@ -142,11 +144,11 @@ class Room:
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Return whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
-        ``num_granted`` is the number of leases that the caller will grant first. The groups of these leases count as
-        running, and free ``num_freed_bytes`` of saved prefixes.
+        ``num_granted`` is the number of leases that the caller will grant before this group's lease. Their groups count
+        as running. ``num_freed_bytes`` is the size of the saved prefixes that the buffer deletes with these leases.
 
-        If no group runs and no batch is planned or can be filled, only a new group can free bytes. Then one group may
-        always begin.
+        If no group runs, no batch is planned and no batch can be filled, one group may always begin. This
+        exception prevents a deadlock: without the group, no batch would be consumed, and no bytes would become free.
         """
         groups = self._groups
         if not self._max_bytes:
@@ -204,7 +206,7 @@ class Room:
                 return Reserved(store=store, evicted=evicted)
         raise StoreFull(
             f"{num_bytes} bytes do not fit: {free(emptiest_first[0])} of buffer.max_stored_bytes={self._max_bytes} are "
-            "free; the group is sent again when a batch has left"
+            "free; the worker sends the group again when the learner has consumed a batch"
         )
 
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
@@ -297,12 +299,12 @@ def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | No
 
 
 def find_order(name: str) -> Preference:
-    """Return the function ``name`` that ranks stored groups. Raises `ValueError` if there is no such function."""
+    """Return the function ``name``, which returns a group's sort key. Raises `ValueError` if there is none."""
     return _find(ORDERS, name)
 
 
 def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
-    """Return the rank of a group in the selection order: the number that ``prefer`` returns for it.
+    """Return the sort key of a group in the order in which batches take groups: the result of ``prefer``.
 
     Raises `ReplayBufferError` if ``prefer`` does not return a number.
     """
@@ -342,9 +344,9 @@ def choose_batch(
 ) -> list[int]:
     """Choose ``seats`` groups for a batch, and return their ids.
 
-    Until the batch is full, take the best-ranked group that the `Window` allows. ``ready`` holds the stored groups by
-    deadline, sorted by rank. ``required`` is the result of `StalenessRule.required`. There must be enough stored groups
-    to meet these requirements.
+    Until the batch is full, take the group with the smallest sort key that the `Window` allows. ``ready`` maps each
+    deadline to its stored groups, sorted by sort key. ``required`` is the result of `StalenessRule.required`. There
+    must be enough stored groups to meet these requirements.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]
@@ -366,7 +368,10 @@ def choose_batch(
 
 
 def _find(registry: Registry[Any], name: str) -> Any:
-    """Return the function ``name``. An error in a user's function fails one request, not the server."""
+    """Return the function ``name``. A user's function is wrapped, so any error in it becomes a `ReplayBufferError`.
+
+    Such an error fails one request, not the server.
+    """
     function = registry.get(name)
     if name in registry.names():
         return function

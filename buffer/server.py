@@ -83,7 +83,11 @@ class RateLimit:
         self._since = 0.0
 
     def check(self, client: bytes, num_parts: int) -> None:
-        """Count ``num_parts`` more requests of a client. Raises `RateExceeded` if the client is above the limit."""
+        """Add ``num_parts`` to the number of requests that a client has sent in this second.
+
+        A request that names leases counts as one request per lease. Raises `RateExceeded` if the client is above the
+        limit.
+        """
         now = time.monotonic()
         if now - self._since >= 1.0:
             self._since = now
@@ -91,8 +95,9 @@ class RateLimit:
         self._counts[client] += num_parts
         if self._counts[client] > self._per_second:
             raise RateExceeded(
-                f"more than {self._per_second} requests, or leases that they name, came from this client within a "
-                "second (buffer.max_requests_per_s); this one was not answered, send it again later"
+                f"more than {self._per_second} requests came from this client within a second "
+                "(buffer.max_requests_per_s; a request that names leases counts once per lease); this request was not "
+                "answered, send it again later"
             )
 
 
@@ -366,7 +371,7 @@ class ServerSocket:
                     "belongs to another run and must end"
                 )
             if role is not None and role not in operation.roles:
-                raise NotAllowed(f"the key of role {role!r} may not {name}; use the key of its role")
+                raise NotAllowed(f"a client with the key of role {role!r} may not {name}; use the key of another role")
             if isinstance(operation, Connect):
                 connected = Connected(self.epoch, self.bulk_port)
                 self.send(request.client, Message(request_id=request.request_id, body=connected))
@@ -468,7 +473,7 @@ def _failed(answer: Message, failure: Failure) -> Message:
 
 
 class BufferServer:
-    """The ledger's server. Make an object on a running loop.
+    """The ledger's server. Create it while an asyncio event loop runs in this thread.
 
     Attributes:
         address: Address of the server.

@@ -218,7 +218,10 @@ class BufferService:
     def _lose(
         self, group_ids: Iterable[int], *, unsent: Iterable[tuple[int, int]] = (), missing: Iterable[int] = ()
     ) -> None:
-        """Requeue groups whose frames are lost. Workers send the ``unsent`` groups again."""
+        """Queue the prompts of groups again, because their trajectories or saved prefixes are lost.
+
+        The arguments are the fields of `LoseGroups`.
+        """
         command = commands.LoseGroups(group_ids=tuple(group_ids), unsent=tuple(unsent), missing=tuple(missing))
         if lost := self.ledger.apply(command).group_ids:
             logger.warning("the trajectories or saved prefixes of %d groups are lost", len(lost))
@@ -234,18 +237,21 @@ class BufferService:
     ) -> bool:
         """Handle a report that the store server number ``store`` lacks the trajectories of groups.
 
-        Stored groups that are lost are generated again. If the store lacks a running group with reserved bytes,
-        the worker sends the group again. A planned batch stays, because the learner's ranks may already have its
-        groups.
+        Stored groups that are lost are generated again. A leased group may have reserved bytes in the store, but no
+        trajectories there. Then the group's worker sends the trajectories again. A planned batch stays, because the
+        learner's ranks may already have its groups.
 
         Args:
             store: Number of the store server.
             group_ids: Ids of the groups that the store server lacks.
-            stored: (group id, attempt number) pairs that were stored on this server when it was asked.
-            reserved: (group id, attempt number) pairs that had reserved bytes on this server when it was asked.
+            stored: (group id, attempt number) pairs of the groups that this store server should have held at the time
+                of the report, according to the ledger.
+            reserved: (group id, attempt number) pairs of the leased groups for which the ledger had reserved bytes on
+                this store server at that time.
 
         Returns:
-            True if a group in ``reserved`` is stored now. The caller must then ask the store server again.
+            True if a group in ``group_ids`` and ``reserved`` was stored after the report. The caller must then ask the
+            store server again, because it may have the group now.
         """
         ledger, missing = self.ledger, set(group_ids)
         was_reserved = {key for key in reserved if key[0] in missing}
@@ -461,7 +467,8 @@ class BufferService:
     def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
         """Answer with a description of the buffer, or of the one group that the request names.
 
-        The buffer is described by options, counts, all leased, stored and planned groups, and all producers.
+        The description of the buffer has options, counts, all leased, stored and planned groups, and all producers
+        (workers that send heartbeats).
         """
         now = self._clock.time()
         if inspect.group_id >= 0:

@@ -119,7 +119,7 @@ class Deadline:
         self._when = 0.0
 
     def at(self, when: float | None) -> None:
-        """Make sure that ``on_due`` is called at the time ``when`` or earlier. None changes nothing."""
+        """Make sure that ``on_due`` is called at the time ``when`` or earlier. Do nothing if ``when`` is None."""
         if when is None or (self._timer is not None and self._when <= when):
             return
         self.close()
@@ -139,10 +139,10 @@ class Deadline:
 
 
 class Channel:
-    """Passes received messages to a callback, and sends without blocking.
+    """A ZMQ socket on the event loop. It passes received messages to a callback, and sends without blocking.
 
-    The channel closes the socket at its end. The loop calls ``on_message`` with the frames of each message. It calls
-    ``on_burst_end`` when no more messages wait, or after 64 messages.
+    The event loop calls ``on_message`` with the frames of each message. It calls ``on_burst_end`` when no more messages
+    wait, or after 64 messages. `close` also closes the socket.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class Chunk:
         """Return the chunk that was encoded as ``frames``. Raises `WireError` if they are not a chunk."""
         head = memoryview(frames[0]) if frames else memoryview(b"")
         if head.nbytes != _CHUNK.size:
-            raise WireError(f"a chunk must begin with {_CHUNK.size} bytes, got {head.nbytes}")
+            raise WireError(f"the first frame of a chunk must have {_CHUNK.size} bytes, got {head.nbytes}")
         magic, request_id, index, count = _CHUNK.unpack(head)
         if magic not in (_CHUNK_MAGIC, _ACK_MAGIC) or (magic == _CHUNK_MAGIC) != (index < count):
             raise WireError(f"not a chunk: {bytes(head[:4])!r}, {index} of {count}")
@@ -385,7 +385,7 @@ def allow_clients(num_clients: int, *, num_links: int = 0) -> None:
         links = f" and links to {num_links} store servers" if num_links else ""
         raise ValueError(
             f"the limit of open files must be at least {needed} for {num_clients} clients of the buffer{links}, got "
-            f"{hard}; raise it where this is started: ulimit -Hn {needed}, or LimitNOFILE of the service that starts it"
+            f"{hard}; raise the limit before you start the program: ulimit -Hn {needed}, or LimitNOFILE in its service"
         )
     if soft != resource.RLIM_INFINITY and needed > soft:
         resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
@@ -454,7 +454,8 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # ZMQ's thread must not block in accept() if the thread of `_Refusals` has accepted the connection before.
+        # ZMQ's thread and the thread of `_Refusals` both call accept(). If the thread of `_Refusals` takes the last
+        # waiting connection, ZMQ's thread must not block.
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host

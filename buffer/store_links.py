@@ -136,7 +136,7 @@ class StoreJoins:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer the requests that wait for a host without a store, if a worker has connected from such a host."""
+        """Answer each held `StoreWanted` request with a worker's host that is not in ``known``, if there is one."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)

@@ -156,7 +156,7 @@ class StoreService:
             self._replies.fail(request, failure)
 
     def _keep(self, key: Key, payload: Frames) -> None:
-        """Keep a payload, in memory if it fits there. Raises `OSError` if a payload on disk cannot be read."""
+        """Keep a payload. If it is on disk and fits in memory, read it. Raises `OSError` if it cannot be read."""
         self._payloads.put(key, in_memory(payload) if self._fits_in_memory(size_of(payload)) else payload)
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))

@@ -81,7 +81,8 @@ class PayloadStore:
 
     Args:
         max_prompt_bytes: Bound on the prompts of groups that are not stored yet, in bytes.
-        remove_elsewhere: Called with the arguments of `forget` if store servers hold the trajectories.
+        remove_elsewhere: A function that tells the store servers to drop trajectories. Each call of `forget` that drops
+            something calls it with the same arguments. None if this server itself holds the trajectories.
         max_memory_bytes: Bound on trajectories and saved prefixes in memory, in bytes; 0 means no bound. Trajectories
             that exceed the bound stay on disk.
     """
@@ -207,5 +208,5 @@ class PayloadStore:
         if held + size > limit:
             raise StoreFull(
                 f"{size} bytes of prompts do not fit: {held} are held, and buffer.max_prompt_bytes is {limit}; the "
-                "prompts are sent again when groups are stored or have left"
+                "client sends the prompts again when groups are stored or finished"
             )

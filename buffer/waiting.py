@@ -120,8 +120,8 @@ class HeldRequests:
         num_of_client = len(self._by_client.get(request.client, ()))
         if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
             raise ReplayBufferError(
-                f"{num_of_client} requests of this kind wait from this client (at most {_MAX_PER_CLIENT} may), and "
-                f"{len(self)} from all clients (at most {_MAX_IN_ALL} may); send fewer at once"
+                f"this client already has {num_of_client} waiting requests of this operation (at most "
+                f"{_MAX_PER_CLIENT}), and all clients have {len(self)} (at most {_MAX_IN_ALL}); send fewer at once"
             )
         self._timers[key] = asyncio.get_running_loop().call_later(self._hold_s, self.answer, self._late, [request])
         self._requests[key] = self._by_client.setdefault(request.client, {})[request.request_id] = request
@@ -236,7 +236,7 @@ class FairQueue:
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
-        """Record that a worker got a lease. The worker's turn grows by 1."""
+        """Record that a worker got a lease. The worker's number `turn_of` grows by 1."""
         turn = self.turn_of(client)
         self._serving = turn
         self._next[client] = turn + 1
@@ -472,7 +472,10 @@ class Admission:
                 self._answer(request, request.granted)
 
     def _num_free(self, request: WaitingWorker, now: float) -> int:
-        """Return how many further leases a request may get; 0 if a replaced learner made the engine's weights."""
+        """Return how many further leases a worker's request may get.
+
+        Returns 0 if the engine's weights are from before the learner last went back to a checkpoint.
+        """
         if request.incarnation != self._ledger.incarnation:
             return 0
         return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
@@ -497,7 +500,10 @@ class Admission:
             self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
-        """Return the fastest worker that may take over a group at one of these versions; None without such a worker."""
+        """Return the fastest worker that may take over ``group``, or None.
+
+        Only workers whose engine serves one of ``versions`` may take it over.
+        """
         paces = [
             (self._paces.usual_pace(request.client, now), request.client)
             for version in versions
@@ -580,7 +586,7 @@ class Admission:
         return Done()
 
     def leave(self, client: bytes, leave: commands.Leave) -> Answer:
-        """Release the leases of a leaving client, except those that ``leave`` names."""
+        """Release the leases of a worker that disconnects, except the leases in ``leave.leases``."""
         known = set(leave.leases)
         self._held.withdraw(client)
         for lease in self._ledger.groups.leases.of_owner(client):
@@ -592,16 +598,16 @@ class Admission:
         return Done()
 
     def take_from(self, client: bytes) -> None:
-        """Revoke the leases of a silent producer before they expire."""
+        """Revoke the leases of a worker whose heartbeats have stopped, before the leases expire."""
         self._held.withdraw(client)
         self._paces.forget(client)
         if taken := self._ledger.apply(commands.TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
 
     def bury(self, client: bytes, num_generated: int) -> int:
-        """Revoke the leases of a dead producer, and count its unreported tokens as lost.
+        """Revoke the leases of a dead worker, and count its unreported tokens as lost.
 
-        Returns the number of generated tokens: the larger of ``num_generated`` and the number in the producer's last
+        Returns the number of generated tokens: the larger of ``num_generated`` and the number in the worker's last
         heartbeat. A repeated call returns the same number.
         """
         buried = self._ledger.account.buried
@@ -621,7 +627,8 @@ class Admission:
 class BatchRequests:
     """Handles the operation `PlanBatch`.
 
-    Plans fail when filters have dropped as many groups in a row as ``max_filtered_steps`` learner steps need.
+    Plans fail when filters have dropped ``max_filtered_steps`` times B groups in a row, and no batch can be filled. B
+    is the number of groups per learner step.
     """
 
     def __init__(self, shared: Collaborators) -> None:

@@ -139,7 +139,7 @@ async def test_waiting_requests_of_one_client_are_bounded():
     room = HeldRequests(Replies(lambda client, reply: None), 9.0)
     for number in range(256):
         room.hold(Message(client=b"a", request_id=number, body=None))
-    with pytest.raises(ReplayBufferError, match="256 requests of this kind wait from this client"):
+    with pytest.raises(ReplayBufferError, match="this client already has 256 waiting requests of this operation"):
         room.hold(Message(client=b"a", request_id=256, body=None))
     room.hold(Message(client=b"b", request_id=0, body=None))
     room.close()

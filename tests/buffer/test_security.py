@@ -106,7 +106,7 @@ async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
             control.lease(0, 1),
             control.offer(bare_offer(0)),
         ):
-            with pytest.raises(NotAllowed, match="use the key of its role"):
+            with pytest.raises(NotAllowed, match="use the key of another role"):
                 await call
         assert (await inspector.inspect())["stats"]["groups"]["queued"] == 1
         [lease] = await worker.lease(0, 1)
