@@ -135,8 +135,8 @@ class Attempts:
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
         """End the lease of a group and queue its prompt. If the group has no lease, `evict` its tokens.
 
-        ``lost`` maps group ids to reasons. The tokens of a group in ``lost`` are dropped. A leased group that is not in
-        ``lost`` keeps its saved prefix. A group without a lease must be in ``lost``.
+        ``lost`` maps the id of each group whose tokens are dropped to the reason. A leased group that is not in ``lost``
+        keeps its saved prefix. A group without a lease must be in ``lost``.
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])
@@ -148,7 +148,7 @@ class Attempts:
                 self.hand_on(group)
 
     def forget_uses(self, version: int) -> None:
-        """Remove from the stored groups the record that learner step ``version`` or a later step trained on them.
+        """Forget, for all stored groups, which learner steps from ``version`` on have trained on them.
 
         If no earlier step trained on a group, the group's tokens count as buffered again, not as trained.
         """

@@ -528,8 +528,8 @@ class GroupTable:
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Add a group at the tail of the queue.
 
-        ``num_attempts`` is the number of earlier attempts. It is above 0 only for a group that had ended after a
-        checkpoint, because the learner went back to this checkpoint and needs the group again.
+        ``num_attempts`` is the number of earlier attempts. It is above 0 only if the group had ended,
+        and the learner then went back to a checkpoint from before that end.
         """
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:

@@ -239,8 +239,8 @@ class Ledger:
     def cannot_hold_batch(self, group_id: int) -> bool:
         """Return whether the stores are too small for a batch, after they refused bytes for ``group_id``.
 
-        Returns True if no batch is planned and no batch can be made. No other running group may have reserved bytes,
-        and none may have an earlier deadline. Returns False if the group is unknown.
+        Returns True if no batch is planned and none can be made, no other running group has reserved bytes, and no
+        other running group has an earlier deadline.
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]

@@ -147,8 +147,8 @@ class Room:
         ``num_granted`` is the number of leases that the caller will grant before this group's lease. Their groups count
         as running. ``num_freed_bytes`` is the size of the saved prefixes that the buffer deletes with these leases.
 
-        If no group runs, no batch is planned and no batch can be filled, one group may always begin. This
-        exception prevents a deadlock: without the group, no batch would be consumed, and no bytes would become free.
+        If no group runs, no batch is planned and no batch can be filled, one group may always begin. This exception
+        prevents a deadlock: without the group, no batch would be consumed, and no bytes would become free.
         """
         groups = self._groups
         if not self._max_bytes:
