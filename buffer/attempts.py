@@ -135,8 +135,8 @@ class Attempts:
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
         """End the lease of a group and queue its prompt. If the group has no lease, `evict` its tokens.
 
-        ``lost`` maps the id of each group whose tokens are dropped to the reason. A leased group that is not in ``lost``
-        keeps its saved prefix. A group without a lease must be in ``lost``.
+        The tokens of the groups in ``lost`` are dropped. ``lost`` maps each of these group ids to the reason. A leased
+        group that is not in ``lost`` keeps its saved prefix. A group without a lease must be in ``lost``.
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])

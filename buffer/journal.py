@@ -282,7 +282,8 @@ class Contents:
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
     """Update ``places``, a map from (kind, group id) to the place of the frames (their number in the journal).
 
-    A reference with place 0 removes its (kind, group id) from ``places``. Returns the places in the references, with any 0.
+    A reference with place 0 removes its (kind, group id) from ``places``. Returns the list of the references' places,
+    including each 0.
     """
     for name, key, place, _ in references:
         if place:
