@@ -11,7 +11,7 @@ import asyncio
 import logging
 import os
 import shutil
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -136,9 +136,9 @@ class PendingWrites:
 
     def __init__(self, held: HeldRequests) -> None:
         self._held = held
-        self._writes: dict[str, asyncio.Task[Checkpointed]] = {}
+        self._writes: dict[str, asyncio.Future[Checkpointed]] = {}
 
-    def wait(self, request: Message, begin: Callable[[], Coroutine[Any, Any, Checkpointed]]) -> None:
+    def wait(self, request: Message, begin: Callable[[], Awaitable[Checkpointed]]) -> None:
         """Answer a request when its write is complete.
 
         ``begin`` returns the coroutine that writes. ``begin`` is not called if an earlier copy of the request has begun
@@ -146,7 +146,7 @@ class PendingWrites:
         """
         key = request.body.key
         if key not in self._writes:
-            self._writes[key] = write = asyncio.get_running_loop().create_task(begin())
+            self._writes[key] = write = asyncio.ensure_future(begin())
             write.add_done_callback(lambda _: self._settle())
             for old in [key for key, known in self._writes.items() if known.done()][:-_MAX_REMEMBERED]:
                 del self._writes[old]
@@ -261,7 +261,7 @@ class CheckpointRequests:
 
         The stores get the request `SavePart` before the ledger takes its snapshot. A later message may tell a store to
         drop a group of the snapshot, but the store gets this message after the request. So the store still has the
-        group when it gets the request.
+        group when it gets the request, and writes it.
         """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():

@@ -201,13 +201,12 @@ class StoreService:
                     logger.error("the part of a checkpoint lacks group %d: %s", key[0], error)
 
     def on_save_part(self, request: Message, save: commands.SavePart) -> None:
-        """Write this store's files of a checkpoint. The answer follows when the files are on the disk."""
+        """Write the payloads that this store has now, as its files of a checkpoint.
 
-        async def write() -> commands.Checkpointed:
-            held = [("payload", number_of(key), frames) for key, frames in self._payloads]
-            return await self._parts.write(Path(save.path), values={}, snapshot=None, frames=held)
-
-        self._pending.wait(request, write)
+        The answer follows when the files are on the disk.
+        """
+        held = (("payload", number_of(key), frames) for key, frames in self._payloads)
+        self._pending.wait(request, lambda: self._parts.write(Path(save.path), values={}, snapshot=None, frames=held))
 
     def on_remove(self, request: Message, remove: commands.Remove) -> Answer:
         """Drop the payloads of finished groups, and of ended attempts at other groups."""

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,12 @@ import pytest
 from asyncrl.core.errors import LeaseExpired, UnknownGroup
 from buffer import BufferClient, BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
 from buffer.client import ClientSocket
-from buffer.commands import Fetch, PutPayload
+from buffer.commands import Checkpointed, Fetch, Operation, PutPayload, Remove, SavePart
+from buffer.encoding import Message
 from buffer.groups import GroupState
+from buffer.journal import read_contents
 from buffer.server import StoreServer
+from buffer.store_servers import StoreService, number_of
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
@@ -238,3 +242,21 @@ async def test_a_store_of_another_epoch_begins_empty_and_of_its_own_with_what_it
             assert [bytes(frame) for frame in reply.payload] == [payload]
             link.close()
             server.close()
+
+
+async def test_a_group_that_is_removed_just_after_the_request_for_a_checkpoint_is_in_its_files(tmp_path: Path):
+    replies: asyncio.Queue[Message] = asyncio.Queue()
+    service = StoreService(BufferConfig(), send=lambda client, message: replies.put_nowait(message))
+
+    def ask(operation: Operation, payload: Sequence[bytes] = ()) -> None:
+        service.handle(Message(client=b"x", request_id=1, body=operation, payload=list(payload)))
+
+    ask(PutPayload(7, 0), [b"tokens"])
+    ask(SavePart(key="v1", path=str(tmp_path / "store0")))
+    ask(Remove((7,)))
+    async with asyncio.timeout(10):
+        while not isinstance(body := (await replies.get()).body, Checkpointed):
+            pass
+    assert body.num_groups == 1
+    assert [*read_contents(tmp_path / "store0").places] == [("payload", number_of((7, 0)))]
+    service.close()
