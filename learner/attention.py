@@ -82,7 +82,8 @@ class PackedLayout:
     """Where the sequences of a micro-batch lie among its N packed tokens. All layers use the same layout.
 
     The host computes the indices and copies them to the device, so that no layer waits for the device. Sequences can
-    share prompt tokens, which are then packed once.
+    share prompt tokens. The *packed tokens* contain a shared token once. The *concatenated sequences* contain one copy
+    of a shared token per sequence.
 
     Attributes:
         cu_seqlens: [number of sequences + 1] int32, start of each sequence in the concatenated sequences, then the end
@@ -91,8 +92,8 @@ class PackedLayout:
         kernel: The attention kernel; never ``auto``.
         token_index: [sum of lengths] int64. For each token of each sequence, its position among the packed tokens.
             None if no tokens are shared.
-        first_index: [N] int64, first position of each packed token in the concatenated sequences; None if no tokens are
-            shared.
+        first_index: [N] int64. For each packed token, the position of its first copy in the concatenated sequences.
+            None if no tokens are shared.
         host_token_index: A copy of ``token_index`` on the host.
     """
 
@@ -273,9 +274,9 @@ def packed_attention(
         raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
-    # With attention sinks, a layer with activation checkpointing computes its attention again in the backward pass. To
-    # keep the attention, it would have to keep the inputs of its SDPA calls. These inputs are larger copies of the keys
-    # and values, and need several times as much memory.
+    # With attention sinks, a layer with activation checkpointing computes its attention again in the backward pass.
+    # ``_layer.attend`` would keep the result, and also the inputs of the SDPA calls. With sinks, these inputs are
+    # enlarged copies of the keys and values, and need several times as much memory.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 

@@ -238,8 +238,8 @@ def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list
     for sequence in sequences:
         if not 0 <= sequence.mini_batch < count:
             raise ValueError(
-                f"a sequence's mini_batch must be in 0..{count - 1}, got {sequence.mini_batch}; split the plan with "
-                "algorithm.num_mini_batches"
+                f"a sequence's mini_batch must be in 0..{count - 1}, got {sequence.mini_batch}; make the "
+                "sequences with the same algorithm.num_mini_batches as the learner step"
             )
         parts[sequence.mini_batch].append(sequence)
     return parts
@@ -267,8 +267,11 @@ def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
 
     An item goes to a micro-batch that holds the item's prompt and has room. Otherwise it goes to the first micro-batch
     with room for the prompt and the item, or to a new micro-batch. Items with equal prompts are placed one after
-    another, the largest item first. The prompt whose items have the most tokens comes first. In each micro-batch,
-    attention reads at most `MAX_ATTENDED` times the budget. Each item must fit into the budget.
+    another, the largest item first. The prompt whose items have the most tokens comes first. Each item must fit into
+    the budget.
+
+    Items share a micro-batch only if attention reads at most `MAX_ATTENDED` · ``budget`` tokens there. This number is
+    the sum of the items' ``num_attended``.
 
     Returns:
         One list per micro-batch, with the indices of its items in ``items``.

@@ -68,7 +68,7 @@ def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: i
             raise CheckpointError(f"{file} is missing")
         for name, expected in json.loads(file.read_text()).items():
             if fnmatch(name, names) and (found := _digest_of(checkpoint / name)) != expected:
-                raise CheckpointError(f"{name} is damaged: its digest is {found}, and {expected} was written")
+                raise CheckpointError(f"{name} is damaged: its digest was {expected} when it was saved, but is {found}")
     return True
 
 

@@ -35,11 +35,11 @@ class SavedProgress:
         num_ranks: Number of ranks that saved the checkpoint.
         sp_size: Sequence-parallel size of the ranks that saved the checkpoint.
         dtype: Dtype of the learner's computation.
-        role: Values that the trained model's worker needs to resume, such as its KL coefficient.
+        role: Values that the worker of the checkpoint's model needs to resume, such as the actor's KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
         run: Values that the run's controller needs to resume; empty if the caller passed none.
-        life: Folder of the run that saved the checkpoint. The folder has the metrics of the earlier steps. Empty if the
-            caller passed none.
+        life: Path of the run folder of the ``asyncrl train`` process that saved the checkpoint. This folder has the
+            metrics of the steps before the checkpoint. Empty if the caller passed none.
         parts: Names of the folders that hold the checkpoint's other parts. Example: ``["critic"]``.
     """
 
@@ -85,15 +85,15 @@ def read_progress(checkpoint: Path) -> SavedProgress:
     """
     if not (checkpoint / _PROGRESS).is_file():
         raise ValueError(
-            f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a folder such as .../v00000012, or the "
-            "folder that holds them"
+            f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a checkpoint, such as "
+            ".../v00000012, or the folder that contains the checkpoints"
         )
     try:
         return SavedProgress(**json.loads((checkpoint / _PROGRESS).read_text()))
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{checkpoint / _PROGRESS} is not the record of a checkpoint of this version ({error}); name another "
-            "checkpoint"
+            f"{checkpoint / _PROGRESS} is not the record of a checkpoint of this version of asyncrl ({error}); name "
+            "another checkpoint"
         ) from error
 
 

@@ -523,7 +523,7 @@ class RoleOptions:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The options that have a value here, by name. For options that are null, the ``learner`` options count."""
+        """The role's options that are not null, by name. If an option is null, the role uses the ``learner`` option."""
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is None}
         return {name: value for name, value in options.items() if value is not None}
 

@@ -296,7 +296,8 @@ def shard_dimension(shape: Sequence[int], num_shards: int) -> int:
 
 def _allocate(model: nn.Module, home: torch.device) -> None:
     before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)  # keep the parameter objects: FSDP and ties need them
+    # Keep the parameter objects, because FSDP and modules with tied weights hold references to these objects.
+    torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model.to_empty(device=home)
     finally:

@@ -180,7 +180,11 @@ def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple
 
 
 def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
-    """Return the fields of `TokenInputs`. For an empty micro-batch, each column name gives an empty tensor."""
+    """Return the fields of `TokenInputs`.
+
+    For a micro-batch without tokens in the loss, ``columns`` gives an empty tensor for any name, because a rank without
+    sequences does not know the names of the columns.
+    """
     columns = batch.columns if len(values) else defaultdict(values.detach)
     lengths = batch.trajectory_lengths
     return {"trajectory_index": batch.trajectory_index, "trajectory_lengths": lengths, "columns": columns}
@@ -194,7 +198,8 @@ def at_places(
     Args:
         hidden: [N, h], under Ulysses this rank's tokens.
         places: [M] int64 packed positions on the host, equal on all sp ranks.
-        compute: Maps [m, h] hidden states and their index into ``places`` to one or more [m] tensors.
+        compute: Maps the hidden states [m, h] at m of the M positions to one or more [m] tensors. Its second argument
+            selects the m positions: an index into ``places``, [m] int64 or a slice.
 
     Returns:
         The results of ``compute`` for all M positions, [M] each, equal on all sp ranks.
@@ -379,11 +384,12 @@ def _logits_gradient(
     by_log_prob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient for the logits: g (1[target] - p) from the log-prob, -g p (log p + H) from the entropy.
+    """Return the gradient of the loss with respect to the logits: the sum of two terms, [n, V].
 
-    g is the gradient of the loss with respect to the log-prob or the entropy, p are the probabilities, and H is the
-    entropy. ``by_log_prob`` and ``by_entropy`` are g / temperature, [n] float32. The result overwrites ``logits``
-    [n, V] to save memory.
+    The term of the log-prob is g (1[target] - p), and the term of the entropy is -e p (log p + H). g is the gradient of
+    the loss with respect to the log-prob, and e with respect to the entropy H. p are the probabilities. ``by_log_prob``
+    is g / temperature and ``by_entropy`` is e / temperature, [n] float32. Without ``by_entropy``, the second term is 0.
+    The result overwrites ``logits`` [n, V] to save memory.
     """
     slope = None if shape.soft_cap is None else shape.slope(logits)
     if temperature != 1.0:

@@ -393,7 +393,8 @@ class Objective:
     Attributes:
         loss: Maps the inputs from the role's head to the loss of each token of a micro-batch.
         aggregation: How to combine the losses of tokens into the loss of the batch.
-        sequence_norm_tokens: L of ``aggregation=sequence_sum_norm``.
+        sequence_norm_tokens: With ``aggregation=sequence_sum_norm``, the number of tokens by which the sum of a
+            trajectory's token losses is divided.
         needs_entropy: Whether the loss or its metrics read the entropy.
         needs_proximal: Whether the updates after the first one read ``proximal_logprobs``. The learner step then
             computes this column before the first update.
@@ -479,7 +480,8 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
 
     ``effective_sample_size`` is computed from ``ratio`` (`behavior_metrics`). ``importance_sample_size`` is computed
     from the importance weights of ``algorithm.weight`` and ``algorithm.masks``. Both are in [0, 1]. ``engine_gap``
-    becomes the mean over tokens of lag 0.
+    in ``metrics`` is a mean over all tokens in the loss. In the result, ``engine_gap`` is the mean over tokens of lag
+    0. It is missing without such tokens.
     """
     sizes = {
         size: effective_sample_size(metrics[name], metrics[name + _SQUARE])

@@ -42,12 +42,12 @@ class ShardedModel(Protocol):
 
     @property
     def head(self) -> nn.Module:
-        """The sharded module."""
+        """The sharded module. It contains the Hugging Face model."""
         ...
 
     @property
     def pretrained(self) -> PreTrainedModel:
-        """The Hugging Face model inside `head`."""
+        """The Hugging Face model, a submodule of `head`."""
         ...
 
     @property
@@ -119,8 +119,8 @@ class PretrainedShards:
     def adapted_layers(self, tensor_of: Mapping[str, str]) -> tuple[AdaptedLayer, ...]:
         """Return, for each layer with an adapter, the names of its weight and adapter tensors, and the adapter's scale.
 
-        ``tensor_of`` maps a parameter's name to the name of the equal tensor in the checkpoint. Raises `WeightsError`
-        if the checkpoint does not store an adapted parameter as one tensor.
+        ``tensor_of`` maps a parameter's name to the name of the checkpoint's tensor with the same values. Raises
+        `WeightsError` if the checkpoint does not store an adapted parameter as one tensor.
         """
         return adapted_layers(self._model, tensor_of)
 
@@ -129,7 +129,8 @@ class PretrainedShards:
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:
-            config = copy.deepcopy(self._model.config)  # a copy, because another thread writes the file during training
+            # Change a copy: the publish thread may run this while the training thread uses the model's configuration.
+            config = copy.deepcopy(self._model.config)
             config.dtype = self.dtype
             config.save_pretrained(folder)
             if self._model.generation_config is not None:

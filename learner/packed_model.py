@@ -69,7 +69,9 @@ class PackedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSetup:
-    """Settings to build a model with a given mesh and attention kernel. Example: a full-size model without a GPU.
+    """Settings of a `PackedModel` that the caller chooses.
+
+    Example: ``benchmarks/full_size.py`` uses these settings to measure a full-size model without a GPU.
 
     Attributes:
         mesh: This rank's position in an existing process group.
@@ -234,7 +236,9 @@ class PackedModel:
         keep_branches: bool = False,
         mesh: LearnerMesh | None = None,
     ) -> PackedBatch:
-        """Pack this rank's sequences into micro-batches without columns. All ranks get equally many.
+        """Pack this rank's sequences into micro-batches. All ranks get the same number of micro-batches.
+
+        The columns of the micro-batches are empty. `PackedBatch.with_columns` fills them, for example with advantages.
 
         Args:
             sequences: This rank's sequences.
@@ -279,9 +283,9 @@ class PackedModel:
         longest = int(mesh.largest(torch.tensor(longest)))
         if longest > self._rope_limit:
             raise ValueError(
-                f"{self.model_path!r} has rotary embeddings that depend on the longest sequence of a batch beyond "
-                f"{self._rope_limit} tokens, so sequences must not be longer, got {longest} tokens; lower "
-                "data.max_prompt_tokens or rollout_fleet.sampling.max_new_tokens"
+                f"{self.model_path!r} has rotary embeddings that depend on the longest sequence of a batch if that "
+                f"sequence exceeds {self._rope_limit} tokens, so sequences must not be longer, got {longest} tokens; "
+                "lower data.max_prompt_tokens or rollout_fleet.sampling.max_new_tokens"
             )
 
 

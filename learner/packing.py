@@ -77,9 +77,10 @@ class MicroBatch:
         return self._with_tensors(Tensor.pin_memory)
 
     def with_columns(self, sequences: Sequence[TokenSequence]) -> MicroBatch:
-        """Return a copy of the micro-batch with all columns of the packed sequences, at their tokens in the loss.
+        """Return a copy of the micro-batch with the columns of the sequences: their values at the tokens in the loss.
 
-        ``sequences`` are the sequences that were passed to `Packer.pack`, in the same order, with any columns.
+        ``sequences`` are the sequences that were passed to `Packer.pack`, in the same order. They may have other
+        columns now.
         """
         chosen = [sequences[index] for index in self.source]
         in_loss = np.flatnonzero(np.concatenate([sequence.loss_mask for sequence in chosen])) if chosen else []
@@ -152,7 +153,8 @@ class Packer:
 
         Args:
             sequences: In any order; may be empty.
-            columns: Fill the columns. If False, call `MicroBatch.with_columns` later.
+            columns: Whether to fill `MicroBatch.columns` from the sequences. If False, call `MicroBatch.with_columns`
+                later.
             agree: Called once with the number of micro-batches that this rank needs. It returns the number to make,
                 which is not smaller and is equal on all ranks. Additional micro-batches hold one token outside the
                 loss. A rank whose sequences do not fit requests `REFUSED`; all ranks then raise an error.
@@ -314,10 +316,12 @@ def _micro_batch(
 
 
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
-    """Return image rows, pixels and grids of the images in the first ``packed`` tokens; None without images.
+    """Return the images in the first ``packed`` tokens of each sequence, as three arrays; None without images.
 
-    Each image is included once. Image rows are per token of the concatenated sequences: -1 for text and unpacked
-    tokens.
+    The first array has one int64 per token of the concatenated sequences. For an image token, it is the index of the
+    token's feature among the features that the vision tower computes from the returned pixels. For a text token, it is
+    -1. Entries of tokens that are not packed have no meaning. The second array is the pixels [patches, …] uint8 of the
+    images, and the third is their grids [images, 3] int64. Each image is included once.
     """
     first_rows: dict[tuple[int, int], int] = {}
     rows, pixels, grids, num_rows = [], [], [], 0
@@ -364,13 +368,13 @@ def _leading_tokens(
     prompts: Mapping[SampleKey, bytes],
     order: Sequence[int],
 ) -> np.ndarray | None:
-    """Return which token is packed in place of each token of the concatenated sequences, [sum of ``packed``] int64.
+    """Find leading tokens that sequences share, so that only one copy of a shared token is packed.
 
-    A token that is not shared gives its own index. A shared token gives the index of the equal token in an earlier
-    sequence. This sequence is another branch of the same trajectory, or the first sequence that holds the same prompt.
-    The argument ``order`` defines which sequences are earlier. A sequence shares at most `_num_leading` tokens.
-
-    Returns None if no tokens are shared.
+    Returns [sum of ``packed``] int64, with one entry per token of the concatenated sequences; None if no tokens are
+    shared. If a token is packed, its entry is its own index. If a token is not packed, its entry is the index of the
+    equal token that is packed for an earlier sequence. The earlier sequence is another branch of the same trajectory,
+    or the first sequence with the same prompt. ``order`` lists the indices of the sequences, the earliest first. Only
+    the first `_num_leading` tokens of a sequence can be left out.
     """
     leads, shares, starts = np.arange(sum(packed)), False, [0, *accumulate(packed)]
     leaders: dict[bytes, tuple[int, np.ndarray]] = {}

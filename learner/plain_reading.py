@@ -61,15 +61,18 @@ class _MetadataUnpickler(pickle.Unpickler):
         if name in _ALLOWED.get(module, ()) or (module == "torch" and name in _DTYPES):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(
-            f"the metadata names {module}.{name}, which DCP does not write: loading it would run code; "
-            "take a checkpoint from a source that you trust"
+            f"the checkpoint's metadata refers to {module}.{name}, which torch.distributed.checkpoint does not write; "
+            "loading the metadata could run code; take a checkpoint from a source that you trust"
         )
 
 
 def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
     """Replace ``getattr``, which Python 3.11.0 to 3.11.3 uses to pickle enum members."""
     if kind is not _MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError(f"the metadata reads {name!r:.80} of {kind!r:.80}, which DCP does not write")
+        raise pickle.UnpicklingError(
+            f"the checkpoint's metadata calls getattr({kind!r:.80}, {name!r:.80}), which torch.distributed.checkpoint "
+            "does not write; take a checkpoint from a source that you trust"
+        )
     return kind[name]
 
 

@@ -170,7 +170,7 @@ class BatchPreparer:
     def forget(self) -> None:
         """Drop all batches, prepared and announced. The thread finishes the batch that it prepares now.
 
-        All ranks must call this at the same point in the order of their calls.
+        All ranks must call `announce`, `take` and `forget` in the same order.
         """
         with self._lock:
             self._begin()

@@ -101,12 +101,12 @@ class LogitShape:
     soft_cap: float | None = None
 
     def __call__(self, products: Tensor) -> Tensor:
-        """Compute the logits from [..., V] float32 products, in place."""
+        """Compute the logits from ``products``, the values of z, [..., V] float32. The result overwrites them."""
         logits = products if self.scale == 1.0 else products.mul_(self.scale)
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to the products z, at [..., V] logits."""
+        """Return the derivative of the logits with respect to z, computed from the values of the logits, [..., V]."""
         return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
 
 

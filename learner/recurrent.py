@@ -71,13 +71,17 @@ class RecurrentLayers:
         return sorted({type(layer).__name__ for layer in self.layers})
 
     def use(self, layout: PackedLayout | None) -> None:
-        """Set where the sequences of the next forward pass begin and end. With None, the layers run unpatched."""
+        """Set where the sequences of the next forward pass begin and end.
+
+        With None, each layer runs its original ``forward``.
+        """
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Use the layout in a decoder layer's arguments.
+        """Set the layout to a decoder layer's argument ``packed``, before the layer runs.
 
-        Activation checkpointing may call the layer again after `use` has set the layout of the next micro-batch.
+        Activation checkpointing may call a decoder layer again in the backward pass. `use` may then have set the layout
+        of the next micro-batch already.
         """
         self._layout = kwargs.get("packed", self._layout)
 

@@ -162,7 +162,10 @@ class SelfTest:
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
-        """Return whether sequences may share a micro-batch, and the difference from Hugging Face's forward."""
+        """Return whether sequences may share a micro-batch, and the relative difference of the last hidden states.
+
+        The difference is between the learner's forward pass and Hugging Face's own forward pass.
+        """
         expected = self._attempted("Hugging Face's own forward", self._plain)
         self._check_logits()
         recurrent, difference = self._head.recurrent, float("inf")

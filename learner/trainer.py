@@ -86,9 +86,9 @@ class ModelOptimizer:
         return self.update(global_grad_norm(self._parameters, self._shards))
 
     def update(self, norm: float) -> dict[str, float]:
-        """Clip the gradients, update the parameters and clear the gradients, with a norm that the caller has computed.
+        """Do the same as `step`, but use ``norm`` as the norm of the gradients.
 
-        ``norm`` is the norm of all gradients over the ranks. Returns the metrics of `step`.
+        The caller has computed ``norm`` from the gradients of all ranks. Returns the metrics of `step`.
         """
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         is_finite = math.isfinite(norm)
@@ -290,7 +290,8 @@ class LearnerStep:
         self._trainer = trainer
         self._objective = objective
         self._num_mini_batches = num_mini_batches
-        num_own = int(trainer.trains_as_it_scores)  # 1 if the first update uses the log-probs that it computes itself
+        # The number of mini-batches, 0 or 1, whose own update computes their proximal log-probs.
+        num_own = int(trainer.trains_as_it_scores)
         self._first_scored = num_own if objective.needs_proximal else num_mini_batches
 
     def pack(

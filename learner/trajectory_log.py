@@ -78,8 +78,9 @@ class TrajectoryLog:
             batch: The rank's batch. The rewards in the batch are written, because a reward model may have replaced the
                 rewards in the groups.
             groups: The batch's groups by id.
-            sequences: One sequence per branch, in the order of the batch's shares, with ``advantages``. If there are
-                fewer sequences, only their branches are written.
+            sequences: One sequence per branch of the batch's samples, with the column ``advantages``. The sequences are
+                in the order of ``batch.shares``. If there are fewer sequences than branches, only the first branches
+                are written.
             rank: The data-parallel rank.
         """
         branches = _branches(batch, groups)

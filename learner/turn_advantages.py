@@ -36,7 +36,8 @@ class TurnRewards:
     The turns of a trajectory are adjacent and in order.
 
     Attributes:
-        rewards: [K] float64, reward of each turn. The last turn of each path includes the trajectory's outcome.
+        rewards: [K] float64, reward of each turn. The reward of the last turn of each path includes the trajectory's
+            outcome (the trajectory's reward minus the rewards of its turns).
         values: [K] float64, the critic's value before the turn's first token; zeros without a critic, NaN for a turn
             without a token in the loss.
         num_tokens: [K] int64, number of tokens in the loss. A turn without tokens in the loss still counts in the
@@ -64,7 +65,7 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """One int64 tensor per turn index, from index 0 on: the positions of the turns with this index."""
+        """One int64 tensor per value in `index`, ascending: the positions of this value in the array `index`."""
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 
@@ -116,8 +117,9 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     The index of a turn is the number of sampled turns before it on its path. The return of turn k is Σ γ^(j - k) r_j
     over the turns j >= k of the path. The advantage is return - mean. With ``has_deviation``, this difference is
     divided by the sample standard deviation. Mean and deviation are over the group's trajectories with a turn of this
-    index. If a trajectory has n turns of this index, each has the weight 1/n. If no other trajectory has a turn of this
-    index, the turn gets the advantage of the previous turn on its path. A first turn gets 0.
+    index. A trajectory that forks may have n turns of this index. Each of these n turns then has the weight 1/n. If no
+    other trajectory has a turn of this index, the turn gets the advantage of the previous turn on its path. A first
+    turn gets 0.
 
     Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
     Difference from the papers: both add the advantage of the whole trajectory with a weight. Here, the return contains

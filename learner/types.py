@@ -79,7 +79,7 @@ class TurnSpan(NamedTuple):
 
     Attributes:
         turn: Index of the turn in its prompt group.
-        previous: Index in the prompt group of the previous sampled turn on the path; -1 for a first turn.
+        previous: Index of the previous sampled turn on the path, among the turns of the group; -1 for a first turn.
         start: Position of the turn's first token in the sequence.
         stop: Position after the turn's last token in the sequence.
         reward: Reward of the turn, plus the rewards of the unsampled turns up to the next sampled turn.
@@ -99,8 +99,8 @@ class SequenceImages:
     Attributes:
         group: All images of the sequence's prompt group.
         indices: [T] int64, the index of each token's image in ``group``; -1 for text.
-        rows: [T] int32, the row of each token's merged feature among the merged features of all images in ``group``;
-            -1 for text.
+        rows: [T] int32. For each image token, the index of its feature among the features of all images in ``group``;
+            -1 for text. The vision tower computes one feature per image token.
         positions: [T, 3] int32, each token's position in time, height and width, for rotary embeddings.
         compared: [T] int32, the id of each text token, and a negative number for each token of an image. Equal entries
             of two sequences mean equal tokens or equal images.
@@ -122,8 +122,8 @@ class SequenceImages:
     ) -> list[SequenceImages]:
         """Return the images of several sequences of one group, one object per sequence.
 
-        ``token_ids``, ``rows`` and ``positions`` have one array per sequence, with the sequence's token ids [T] and the
-        `SequenceImages` fields of the same names.
+        Each argument is a list with one array per sequence. ``token_ids`` are the sequence's token ids, [T]. ``rows``
+        and ``positions`` are the values of the attributes ``rows`` and ``positions``.
         """
         keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
         made = []
@@ -164,7 +164,10 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32. Two sequences may share leading tokens as far as these arrays of the sequences are equal."""
+        """[T] int32: ``images.compared``, or ``input_ids`` without images.
+
+        Two sequences can share their first n tokens only if the first n entries are equal.
+        """
         return self.input_ids if self.images is None else self.images.compared
 
     def with_column(self, name: str, values: np.ndarray) -> TokenSequence:

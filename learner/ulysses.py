@@ -59,7 +59,7 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Exchange this rank's tokens with all heads for all tokens with this rank's heads (all-to-all).
+    """Convert a tensor of this rank's tokens and all heads to one of all tokens and this rank's heads (all-to-all).
 
     Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]. H must be a multiple of sp.
     Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 removes no tokens.
@@ -74,7 +74,7 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Exchange all tokens with this rank's heads for this rank's tokens with all heads (all-to-all).
+    """Convert a tensor of all tokens and this rank's heads to one of this rank's tokens and all heads (all-to-all).
 
     Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are first padded at
     the end to a multiple of sp.
@@ -249,7 +249,7 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
     """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``.
 
-    If one of these two dimensions is the first dimension of size > 1, the tensor is copied at most once.
+    A contiguous tensor is copied at most once if all dimensions before these two have size 1, as in [1, N, H, D].
     """
     num_ranks = dist.get_world_size(group)
     if x.size(scatter_dim) % num_ranks:

@@ -245,7 +245,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
     num_prompt = input_ids.shape[1] - mask.shape[1]
     sequences = []
     for row, keep in enumerate(attention):
-        if not keep.any():  # a sequence needs a token, which is not in the loss here
+        if not keep.any():  # a sequence must not be empty, so add one token, outside the loss
             blank = {name: np.zeros(1, dtype=np.float32) for name in tensors}
             sequences.append(TokenSequence(input_ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool), columns=blank))
             continue

@@ -492,7 +492,7 @@ class ModelWorker(Worker):
 
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
         own = self._taken(batch)
-        # The actor scores as the reference policy, without its adapters.
+        # Only the actor has adapters. It computes the reference policy's log-probs, so its adapters are off here.
         weights = self._model.frozen() if self.role.adapters else nullcontext()
         with self._offload.reading(), weights:
             values = self._model.scores(own.sequences, own.scored)
