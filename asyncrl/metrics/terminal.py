@@ -169,7 +169,7 @@ class TerminalView:
 
     def _step_s(self) -> float:
         first, last = self._records[0], self._records[-1]
-        return last.time_s if first is last else (last.time_s - first.time_s) / (last.step - first.step)
+        return last.time_s if first is last else (last.time_s - first.time_s) / (len(self._records) - 1)
 
     def _render(self) -> Panel:
         rows: list[Text | Table | ProgressBar] = []

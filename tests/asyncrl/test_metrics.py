@@ -194,6 +194,14 @@ def test_the_remaining_time_of_a_resumed_run_uses_its_own_steps():
     assert [line.rpartition(" ")[2] for line in output.getvalue().splitlines()] == ["4:00", "3:58", "0:00"]
 
 
+def test_a_return_to_the_first_shown_step_shows_the_remaining_time():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=20, console=Console(file=output, width=250))
+    for place, step in enumerate((0, 1, 2, 0)):
+        view.step(dataclasses.replace(make_record(step), time_s=2.0 * (place + 1)))
+    assert output.getvalue().splitlines()[-1].endswith("left 0:38")
+
+
 def test_the_live_view_shows_the_step_and_awaited_parts():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
