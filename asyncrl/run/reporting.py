@@ -383,7 +383,9 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Send the steps and evaluations of the run's earlier processes to the trackers."""
+        """Send the steps and evaluations of the run's earlier processes to the trackers. Show the alarms that last."""
+        self._alarms.go_on(history)
+        self._show(self._alarms.current)
         self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:
