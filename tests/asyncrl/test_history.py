@@ -73,13 +73,9 @@ def test_the_history_is_where_the_checkpoint_is_or_where_its_record_says(life, t
     assert history_folder(tmp_path / "shared" / "v00000003", str(life)) == life
 
 
-def test_trackers_that_keep_no_history_receive_none():
-    received = {"keeps": [], "serves": []}
-    trackers = Trackers(
-        {
-            name: SimpleNamespace(place="", keeps_history=name == "keeps", record=received[name].append)
-            for name in received
-        }
-    )
+def test_trackers_receive_the_history_apart_from_the_events_of_this_process():
+    received = []
+    trackers = Trackers({"one": SimpleNamespace(place="", go_on=received.append)})
     trackers.go_on([make_record(0), EVALUATIONS[0]])
-    assert received == {"keeps": [make_record(0), EVALUATIONS[0]], "serves": []}
+    assert received == [make_record(0), EVALUATIONS[0]]
+    assert trackers.num_failed == {"one": 0}
