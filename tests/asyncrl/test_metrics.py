@@ -213,6 +213,19 @@ def test_the_live_view_shows_the_step_and_awaited_parts():
     assert "1/2" in text
 
 
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_live_view_shows_whole_names_and_values_on_a_narrow_terminal(width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    view = TerminalView(title="run", total_steps=20, console=console)
+    view.step(make_record(0))
+    view.use(make_use())
+    console.print(view._render())
+    lines = console.file.getvalue().splitlines()
+    assert set(lines[1]) <= set("│ ━╸╺"), "the bar has its own line"
+    for shown in ("step 1/20", "reward 0.250", "lag 1.00 (max 2)", "gradient 0.75", "buffer 3 stored, 5 generating"):
+        assert any(shown in line for line in lines), shown
+
+
 def test_a_resumed_run_reports_its_lag_apart_from_the_lag_before(tmp_path):
     result = dataclasses.replace(make_result(), max_lag_realised=0, max_lag_before=4)
     summary = summary_document(
