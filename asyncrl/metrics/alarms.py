@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .estimates import Estimate, Evaluation
-from .history import read_records
+from .history import History, read_records
 from .run_records import StepRecord
 
 WINDOW = 5
@@ -119,6 +119,16 @@ class Alarms:
         )
         return self._update({"evaluation": message if now.high < best.low else ""}, evaluation.policy_version)
 
+    def go_on(self, records: History) -> None:
+        """Check the steps and evaluations of the run so far, in the order of their versions."""
+        evaluations = deque(records.evaluations)
+        for record in records.steps:
+            while evaluations and evaluations[0].policy_version <= record.step:
+                self.evaluation(evaluations.popleft())
+            self.step(record)
+        for evaluation in evaluations:
+            self.evaluation(evaluation)
+
     def metrics(self) -> dict[str, float]:
         """Return a metric ``alarm.NAME`` for each alarm that has ever begun: 1.0 if the alarm lasts now, else 0.0."""
         current = {alarm.name for alarm in self.current}
@@ -127,7 +137,11 @@ class Alarms:
     def _update(self, found: Mapping[str, str], step: int) -> list[Alarm]:
         """Begin and end alarms. ``found`` has the message of each condition, empty if the condition does not hold."""
         lasting = {alarm.name: alarm for alarm in self.current}
-        ended = {name: replace(lasting[name], last_step=step - 1) for name in lasting.keys() & found if not found[name]}
+        ended = {
+            name: replace(lasting[name], last_step=max(lasting[name].first_step, step - 1))
+            for name in lasting.keys() & found
+            if not found[name]
+        }
         self.history = [ended[a.name] if a.last_step is None and a.name in ended else a for a in self.history]
         began = [
             Alarm(name=name, first_step=step, message=message)
@@ -266,12 +280,6 @@ def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:
     Raises:
         ValueError: a line is not a record. The message names the line.
     """
-    alarms, records = Alarms(limits), read_records(run_dir)
-    evaluations = deque(records.evaluations)
-    for record in records.steps:
-        while evaluations and evaluations[0].policy_version <= record.step:
-            alarms.evaluation(evaluations.popleft())
-        alarms.step(record)
-    for evaluation in evaluations:
-        alarms.evaluation(evaluation)
+    alarms = Alarms(limits)
+    alarms.go_on(read_records(run_dir))
     return alarms

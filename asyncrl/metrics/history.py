@@ -5,13 +5,15 @@ A process that continues from a checkpoint copies the metrics of the steps befor
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .estimates import Estimate, Evaluation
 from .run_records import PREFIXES, StepRecord, json_object
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,18 +50,22 @@ def read_records(run_dir: Path) -> History:
     Raises:
         ValueError: a line is not a record of this version of asyncrl. The message names the line.
     """
-    steps = _lines(run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups")
-    evaluations = _lines(run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates")
-    return History(
-        steps=[_step_record(numbers) for numbers in steps], evaluations=[_evaluation(values) for values in evaluations]
-    )
+    steps = run_dir / "metrics.jsonl", "step", "reward", "lag_mean", "equal_reward_groups"
+    evaluations = run_dir / "evaluations.jsonl", "policy_version", "greedy", "estimates"
+    return History(steps=[*_read(_step_record, *steps)], evaluations=[*_read(_evaluation, *evaluations)])
 
 
-def _lines(path: Path, *keys: str) -> list[dict[str, Any]]:
+def _read(parse: Callable[[dict[str, Any]], _T], path: Path, *keys: str) -> Iterator[_T]:
     whole, _, _ = (path.read_text(errors="replace") if path.is_file() else "").rpartition("\n")
-    return [
-        json_object(line, f"line {number} of {path}", *keys) for number, line in enumerate(whole.splitlines(), start=1)
-    ]
+    for number, line in enumerate(whole.splitlines(), start=1):
+        place = f"line {number} of {path}"
+        try:
+            yield parse(json_object(line, place, *keys))
+        except (AttributeError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"{place} must be a record of this version of asyncrl, got one for which {error!r}; use the version "
+                "that wrote it"
+            ) from error
 
 
 def _step_record(numbers: Mapping[str, Any]) -> StepRecord:

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from .run_records import read_json
+
 _RECORD = "life.json"
 
 
@@ -75,9 +77,9 @@ def write_life(run_dir: Path, record: LifeRecord) -> None:
 
 
 def read_life(run_dir: Path) -> LifeRecord | None:
-    """Read the file ``life.json`` of a run folder; None if there is no such file."""
-    path = run_dir / _RECORD
-    return LifeRecord(**json.loads(path.read_text())) if path.is_file() else None
+    """Read the file ``life.json`` of a run folder; None if there is no such file. Raises `ValueError` if damaged."""
+    values = read_json(run_dir / _RECORD, "began_s", "host")
+    return None if values is None else LifeRecord(**values)
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:

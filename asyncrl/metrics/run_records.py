@@ -41,7 +41,7 @@ class StepRecord:
         lag_mean: Mean lag of the batch's groups: learner steps between the sampling policy and the trained one.
         lag_max: Largest lag of the batch's groups, in learner steps.
         generated_tokens: Policy tokens that the fleet has generated since the start of training.
-        rollout_tokens_per_s: Policy tokens generated per second since the previous record.
+        rollout_tokens_per_s: Policy tokens generated since the previous record, per second of ``time_s``.
         learner_tokens_per_s: Policy tokens of the batch per second of the update.
         buffer_groups: Number of finished groups that wait for a batch.
         leased_groups: Number of groups that the fleet is generating.

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from rich.columns import Columns
 from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
@@ -93,7 +94,7 @@ class TerminalView:
         last = record.step + 1 == self._total_steps
         if not self._console.is_terminal and (now - self._last_line_s >= LINE_EVERY_S or record.step == 0 or last):
             self._last_line_s = now
-            self.say("  ".join(f"{name} {value}" for name, value in self._cells(record)))
+            self.say("  ".join(f"{name} {value}" for name, value in self._cells(record, self._use)))
 
     def use(self, use: RunUse) -> None:
         """Set the busy and idle times of learner and fleet that the view shows until the next call."""
@@ -141,8 +142,8 @@ class TerminalView:
             f"  time      {_duration(summary['wall_s'])}, training {_duration(summary['train_wall_s'])}"
         )
 
-    def _cells(self, record: StepRecord) -> list[tuple[str, str]]:
-        """Return the names and values that the view shows for a step."""
+    def _cells(self, record: StepRecord, use: RunUse | None = None) -> list[tuple[str, str]]:
+        """Return the names and values that the view shows for a step, with those of ``use`` if given."""
         rollout_rate, learner_rate = self._rates()
         policy = ((shown, record.learner.get(name)) for shown, name in _OF_THE_POLICY)
         return [
@@ -152,7 +153,7 @@ class TerminalView:
             ("rollout", f"{rollout_rate:,.0f} tok/s"),
             ("learner", f"{learner_rate:,.0f} tok/s"),
             *((shown, f"{value:.3g}") for shown, value in policy if value is not None),
-            *(_shares(self._use) if self._use else ()),
+            *(_shares(use) if use else ()),
             ("buffer", f"{record.buffer_groups} stored, {record.leased_groups} generating"),
             ("left", _duration(self._step_s() * (self._total_steps - record.step - 1))),
         ]
@@ -169,13 +170,14 @@ class TerminalView:
 
     def _step_s(self) -> float:
         first, last = self._records[0], self._records[-1]
-        return last.time_s if first is last else (last.time_s - first.time_s) / (last.step - first.step)
+        return last.time_s if first is last else (last.time_s - first.time_s) / (len(self._records) - 1)
 
     def _render(self) -> Panel:
-        rows: list[Text | Table | ProgressBar] = []
+        rows: list[Text | Table | Columns] = []
         if self._records:
             record = self._records[-1]
-            rows += [ProgressBar(total=self._total_steps, completed=record.step + 1), self._table(record)]
+            cells = (Text.assemble((name, "dim"), " ", (value, "bold")) for name, value in self._cells(record))
+            rows += [self._progress(record), Columns(cells, padding=(0, 2))]
             rows += [self._pools(self._use)] if self._use else []
             rows.append(self._sparks())
         rows += [
@@ -184,11 +186,10 @@ class TerminalView:
         ]
         return Panel(Group(*rows), title=f"{self._title}  {_duration(self.elapsed_s)}", title_align="left")
 
-    def _table(self, record: StepRecord) -> Table:
-        table, cells = Table.grid(padding=(0, 2)), self._cells(record)
-        table.add_row(*(Text(name, style="dim") for name, _ in cells))
-        table.add_row(*(Text(value, style="bold") for _, value in cells))
-        return table
+    def _progress(self, record: StepRecord) -> Table:
+        line = Table.grid(expand=True)  # a bar itself does not end its line
+        line.add_row(ProgressBar(total=self._total_steps, completed=record.step + 1))
+        return line
 
     def _pools(self, use: RunUse) -> Table:
         """Show a bar of recent busy time and the largest cause of idle time, per pool."""

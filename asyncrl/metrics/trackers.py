@@ -36,14 +36,16 @@ class Tracker(Protocol):
 
     Attributes:
         place: Where the user finds the run's metrics, as a text. Example: a URL.
-        keeps_history: Whether a run that continues from a checkpoint also sends the earlier metrics to this tracker.
     """
 
     place: str
-    keeps_history: bool
 
     def record(self, event: Event) -> None:
         """Send the numbers of an event: a learner step, an evaluation, or how busy learner and fleet are (`RunUse`)."""
+        ...
+
+    def go_on(self, event: Event) -> None:
+        """Take an event from before the checkpoint from which the run continues."""
         ...
 
     def close(self) -> None:
@@ -124,9 +126,9 @@ class Trackers:
         self._each(lambda tracker: tracker.record(event))
 
     def go_on(self, events: Sequence[Event]) -> None:
-        """Send the events from before a resume to each tracker that needs them (``keeps_history``)."""
+        """Send the events from before a resume to all trackers."""
         for event in events:
-            self._each(lambda tracker, event=event: tracker.record(event) if tracker.keeps_history else None)
+            self._each(lambda tracker, event=event: tracker.go_on(event))
 
     def close(self) -> None:
         """Send the metrics that are not sent yet to all trackers, and mark the run as ended there."""
@@ -167,8 +169,6 @@ class WandbTracker:
     ``policy_version`` for evaluations.
     """
 
-    keeps_history = True
-
     def __init__(self, run: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports] - an extra
 
@@ -187,6 +187,8 @@ class WandbTracker:
         axis = {"policy_version": event.policy_version} if isinstance(event, Evaluation) else {"step": self._step}
         self._run.log(numbers_of(event) | axis)
 
+    go_on = record
+
     def close(self) -> None:
         """Send the metrics that are not sent yet to Weights & Biases, and mark the run as ended there."""
         self._run.finish()
@@ -198,8 +200,6 @@ class MlflowTracker:
 
     The tracker omits values that are not finite, because some stores of MLflow refuse them.
     """
-
-    keeps_history = True
 
     def __init__(self, run: TrackedRun) -> None:
         import mlflow  # pyright: ignore[reportMissingImports] - an extra
@@ -228,6 +228,8 @@ class MlflowTracker:
         while self._pending and all(future.done() for future in self._pending[0]._operation_futures):
             self._pending.pop(0).wait()
 
+    go_on = record
+
     def close(self) -> None:
         """Wait until all metrics are sent, and end the MLflow run. Raise the error of a failed send."""
         try:
@@ -245,8 +247,6 @@ class PrometheusTracker:
     Raises:
         ValueError: the address is invalid or not available.
     """
-
-    keeps_history = False
 
     def __init__(self, address: str, experiment: str) -> None:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -306,6 +306,12 @@ class PrometheusTracker:
                 self._raise(self._busy, pool.busy_s, pool.name)
                 for cause, idle_s in pool.idle_s.items():
                     self._raise(self._idle, idle_s, pool.name, cause)
+
+    def go_on(self, event: Event) -> None:
+        """Leave the totals of the run's earlier processes out of the counters."""
+        if isinstance(event, StepRecord):
+            self._last[id(self._failed),] = event.failed_groups
+            self._last[id(self._tokens), "generated"] = event.generated_tokens
 
     def _record_step(self, record: StepRecord) -> None:
         self._reward.set(record.reward)

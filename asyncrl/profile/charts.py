@@ -17,7 +17,7 @@ import numpy as np
 
 from asyncrl.core.record import NONE, GroupEvent, LevelName, Pool, SpanKind
 from asyncrl.metrics import in_words
-from asyncrl.profile.attribution import BUSY, Attribution, PoolTime, Stretch
+from asyncrl.profile.attribution import BUSY, LEFT, NOT_UP, Attribution, PoolTime, Stretch
 from asyncrl.profile.trace import GroupLife, Span, StepWindow, Trace
 
 Chart = dict[str, Any]
@@ -275,16 +275,21 @@ def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
-    """Return (version, time) pairs: the first time at which all engines serve this version or a newer one."""
-    levels = [level for lane in trace.lanes(Pool.fleet) for level in trace.levels_of(LevelName.version, lane)]
-    changes = sorted((level.time, level.lane, level.value) for level in levels)
+    """Return (version, time) pairs: the first time at which all engines serve this version or a newer one.
+
+    An engine counts from its first version, until it fails or leaves.
+    """
+    changes = []
+    for lane in trace.lanes(Pool.fleet):
+        changes += [(level.time, lane, level.value) for level in trace.levels_of(LevelName.version, lane)]
+        members = trace.spans_of(SpanKind.member, f"{lane}/worker")
+        changes += [(span.start, lane, NONE) for span in members if span.cause in (*NOT_UP, LEFT)]
     serves: dict[str, int] = {}
     found: list[tuple[int, int]] = []
-    lanes = {lane for _, lane, _ in changes}
-    for when, lane, version in changes:
+    for when, lane, version in sorted(changes):
         serves[lane] = version
-        oldest = min(serves.values())
-        if len(serves) == len(lanes) and oldest > (found[-1][0] if found else -1):
+        oldest = min((served for served in serves.values() if served != NONE), default=NONE)
+        if oldest > (found[-1][0] if found else NONE):
             found.append((oldest, when))
     start, end = trace.window
     return [(version, when) for version, when in found if when >= (start if end > start else trace.start)]

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from asyncrl.core.record import NONE, GroupEvent, LevelName, Pool, torch_trace_name
+from asyncrl.core.record import NONE, GroupEvent, LevelName, Pool, SpanKind, torch_trace_name
 from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, GroupLife, Span, Trace
 
 _POOLS = {pool.value: number for number, pool in enumerate((Pool.learner, Pool.fleet, Pool.buffer, Pool.controller), 1)}
@@ -54,7 +54,7 @@ class _Events:
     def spans(self) -> Iterator[dict[str, Any]]:
         """Yield the spans of each lane.
 
-        Spans that may overlap on a lane, such as rewards, become asynchronous events.
+        Spans that may overlap on a lane, such as rewards and evaluations, become asynchronous events.
         """
         for number, span in enumerate(self._trace.spans):
             about = {"version": span.version, "step": span.step, "group": span.group}
@@ -64,7 +64,7 @@ class _Events:
             torch_trace = torch_trace_name(span.step, span.cause, span.lane.rpartition("-")[2])
             args |= {"torch_trace": torch_trace} if torch_trace in self._torch_traces else {}
             place = self._place(span.process, span.lane)
-            if "/" in span.lane or span.lane == CONTROLLER_LANE:
+            if "/" in span.lane or span.lane == CONTROLLER_LANE or span.kind == SpanKind.evaluation:
                 place |= {"cat": span.kind, "id": number, "name": span.kind}
                 yield {**place, "ph": "b", "ts": self._us(span.start), "args": args}
                 yield {**place, "ph": "e", "ts": self._us(span.end)}

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from asyncrl.core.receipts import DIGEST_BITS, FOLDER, Act
-from asyncrl.metrics import lives_until, read_life
+from asyncrl.metrics import lives_until, read_json, read_life
 from asyncrl.run.run_lives import Life, life_of
 
 Line = Mapping[str, Any]
@@ -315,10 +315,10 @@ def _check_account(
     result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeReceipts], lags: Mapping[int, int]
 ) -> None:
     path = newest.folder / "summary.json"
-    if not path.is_file():
+    summary = read_json(path, "tokens", "max_lag")
+    if summary is None:
         result.unchecked.append(f"the account: {path} does not exist, because the life runs, failed or was killed")
         return
-    summary = json.loads(path.read_text())
     tokens = summary["tokens"]
     at: dict[str, Any] = {"life": newest.folder}
     uses = ("trained", "dropped", "buffered", "in_flight")

@@ -87,7 +87,7 @@ class Reporter:
         self._store_bytes = store_bytes
         self._on_step = on_step
         self._earlier = earlier
-        self._began_s = self._ended_s = self._last_record_s = 0.0
+        self._began_s = self._ended_s = 0.0
         self._last_tokens = 0
         self._publish_s = 0.0
         self._max_lag = 0
@@ -98,7 +98,6 @@ class Reporter:
     def begin(self) -> None:
         """Record that training begins, or begins again after `rewind`."""
         self._began_s = self._began_s or time.time()
-        self._last_record_s = time.time()
         self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
 
     def rewind(self, version: int) -> None:
@@ -129,11 +128,11 @@ class Reporter:
         self._step_span = record.span(record.SpanKind.step, step=plan.version + 1)
         receipts.note(receipts.Act.committed, step=plan.version)
         record.cpu()
-        now_s = time.time()
-        elapsed_s = now_s - self._last_record_s
-        new_tokens = counts.tokens_generated - self._last_tokens
+        previous_s = self._ended_s or self._began_s
         self._ended_s = max(value for name, value in metrics.items() if name.endswith("ended_at"))
-        self._last_record_s, self._last_tokens = now_s, counts.tokens_generated
+        elapsed_s = self._ended_s - previous_s
+        new_tokens = counts.tokens_generated - self._last_tokens
+        self._last_tokens = counts.tokens_generated
         time_before_s, tokens_before, failed_before = self._before
         batch = self._batch_numbers(plan)
         self._max_lag = max(self._max_lag, batch["lag_max"])
@@ -384,7 +383,9 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Send the steps and evaluations of the run's earlier processes to the trackers."""
+        """Send the steps and evaluations of the run's earlier processes to the trackers. Show the alarms that last."""
+        self._alarms.go_on(history)
+        self._show(self._alarms.current)
         self._trackers.go_on([*history.evaluations, *history.steps])
 
     def evaluation(self, evaluation: Evaluation) -> None:

@@ -5,7 +5,6 @@ Importing this module does not load Ray or torch.
 
 from __future__ import annotations
 
-import json
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from asyncrl.metrics import LifeRecord, LifeState, history_folder, life_records, read_life, write_life
+from asyncrl.metrics import LifeRecord, LifeState, history_folder, json_object, life_records, read_life, write_life
 from asyncrl.run.run_folder import is_in_use, shared_folder
 from learner.checkpoint_folder import missing_parts, named_checkpoints, part_of, read_progress
 
@@ -100,15 +99,20 @@ def find_runs(folder: Path) -> list[list[Life]]:
 
 def life_of(run_dir: Path, record: LifeRecord) -> Life:
     """Read the life (one ``asyncrl train`` process) in the folder ``run_dir``. ``record`` is the life's record."""
-    options: Mapping[str, Any] = yaml.safe_load((run_dir / "config.yaml").read_text())
-    own = options["checkpoint"]["directory"]
+    path = run_dir / "config.yaml"
+    try:
+        options: Mapping[str, Any] = yaml.safe_load(path.read_text())
+        own, total_steps = options["checkpoint"]["directory"], options["total_steps"]
+    except (yaml.YAMLError, KeyError, TypeError) as error:
+        got = " ".join(str(error).split())
+        raise ValueError(f"{path} must hold the options of a run as YAML, got {got}; restore it from a copy") from error
     checkpoints = [] if own and not Path(own).is_dir() else _checkpoints(Path(own) if own else run_dir / "checkpoints")
     return Life(
         folder=run_dir,
         record=record,
         state=_state(run_dir, record),
         num_steps=_num_steps(run_dir),
-        total_steps=options["total_steps"],
+        total_steps=total_steps,
         checkpoints=checkpoints,
         num_bytes=_num_bytes([run_dir]),
     )
@@ -141,5 +145,5 @@ def _num_bytes(folders: Sequence[Path]) -> int:
 
 def _num_steps(run_dir: Path) -> int:
     path = run_dir / "metrics.jsonl"
-    whole, _, _ = (path.read_text() if path.is_file() else "").rpartition("\n")
-    return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0
+    whole, _, _ = (path.read_text(errors="replace") if path.is_file() else "").rpartition("\n")
+    return json_object(whole.rpartition("\n")[2], f"the last line of {path}", "step")["step"] + 1 if whole else 0

@@ -117,6 +117,13 @@ def test_a_return_to_a_checkpoint_begins_a_new_window():
     assert changes_of(alarms, equal) == [(6, "equal_rewards", True)]
 
 
+def test_an_alarm_that_a_return_to_a_checkpoint_ends_lasted_until_its_last_step_at_least():
+    alarms = Alarms(LIMITS)
+    for step in (0, 1, 2, 3, 4, 2):
+        alarms.step(replace(NORMAL, step=step, equal_reward_groups=1.0))
+    assert [(alarm.first_step, alarm.last_step) for alarm in alarms.history] == [(4, 4)]
+
+
 def evaluation(version, mean, low, high):
     estimates = {"greedy": Estimate(mean=mean, low=low, high=high)}
     return Evaluation(policy_version=version, sampled=mean, greedy=mean, num_prompts=50, estimates=estimates)

@@ -1,5 +1,7 @@
 """Each idle second of a run has exactly one cause."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 from asyncrl.core.record import LevelName, SpanKind
 from asyncrl.profile import Attribution
 from asyncrl.profile.attribution import BUSY, FleetCause, LearnerCause, Series, swept
+from asyncrl.profile.trace import Span
 from tests.support.traces import record_run, trace_of
 
 OPEN = [("queued", 0, 5), ("budget", 0, 1)]
@@ -57,6 +60,17 @@ def test_engine_causes_apply_to_all_its_places_and_down_comes_before_pause():
         (60, 100, "busy", 2),
         (60, 100, "lease", 1),
     ]
+
+
+@pytest.mark.parametrize(
+    ("ended", "rest"), [("failed", [(30, 100, "engine_down", 2)]), ("left", [(30, 40, "engine_down", 2)])]
+)
+def test_the_controller_knows_that_an_engine_has_ended_whose_dead_worker_recorded_running_samples(ended, rest):
+    trace = trace_of(fleet=[("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 2)], buffer=OPEN)
+    periods = [("ready", 0, 30), ("fenced", 30, 40), (ended, 40, 100)]
+    members = [Span("engine-0/worker", "member", *times, cause=state) for state, *times in periods]
+    attribution = Attribution.of(replace(trace, spans=tuple(members)), (0, 100))
+    assert states(attribution, "fleet") == [(0, 30, "busy", 2), *rest]
 
 
 def test_re_prefill_makes_running_samples_idle_and_evaluation_takes_the_other_places():

@@ -5,6 +5,7 @@ import math
 import time
 from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -348,6 +349,22 @@ async def test_a_record_carries_the_batchs_numbers():
     assert record.learner_tokens_per_s == pytest.approx(10 / 0.5, rel=1e-3)
     assert record.flat()["learner.loss"] == 0.25
     assert record.flat()["learner.critic.value_loss"] == 0.5
+
+
+class GrowingFleet(ScriptedFleet):
+    """A fleet with 10 more tokens in each call of `counters`."""
+
+    async def counters(self):
+        self.tokens_generated += 10
+        return await super().counters()
+
+
+async def test_the_rates_of_the_fleet_times_the_seconds_of_the_steps_sum_to_the_generated_tokens():
+    buffer = ScriptedBuffer()
+    _, _, _, records = await finished(make_controller(buffer=buffer, fleet=GrowingFleet(buffer)))
+    durations = [after - before for before, after in pairwise([0.0, *(record.time_s for record in records)])]
+    tokens = [r.rollout_tokens_per_s * duration_s for r, duration_s in zip(records, durations, strict=True)]
+    assert sum(tokens) == pytest.approx(records[-1].generated_tokens)
 
 
 class BufferOfShortGroups(ScriptedBuffer):

@@ -59,18 +59,23 @@ def test_metrics_that_are_missing_or_not_of_a_run_are_named(life, tmp_path):
         read_history(life, 3)
 
 
+@pytest.mark.parametrize("file", ["metrics.jsonl", "evaluations.jsonl"])
+def test_a_record_of_another_version_is_named(life, file):
+    record = json.loads((life / file).read_text().splitlines()[1])
+    del record["reward_std" if file == "metrics.jsonl" else "num_prompts"]
+    (life / file).write_text(json.dumps(record) + "\n")
+    with pytest.raises(ValueError, match=rf"line 1 of .*{file} must be a record of this version.*missing 1 required"):
+        read_history(life, 3)
+
+
 def test_the_history_is_where_the_checkpoint_is_or_where_its_record_says(life, tmp_path):
     assert history_folder(life / "checkpoints" / "v00000003", "/elsewhere") == life
     assert history_folder(tmp_path / "shared" / "v00000003", str(life)) == life
 
 
-def test_trackers_that_keep_no_history_receive_none():
-    received = {"keeps": [], "serves": []}
-    trackers = Trackers(
-        {
-            name: SimpleNamespace(place="", keeps_history=name == "keeps", record=received[name].append)
-            for name in received
-        }
-    )
+def test_trackers_receive_the_history_apart_from_the_events_of_this_process():
+    received = []
+    trackers = Trackers({"one": SimpleNamespace(place="", go_on=received.append)})
     trackers.go_on([make_record(0), EVALUATIONS[0]])
-    assert received == {"keeps": [make_record(0), EVALUATIONS[0]], "serves": []}
+    assert received == [make_record(0), EVALUATIONS[0]]
+    assert trackers.num_failed == {"one": 0}

@@ -194,6 +194,14 @@ def test_the_remaining_time_of_a_resumed_run_uses_its_own_steps():
     assert [line.rpartition(" ")[2] for line in output.getvalue().splitlines()] == ["4:00", "3:58", "0:00"]
 
 
+def test_a_return_to_the_first_shown_step_shows_the_remaining_time():
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=20, console=Console(file=output, width=250))
+    for place, step in enumerate((0, 1, 2, 0)):
+        view.step(dataclasses.replace(make_record(step), time_s=2.0 * (place + 1)))
+    assert output.getvalue().splitlines()[-1].endswith("left 0:38")
+
+
 def test_the_live_view_shows_the_step_and_awaited_parts():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
@@ -203,6 +211,19 @@ def test_the_live_view_shows_the_step_and_awaited_parts():
     text = output.getvalue()
     assert "waiting for rollout fleet" in text
     assert "1/2" in text
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_the_live_view_shows_whole_names_and_values_on_a_narrow_terminal(width):
+    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
+    view = TerminalView(title="run", total_steps=20, console=console)
+    view.step(make_record(0))
+    view.use(make_use())
+    console.print(view._render())
+    lines = console.file.getvalue().splitlines()
+    assert set(lines[1]) <= set("│ ━╸╺"), "the bar has its own line"
+    for shown in ("step 1/20", "reward 0.250", "lag 1.00 (max 2)", "gradient 0.75", "buffer 3 stored, 5 generating"):
+        assert any(shown in line for line in lines), shown
 
 
 def test_a_resumed_run_reports_its_lag_apart_from_the_lag_before(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.profile.attribution import OverlapReport
 from asyncrl.profile.command import main
+from asyncrl.profile.perfetto import trace_events
 from asyncrl.profile.trace import Span
 from tests.support.traces import record_run, trace_of
 
@@ -123,6 +124,12 @@ def test_trace_json_has_lanes_of_every_pool_an_arrow_per_group_and_counters(tmp_
     counters = {event["name"] for event in events if event["ph"] == "C"}
     assert {"stored", "budget", "lag", "engine-0 running"} <= counters
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
+
+
+def test_overlapping_evaluations_of_an_engine_are_no_slices_of_one_row():
+    trace = trace_of(fleet=[("engine-0", "evaluation", 0, 20), ("engine-0", "evaluation", 10, 30)])
+    phases = [event["ph"] for event in trace_events(trace)["traceEvents"] if event["name"] == "evaluation"]
+    assert phases == ["b", "e", "b", "e"]
 
 
 def test_the_history_of_a_group_has_each_event_in_order(tmp_path, capsys):

@@ -144,6 +144,14 @@ def test_the_member_table_shows_states_activities_and_epochs():
     ]
 
 
+def test_a_version_is_served_without_engines_that_come_later_or_have_ended():
+    versions = [(0, 0, 0), (1, 0, 0), (0, 20, 1), (1, 25, 1), (0, 40, 2), (2, 60, 2), (0, 70, 3), (2, 80, 3)]
+    trace = trace_of(fleet=[(f"engine-{rank}", "version", *change) for rank, *change in versions], steps=(10, 100))
+    ended = Span("engine-1/worker", "member", 50, 100, cause="failed", process="controller")
+    trace = replace(trace, spans=(*trace.spans, ended))
+    assert charts.timeline(trace, Attribution.of(trace))["publishes"] == [[1.5e-08, 1], [4e-08, 2], [7e-08, 3]]
+
+
 def test_the_report_of_a_resumed_run_says_where_each_life_ended_and_the_next_began(tmp_path):
     first = make_life(tmp_path / "1", steps=12, status=143)
     second = make_life(tmp_path / "2", resumed=save(first / "checkpoints", 12), steps=30)

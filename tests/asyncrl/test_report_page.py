@@ -142,3 +142,16 @@ def test_samples_are_colored_by_version_or_difference_and_the_theme_can_be_switc
         assert page.get_attribute("html", "data-theme") == "dark"
         keep_screenshot(page, "report-narrow")
         assert visit.complaints == []
+
+
+def test_a_narrow_page_of_one_step_without_samples_shows_whole_charts_and_no_options(tmp_path):
+    record_run(tmp_path, num_steps=1)
+    with visiting(write_report(tmp_path).as_uri(), width=400) as visit:
+        page = visit.page
+        assert page.locator("#sample-options").is_hidden()
+        bottom = "(() => { const { top, height } = drawn.timeline.getOption().grid.at(-1); return top + height; })()"
+        assert page.evaluate(bottom) < page.evaluate("element('timeline').clientHeight")
+        assert page.evaluate("drawn.steps.getOption().series.at(-1).symbol") == "circle"
+        assert page.evaluate("drawn.steps.getOption().legend[0].type") == "scroll"
+        keep_screenshot(page, "report-of-one-step")
+        assert visit.complaints == []

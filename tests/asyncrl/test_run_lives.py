@@ -65,6 +65,16 @@ def test_the_command_prints_runs_lives_and_checkpoints(runs, capsys):
     assert [len(run) for run in json.loads(capsys.readouterr().out)] == [3, 1]
 
 
+@pytest.mark.parametrize(
+    ("file", "message"), [("metrics.jsonl", "the last line of {}"), ("life.json", "{}"), ("config.yaml", "{}")]
+)
+def test_a_damaged_file_of_a_run_is_named(runs, capsys, file, message):
+    damaged = runs / "digits" / "2" / file
+    damaged.write_text("{[\n")
+    assert main([str(runs)]) == 2
+    assert f"error: {message.format(damaged)} must hold" in capsys.readouterr().err
+
+
 def test_a_folder_without_runs_has_none_and_a_missing_one_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"0 runs in {tmp_path}\n"

@@ -83,6 +83,16 @@ def test_a_falling_total_does_not_decrease_a_counter(prometheus):
     assert page_of(prometheus)['asyncrl_busy_seconds_total{pool="learner"}'] == "9.0"
 
 
+def test_the_counters_of_a_resumed_run_begin_at_zero(prometheus):
+    prometheus.go_on(record(8))
+    prometheus.go_on(EVALUATION)
+    prometheus.record(record(9))
+    shown = page_of(prometheus)
+    assert shown['asyncrl_tokens_total{kind="generated"}'] == "100.0"
+    assert shown["asyncrl_failed_groups_total"] == "1.0"
+    assert shown["asyncrl_publish_seconds_count"] == "1.0"
+
+
 def test_grafana_uses_only_exported_metrics(prometheus):
     prometheus.record(record(0))
     prometheus.record(use(1))

@@ -3,13 +3,14 @@
 import asyncio
 import io
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
 from asyncrl.cli.compose import compose_run
-from asyncrl.metrics import TerminalView, Trackers
+from asyncrl.metrics import History, TerminalView, Trackers
 from asyncrl.run import reporting
 from asyncrl.run.reporting import Watching
 from tests.asyncrl.test_metrics import make_record
@@ -53,6 +54,14 @@ async def test_a_run_that_records_nothing_is_watched_all_the_same(watched):
         watching.step(make_record(0))
         await watching._reading
     assert "step 1/9" in said.getvalue()
+
+
+def test_alarms_of_a_resumed_run_know_the_steps_of_the_earlier_lives(watched):
+    watching, said = watched("total_steps=9")
+    equal = [replace(make_record(step), equal_reward_groups=1.0) for step in range(6)]
+    watching.go_on(History(steps=equal[:5]))
+    assert "warning: equal rewards (since step 4)" in said.getvalue()
+    assert watching.examine(equal[5]).metrics["alarm.equal_rewards"] == 1.0
 
 
 async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):

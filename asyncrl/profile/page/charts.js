@@ -26,13 +26,18 @@ function clock(milliseconds) {
   return hours ? `${hours}:${String(minutes).padStart(2, "0")}:${rest}` : `${minutes}:${rest}`;
 }
 
+/** Whether a long legend or two charts side by side have no room. */
+const isNarrow = () => innerWidth < 900;
+/** Symbol of a line's points: a line through one point is invisible without it. */
+const symbolOf = (points) => points.length > 1 ? "none" : "circle";
+
 /** Options of all charts: fonts, grid lines, the tooltip. */
 function base(palette, overrides) {
   return {
     animation: false, useUTC: true, aria: { enabled: true }, backgroundColor: "transparent",
     textStyle: { color: palette.ink, fontFamily: "system-ui, 'Segoe UI', Roboto, 'DejaVu Sans', sans-serif" },
     tooltip: { trigger: "axis", confine: true, backgroundColor: palette.card, borderColor: palette.rule, textStyle: { color: palette.ink, fontSize: 12 } },
-    legend: { type: "plain", icon: "roundRect", top: 0, left: 0, right: 0, itemWidth: 12, itemHeight: 10, itemGap: 14, textStyle: { color: palette.ink, fontSize: 12 }, inactiveColor: palette.dim },
+    legend: { type: isNarrow() ? "scroll" : "plain", icon: "roundRect", top: 0, left: 0, right: 0, itemWidth: 12, itemHeight: 10, itemGap: 14, textStyle: { color: palette.ink, fontSize: 12 }, inactiveColor: palette.dim },
     ...overrides,
   };
 }
@@ -123,7 +128,7 @@ function steps(document, palette) {
   const series = [
     bar("learner at work", part.busy_s, palette.learner, 1),
     ...Object.entries(part.idle_s).map(([cause, values]) => bar(cause, values, of[cause], 0.75)),
-    { name: "fleet's work per batch", type: "line", step: "middle", data: part.fleet_s, symbol: "none", lineStyle: { color: palette.mark, width: 2 }, itemStyle: { color: palette.mark } },
+    { name: "fleet's work per batch", type: "line", step: "middle", data: part.fleet_s, symbol: symbolOf(part.fleet_s), lineStyle: { color: palette.mark, width: 2 }, itemStyle: { color: palette.mark } },
   ];
   const options = base(palette, {
     grid: { ...exact, left: 64, right: 18, top: 58, bottom: 42 }, series, dataZoom: inside([0]),
@@ -205,11 +210,14 @@ function publishes(document, palette) {
     label: { show: true, position: "right", color: palette.dim, fontSize: 11, formatter: ({ data }) => seconds(data.value) },
   };
   const offset = { type: "bar", stack: "stage", xAxisIndex: 0, yAxisIndex: 0, silent: true, itemStyle: { color: "transparent" }, data: part.stages.map((stage) => stage.start_s), tooltip: { show: false } };
-  const total = { name: "from copy to the last engine", type: "line", xAxisIndex: 1, yAxisIndex: 1, symbol: "none", data: part.versions.map((version, index) => [version, part.total_s[index]]), lineStyle: { color: palette.fleet }, itemStyle: { color: palette.fleet } };
-  const pause = { name: "engines paused", type: "line", xAxisIndex: 1, yAxisIndex: 1, symbol: "none", data: part.versions.map((version, index) => [version, part.pause_s[index]]), lineStyle: { color: palette.here }, itemStyle: { color: palette.here } };
+  const total = { name: "from copy to the last engine", type: "line", xAxisIndex: 1, yAxisIndex: 1, symbol: symbolOf(part.versions), data: part.versions.map((version, index) => [version, part.total_s[index]]), lineStyle: { color: palette.fleet }, itemStyle: { color: palette.fleet } };
+  const pause = { name: "engines paused", type: "line", xAxisIndex: 1, yAxisIndex: 1, symbol: symbolOf(part.versions), data: part.versions.map((version, index) => [version, part.pause_s[index]]), lineStyle: { color: palette.here }, itemStyle: { color: palette.here } };
   const options = base(palette, {
-    grid: [{ ...exact, left: 130, width: "38%", top: 34, bottom: 42 }, { ...exact, left: "62%", right: 18, top: 34, bottom: 42 }], series: [offset, rows, total, pause],
-    legend: { data: [total.name, pause.name], right: 18, top: 0, textStyle: { color: palette.ink, fontSize: 12 } }, dataZoom: inside([1]),
+    grid: isNarrow()
+      ? [{ ...exact, left: 130, right: 60, top: 22, height: 96 }, { ...exact, left: 64, right: 18, top: 200, bottom: 42 }]
+      : [{ ...exact, left: 130, width: "38%", top: 34, bottom: 42 }, { ...exact, left: "62%", right: 18, top: 34, bottom: 42 }],
+    series: [offset, rows, total, pause],
+    legend: { data: [total.name, pause.name], right: 18, top: isNarrow() ? 156 : 0, textStyle: { color: palette.ink, fontSize: 12 } }, dataZoom: inside([1]),
     title: { text: "median over the versions", left: 130, top: 2, textStyle: { color: palette.dim, fontSize: 12, fontWeight: "normal" } },
     xAxis: [below(palette, "seconds since the copy began", { type: "value" }), below(palette, "policy version", { type: "value", gridIndex: 1, scale: true, minInterval: 1 })],
     yAxis: [axis(palette, { type: "category", data: names, inverse: true, splitLine: { show: false } }), beside(palette, "seconds", { type: "value", gridIndex: 1 })],
