@@ -293,7 +293,9 @@ class _LogFile(logging.FileHandler):
         del record
         if not self._failed:
             self._failed = True
-            sys.stderr.write(f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n")
+            warning = f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n"
+            with suppress(OSError):  # standard error may be a file on the same disk
+                sys.stderr.write(warning)
 
 
 def _log_to(path: Path) -> None:
