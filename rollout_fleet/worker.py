@@ -6,6 +6,7 @@ If the engine fails, the worker saves its unfinished prompt groups and gives the
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import time
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError, EngineLost
+from asyncrl.core.errors import AsyncRLError, EngineError, EngineLost
 from asyncrl.core.host import WORKER_BYTES, keep_freed_memory
 from asyncrl.core.ports import RolloutBuffer
 from asyncrl.core.record import ProfileConfig
@@ -25,6 +26,7 @@ from asyncrl.weights.staging import WeightStager
 
 from .answering import AnsweringParts
 from .config import RolloutFleetConfig
+from .engines.engine import cancel
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
 from .member import Member, member_limits
@@ -84,6 +86,7 @@ class RolloutWorker(Worker):
             f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
         self._held_out = HeldOutAnswers(self._parts, sampling=config.sampling_for)
+        self._answering: set[asyncio.Task[list[AnsweredPrompt]]] = set()
         self._make_loop = partial(
             RolloutLoop,
             config,
@@ -160,9 +163,11 @@ class RolloutWorker(Worker):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
 
-        If a new learner has replaced a dead learner, ``incarnation`` is the number of restarts of the learner, and
-        weights of earlier learners are refused (`RolloutLoop.release_device`).
+        Running calls of `answer` end with an `EngineError`: a signal, or the death of a learner rank, has ended their
+        evaluation. If a new learner has replaced a dead learner, ``incarnation`` is the number of restarts of the
+        learner, and weights of earlier learners are refused (`RolloutLoop.release_device`).
         """
+        await cancel(self._answering)
         await self._started().release_device(incarnation)
 
     async def answer(self, prompts: Sequence[Prompt], version: int, num_samples: int) -> list[AnsweredPrompt]:
@@ -172,7 +177,17 @@ class RolloutWorker(Worker):
         (`HeldOutAnswers.answer`).
         """
         with record.span(record.SpanKind.evaluation, version=version):
-            return await self._held_out.answer(prompts, version=version, num_samples=num_samples)
+            work = self._held_out.answer(prompts, version=version, num_samples=num_samples)
+            answering = asyncio.create_task(work)
+            self._answering.add(answering)
+            answering.add_done_callback(self._answering.discard)
+            try:
+                return await answering
+            except asyncio.CancelledError:
+                raise EngineError(
+                    f"{self._member.name} released its device before the end of the evaluation of policy version "
+                    f"{version}"
+                ) from None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def counters(self) -> FleetCounters:

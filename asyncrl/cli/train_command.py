@@ -15,7 +15,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -138,7 +138,8 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
         for folder in sweep_shared_memory():
             view.say(f"removed {folder} of an earlier run whose processes were all killed")
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
-    sys.stdout.flush()
+    with suppress(OSError):  # the reader of a pipe has ended
+        sys.stdout.flush()
     if message:
         _say_last(message)
     return status
@@ -240,8 +241,9 @@ def _headline(message: str) -> str:
 def _say_last(words: str) -> None:
     """Write how the run ended. When a run gives up, its other thread may get here too: only the first one writes."""
     if _said_last.acquire(blocking=False):
-        sys.stderr.write(words + "\n")
-        sys.stderr.flush()
+        with suppress(OSError):  # the reader of a pipe has ended
+            sys.stderr.write(words + "\n")
+            sys.stderr.flush()
 
 
 def _give_up(last_words: str, run_dir: Path, status: int) -> None:
@@ -291,7 +293,9 @@ class _LogFile(logging.FileHandler):
         del record
         if not self._failed:
             self._failed = True
-            sys.stderr.write(f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n")
+            warning = f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n"
+            with suppress(OSError):  # standard error may be a file on the same disk
+                sys.stderr.write(warning)
 
 
 def _log_to(path: Path) -> None:

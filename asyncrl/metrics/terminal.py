@@ -5,13 +5,15 @@ In both cases it also prints a line when a part of the run, such as the learner,
 
 from __future__ import annotations
 
+import logging
 import shlex
+import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from rich.columns import Columns
 from rich.console import Console, Group
@@ -24,6 +26,8 @@ from rich.text import Text
 from .estimates import Evaluation
 from .run_records import BUSY, PoolUse, RunUse, StepRecord, in_words
 
+logger = logging.getLogger(__name__)
+
 LINE_EVERY_S = 5.0
 RATE_STEPS = 10
 """Rates on the terminal, such as tokens per second, are means over this number of learner steps."""
@@ -34,11 +38,37 @@ _BAR_WIDTH = 30
 _OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "grad_norm"))
 
 
+class _Output:
+    """Standard output. After a failed write, for example to a pipe whose reader has ended, the run goes on."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+        self._has_failed = False
+
+    def write(self, text: str) -> None:
+        self._try(lambda: self._file.write(text))
+
+    def flush(self) -> None:
+        self._try(self._file.flush)
+
+    def _try(self, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except OSError as error:
+            if not self._has_failed:
+                self._has_failed = True
+                logger.warning("the terminal cannot be written: %s; the run goes on without it", error.strerror)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
 class TerminalView:
     """Shows the progress, metrics and alarms of a run on the terminal."""
 
     def __init__(self, *, title: str, total_steps: int, console: Console | None = None) -> None:
-        self._console = console or Console(stderr=False, highlight=False, soft_wrap=True)
+        output = cast(TextIO, _Output(sys.stdout))
+        self._console = console or Console(file=output, highlight=False, soft_wrap=True)
         self._title = title
         self._total_steps = total_steps
         self._began_s = time.monotonic()

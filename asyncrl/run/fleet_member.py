@@ -485,7 +485,7 @@ class FleetMember:
         try:
             await asyncio.wait({placing}, timeout=min(PLACE_NOTICE_S, timeout_s))
             if not placing.done() and timeout_s > PLACE_NOTICE_S:
-                self._parts.say(f"{self.member.name} waits for a place: no node has room for it")
+                self._parts.say(f"{self.member.name} waits for a place: Ray has found no node with room for it yet")
             async with asyncio.timeout(None if math.isinf(timeout_s) else max(0.0, timeout_s - PLACE_NOTICE_S)):
                 node = await placing
         except TimeoutError:

@@ -234,6 +234,7 @@ class Training:
     async def _evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
+        self._view.say(f"evaluating policy version {version} on the held-out prompts")
         evaluator = self._evaluator
         work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)
         self._evaluated = version

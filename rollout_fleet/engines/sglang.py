@@ -28,6 +28,7 @@ from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, Sam
 from rollout_fleet.sample_log import Decode, load_decoder
 
 from .engine import (
+    TAIL_TOKENS,
     Answers,
     Engine,
     EngineLoad,
@@ -288,8 +289,24 @@ class SGLangEngine(Engine):
             request.on_first_token()
         if output is None:
             return []
+        if output.finish_reason is None and self._is_at_stop(request.sampling, output.token_ids.tolist()):
+            output = replace(output, finish_reason=FinishReason.stop)
         check_output(output, request, vocab_size=self._vocab_size, loaded_versions=self._verified)
         return [(request, output)]
+
+    def _is_at_stop(self, sampling: SamplingConfig, token_ids: Sequence[int]) -> bool:
+        """Return whether an aborted sample ends with a stop token or a stop text.
+
+        For a sample that stops in the model step of its abort, the server reports only the abort.
+        """
+        if {*token_ids[-1:]} & self._stop_ids(sampling):
+            return True
+        num_tail = max(map(len, sampling.stop), default=0) + TAIL_TOKENS
+        text = self.decoder()(token_ids[-num_tail:]) if sampling.stop else ""
+        return any(stop in text for stop in sampling.stop)
+
+    def _stop_ids(self, sampling: SamplingConfig) -> set[int]:
+        return {*self._facts.eos_ids, *sampling.stop_token_ids}
 
     def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
         options = {sampling: self._sampling_parameters(sampling) for sampling in {r.sampling for r in requests}}
@@ -345,7 +362,7 @@ class SGLangEngine(Engine):
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
-            "stop_token_ids": sorted({*self._facts.eos_ids, *sampling.stop_token_ids}),
+            "stop_token_ids": sorted(self._stop_ids(sampling)),
             "no_stop_trim": True,
             "skip_special_tokens": False,
             "stream_interval": STREAM_INTERVAL,

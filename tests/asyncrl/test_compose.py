@@ -461,6 +461,15 @@ def test_a_log_on_a_full_disk_is_reported_once_in_one_line():
     assert "Logging error" not in done.stderr
 
 
+def test_a_log_on_the_full_disk_of_the_terminals_output_does_not_end_the_run():
+    code = (
+        "import logging, os, sys; from pathlib import Path; from asyncrl.cli.train_command import _log_to\n"
+        "sys.stderr = open('/dev/full', 'w', buffering=1)\n"
+        "_log_to(Path('/dev/full')); logging.error('one'); os._exit(0)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("text", ["", '{"a": ', "3\n", "- 1\n"])
 def test_a_damaged_configuration_of_a_run_is_refused_by_name(tmp_path, text):
     (tmp_path / "config.yaml").write_text(text)

@@ -242,7 +242,7 @@ async def test_a_wait_for_several_groups_names_all_that_are_late(monkeypatch):
 async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_have_a_place(started):
     workers, fleet, _ = await started(ELASTIC, "placement.num_nodes=2", "placement.autoscale=true", is_full=True)
     assert fleet.engines() == ["0"]
-    assert workers.said.count("rollout worker 1 waits for a place: no node has room for it") == 1
+    assert workers.said.count("rollout worker 1 waits for a place: Ray has found no node with room for it yet") == 1
     assert fleet.describe().splitlines()[:2] == ["0: serves", "1: coming, pending"]
     workers.takes_s = 1.0
     workers.full.set()
@@ -389,7 +389,7 @@ async def test_a_worker_whose_node_died_waits_for_another_place_without_a_deadli
     workers.die(1, WorkerDiedError("rank 1 died: its node is dead"))
     await asyncio.sleep(30)
     assert (fleet.engines(), workers.graves.buried) == (["0"], ["worker-1-0"])
-    assert "rollout worker 1 waits for a place: no node has room for it" in workers.said
+    assert "rollout worker 1 waits for a place: Ray has found no node with room for it yet" in workers.said
     workers.takes_s = 1.0
     workers.full.set()
     await asyncio.sleep(10)

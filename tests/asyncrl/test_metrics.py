@@ -1,4 +1,5 @@
 import dataclasses
+import errno
 import io
 import json
 
@@ -182,6 +183,22 @@ def test_without_a_terminal_the_view_writes_plain_lines():
     assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 200 tok/s  learner 20,000 tok/s" in text
     assert "entropy 1.25  kl 0.0125  gradient 0.75  buffer 3 stored, 5 generating  left 0:00" in text
     assert "\x1b" not in text
+
+
+class GoneOutput(io.StringIO):
+    def write(self, text):
+        raise BrokenPipeError(errno.EPIPE, "Broken pipe")
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_a_run_goes_on_when_nobody_reads_its_output_any_more(is_terminal, monkeypatch, caplog):
+    monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
+    monkeypatch.setattr("sys.stdout", GoneOutput())
+    view = TerminalView(title="run", total_steps=2)
+    with view, view.waiting_for("buffer"):
+        view.step(make_record(0))
+        view.say("more")
+    assert caplog.text.count("the terminal cannot be written: Broken pipe; the run goes on without it") == 1
 
 
 def test_the_remaining_time_of_a_resumed_run_uses_its_own_steps():

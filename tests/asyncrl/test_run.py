@@ -161,6 +161,17 @@ async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_pat
     assert fourth == f"no learner step has finished for 122 s: {state}; policy version 3 is being evaluated"
 
 
+async def test_an_evaluation_is_told_when_it_begins_because_it_may_take_long(tmp_path):
+    output = io.StringIO()
+    view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
+    evaluated = make_training(tmp_path, view)
+    evaluated._evaluator = SimpleNamespace(evaluate_all=lambda version: asyncio.sleep(3600))
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await evaluated._evaluate(2)
+    assert output.getvalue().endswith("evaluating policy version 2 on the held-out prompts\n")
+
+
 def test_the_controller_loads_no_torch():
     code = "import sys, asyncrl.run.run; sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -454,6 +454,24 @@ def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_the
     assert output.finish_reason is None
 
 
+@pytest.mark.parametrize(
+    ("ids", "reason"), [([5, 1], "stop"), ([5, 9], "stop"), ([5, 2, 3], "stop"), ([5, 2], None), ([], None)]
+)
+async def test_a_sample_that_stops_in_the_step_of_its_abort_has_stopped(server, tmp_path, ids, reason):
+    """The server reports only the abort. The sample must not be continued after its end token."""
+    engine = new_engine(server, tmp_path, sglang=SGLangConfig(tokenizer=True))
+    server.events = []
+    await engine.start()
+    engine._decode = lambda token_ids: "".join(map(str, token_ids))
+    spans = [{"version": "0", "start": 0, "end": len(ids)}]
+    server.events = [[chunk(ids, len(ids), reason="abort", spans=spans)]]
+    sampling = SamplingConfig(max_new_tokens=4, stop=("23",), stop_token_ids=(9,))
+    request = replace(requests_of(1)[0], sampling=sampling)
+    ((_, output),) = [answer async for answer in engine.generate([request])]
+    assert (output.token_ids.tolist(), output.finish_reason) == (ids, reason)
+    await engine.stop()
+
+
 @pytest.mark.parametrize("wrong", [chunk([5], 3), chunk([5], 1, triples=[[-0.5, 6, None]])])
 def test_a_chunk_that_lacks_tokens_or_names_others_is_refused(wrong):
     with pytest.raises(ValueError, match=r"log-probs|output_ids"):

@@ -102,6 +102,26 @@ async def test_after_a_drain_the_engine_still_answers_held_out_prompts_and_keeps
     assert (await worker.counters()).tokens_generated == drained.tokens_generated
 
 
+async def test_a_device_is_released_although_an_evaluation_that_nobody_waits_for_any_more_still_runs(
+    make_worker, make_buffer, make_prompts, model_path, tmp_path
+):
+    """A signal, or the death of a learner rank, ends the evaluation of a colocated run before its last answer."""
+    buffer = make_buffer(0)
+    worker = make_worker(buffer, sampling=SamplingConfig(max_new_tokens=100))
+    await worker.start()
+    await buffer.offer(publish_weights(model_path, tmp_path, 0))
+    await worker.load_first()
+    answering = asyncio.create_task(worker.answer(make_prompts(4), 0, 2))
+    async with asyncio.timeout(10):
+        while not worker._engine._running:  # noqa: ASYNC110 - there is no notice of the first request
+            await asyncio.sleep(0)
+        await worker.release_device()
+    with pytest.raises(EngineError, match="released its device before the end of the evaluation of policy version 0"):
+        await answering
+    assert not worker._engine.has_failed
+    await worker.stop()
+
+
 async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
     worker = make_worker(make_buffer(1))
     with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
