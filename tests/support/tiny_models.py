@@ -119,6 +119,7 @@ _FAMILIES: dict[str, dict] = {
     "bloom": {"n_head": 4, "n_layer": 2},
     "rwkv": {"attention_hidden_size": 32, "context_length": 256},
     "nemotron": {},
+    "mamba": {},
     "gpt2": {"n_embd": 32, "n_head": 4, "n_layer": 2},
     "openai-gpt": {"n_embd": 32, "n_head": 4, "n_layer": 2},
     "recurrent_gemma": {"lru_width": 32, "attention_window_size": 16, "block_types": ["recurrent", "attention"]},
