@@ -688,9 +688,13 @@ def why_positions_end(config: RunConfig) -> str:
 
 
 def model_settings(path: str) -> dict[str, Any]:
-    """Read the ``config.json`` in a model folder as a dict. Values in its ``text_config`` (multimodal models) win."""
+    """Read the ``config.json`` in a model folder as a dict. Values in its ``text_config`` (multimodal models) win.
+
+    GPT-2's ``n_positions`` is called ``max_position_embeddings``, as in other models.
+    """
     settings = json.loads(Path(path, "config.json").read_text())
-    return {**settings, **settings.get("text_config", {})}
+    settings |= settings.get("text_config", {})
+    return {"max_position_embeddings": settings["n_positions"], **settings} if "n_positions" in settings else settings
 
 
 def with_time_to_read(config: RunConfig) -> RunConfig:

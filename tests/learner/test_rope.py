@@ -135,3 +135,9 @@ def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert num_positions(config) == 131072
     assert why_positions_end(config) == ""
+
+
+def test_the_positions_of_gpt2_have_another_name_and_limit_a_run_too(tmp_path):
+    save_tiny_model(tmp_path, "gpt2", max_position_embeddings=64)
+    config = compose_run(["experiment=custom"])
+    assert num_positions(replace(config, model=replace(config.model, path=str(tmp_path)))) == 64
