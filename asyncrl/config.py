@@ -20,7 +20,7 @@ from asyncrl.data.config import DataConfig, check_prompt_format
 from asyncrl.weights.carriers import CARRIERS, SLOWEST_LOAD, CarrierRules
 from buffer.config import BufferConfig, StoresOn
 from learner.config import AlgorithmConfig, LearnerConfig
-from learner.rope import rope_limit
+from learner.rope import length_limit
 from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
@@ -660,11 +660,11 @@ def longest_sequence(config: RunConfig) -> int:
 def num_positions(config: RunConfig) -> float:
     """Return the length, in tokens, of the longest sequence that the model can be trained on; infinite without a limit.
 
-    The limit is ``max_position_embeddings`` or `learner.rope.rope_limit`, whichever is smaller.
+    The limit is ``max_position_embeddings`` or `learner.rope.length_limit`, whichever is smaller.
     """
     settings = model_settings(config.model.path)
-    limits = (settings.get("max_position_embeddings"), rope_limit(settings))
-    return min((limit for limit in limits if limit is not None), default=math.inf)
+    longest, limit = settings.get("max_position_embeddings"), length_limit(settings)
+    return min(math.inf if longest is None else longest, math.inf if limit is None else limit.tokens)
 
 
 def longest_rollout(config: RunConfig) -> float:
@@ -678,19 +678,23 @@ def longest_rollout(config: RunConfig) -> float:
 def why_positions_end(config: RunConfig) -> str:
     """Return a text, for errors, on why `num_positions` is below ``max_position_embeddings``; empty if it is not."""
     settings = model_settings(config.model.path)
-    longest, limit = settings.get("max_position_embeddings"), rope_limit(settings)
-    if limit is None or (longest is not None and limit >= longest):
+    longest, limit = settings.get("max_position_embeddings"), length_limit(settings)
+    if limit is None or (longest is not None and limit.tokens >= longest):
         return ""
     return (
-        f" (its config allows {longest}, but beyond {limit} its rotary embeddings depend on the longest sequence of a "
-        "batch, and learner and engines would compute different log-probs)"
+        f" (its config allows {longest}, but beyond {limit.tokens} {limit.reason}, and learner and engines would "
+        "compute different log-probs)"
     )
 
 
 def model_settings(path: str) -> dict[str, Any]:
-    """Read the ``config.json`` in a model folder as a dict. Values in its ``text_config`` (multimodal models) win."""
+    """Read the ``config.json`` in a model folder as a dict. Values in its ``text_config`` (multimodal models) win.
+
+    GPT-2's ``n_positions`` is called ``max_position_embeddings``, as in other models.
+    """
     settings = json.loads(Path(path, "config.json").read_text())
-    return {**settings, **settings.get("text_config", {})}
+    settings |= settings.get("text_config", {})
+    return {"max_position_embeddings": settings["n_positions"], **settings} if "n_positions" in settings else settings
 
 
 def with_time_to_read(config: RunConfig) -> RunConfig:

@@ -191,7 +191,13 @@ def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
     """
     head = model.get_output_embeddings()
     if targets == [_ALL_LINEAR]:
-        return [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+        linear = [name for name, module in model.named_modules() if _is_linear(module) and module is not head]
+        if not linear:
+            raise ValueError(
+                f"learner.lora.target_modules={targets} must name linear layers of the model; {type(model).__name__} "
+                f"has none for {_ALL_LINEAR}; set learner.lora.rank=0, which trains all weights"
+            )
+        return linear
     remedy = f"name attention or dense projections, or use {_ALL_LINEAR}"
     chosen: dict[str, nn.Module] = {}
     for target in targets:

@@ -462,15 +462,17 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
       ``ratio_squared`` is the square of this ratio.
     - ``behavior_kl``: KL(behavior ‖ policy) in nats by the k3 estimator, >= 0.
     - ``engine_gap``: distance between the engine's and the learner's log-probs under the same weights. It is 0 at
-      tokens that an older version sampled (lag > 0). It is missing without proximal log-probs, and without the column
-      ``is_fresh``.
-    - ``fresh_tokens``: 1 at tokens of lag 0, else 0. It is missing if ``engine_gap`` is missing.
+      tokens that an older version sampled (lag > 0). It is missing without proximal log-probs.
+    - ``fresh_tokens``: 1 at tokens of lag 0, else 0; 0 without the column ``is_fresh``. It is missing if ``engine_gap``
+      is missing.
+
+    The names do not depend on ``is_fresh``: an empty micro-batch lacks this column, and needs the names of the others.
     """
     behavior = inputs.columns["behavior_logprobs"]
     log_ratio = inputs.log_probs.detach() - behavior
     metrics = _with_square("ratio", bounded_exp(log_ratio)) | {"behavior_kl": k3(log_ratio)}
-    if "is_fresh" in inputs.columns and (inputs.is_proximal or "proximal_logprobs" in inputs.columns):
-        is_fresh = inputs.columns["is_fresh"]
+    if inputs.is_proximal or "proximal_logprobs" in inputs.columns:
+        is_fresh = inputs.columns.get("is_fresh", torch.zeros_like(behavior))
         metrics |= {"engine_gap": (inputs.proximal_logprobs - behavior).abs() * is_fresh, _FRESH: is_fresh}
     return metrics
 

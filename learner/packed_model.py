@@ -25,7 +25,7 @@ from .lora import adapters_off, fill_adapters
 from .packing import MicroBatch, Packer, tokens_in_loss
 from .pretrained import fill_pretrained
 from .roles import Role
-from .rope import rope_limit
+from .rope import length_limit
 from .selftest import SelfTest, SelfTestResult
 from .types import TokenSequence
 from .ulysses import UlyssesShardingManager, validate_ulysses_config
@@ -135,7 +135,7 @@ class PackedModel:
         if config.activation_checkpointing:
             contexts = {"context_fn": attention_kept} if config.activation_checkpointing == SELECTIVE else {}
             pretrained.gradient_checkpointing_enable({"use_reentrant": False, **contexts})
-        self._rope_limit = rope_limit(pretrained.config.get_text_config().to_dict())
+        self._length_limit = length_limit(pretrained.config.get_text_config().to_dict())
         shard_model(self.head, self.mesh, config)
         self.selftest: SelfTestResult | None = None
         if setup is None or setup.reads_weights:
@@ -276,16 +276,16 @@ class PackedModel:
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
     def _check_lengths(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> None:
-        """Raise, on all ranks, if a sequence is so long that rotary embeddings depend on other sequences."""
-        if self._rope_limit is None:
+        """Raise, on all ranks, if a sequence is so long that the learner computes other log-probs than an engine."""
+        if self._length_limit is None:
             return
+        limit, reason = self._length_limit
         longest = max((len(sequence.input_ids) for sequence in sequences), default=0)
         longest = int(mesh.largest(torch.tensor(longest)))
-        if longest > self._rope_limit:
+        if longest > limit:
             raise ValueError(
-                f"{self.model_path!r} has rotary embeddings that depend on the longest sequence of a batch if that "
-                f"sequence exceeds {self._rope_limit} tokens, so sequences must not be longer, got {longest} tokens; "
-                "lower data.max_prompt_tokens or rollout_fleet.sampling.max_new_tokens"
+                f"{self.model_path!r}: {reason} beyond {limit} tokens, so sequences must not be longer, got {longest} "
+                "tokens; lower data.max_prompt_tokens or rollout_fleet.sampling.max_new_tokens"
             )
 
 

@@ -1,14 +1,57 @@
-"""Finds the sequence length up to which a model's rotary embeddings do not depend on other sequences of the batch."""
+"""Finds the sequence length up to which the learner computes the same log-probs as an engine."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 _BY_LONGEST = frozenset({"longrope", "su", "dynamic"})
 """Rope types that change the frequencies of all tokens when the largest position exceeds the original length.
 transformers uses the largest position of a call (``dynamic_rope_update``). SGLang uses the largest position of a batch.
 The log-probs of a sequence that is longer than the original length therefore depend on the other sequences."""
+
+
+class LengthLimit(NamedTuple):
+    """The largest length at which the learner computes the same log-probs as an engine.
+
+    Attributes:
+        tokens: The length, in tokens.
+        reason: What differs beyond this length, as a clause for errors.
+    """
+
+    tokens: int
+    reason: str
+
+
+def length_limit(settings: Mapping[str, Any]) -> LengthLimit | None:
+    """Return the smallest limit on the length of a sequence; None without a limit.
+
+    ``settings`` is the ``config.json`` of a text model.
+    """
+    limits = {
+        "its rotary embeddings depend on the longest sequence of a batch": rope_limit(settings),
+        "its attention reads only the tokens that an indexer selects, but the learner's attention reads all tokens": (
+            sparse_limit(settings)
+        ),
+    }
+    known = [LengthLimit(tokens, reason) for reason, tokens in limits.items() if tokens is not None]
+    return min(known, default=None)
+
+
+def sparse_limit(settings: Mapping[str, Any]) -> int | None:
+    """Return the largest length, in tokens, at which a model's sparse attention still reads all tokens.
+
+    None means that the model's attention is not sparse. ``settings`` is the ``config.json`` of a text model. Example:
+    DeepSeek-V3.2 gives 2048, its ``index_topk``.
+    """
+    if settings.get("index_topk"):
+        return settings["index_topk"]
+    stored = settings.get("sparse_attention_config") or {}  # MiniMax M3 selects blocks of tokens
+    if not stored and "minimax_m3_sparse" not in (settings.get("layer_types") or ()):
+        return None
+    names = {"index_topk_blocks": "sparse_topk_blocks", "index_block_size": "sparse_block_size"}
+    num_blocks, num_tokens = (settings.get(name, stored.get(old)) for name, old in names.items())
+    return num_blocks * num_tokens if num_blocks and num_tokens else None
 
 
 def rope_limit(settings: Mapping[str, Any]) -> int | None:

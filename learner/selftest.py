@@ -38,7 +38,7 @@ from .heads import LogProbHead, PackedHead
 from .lora import expert_tensors
 from .packing import Packer
 from .pretrained import SCORE_HEAD
-from .rope import rope_limit
+from .rope import length_limit
 from .types import SequenceImages, TokenSequence
 from .ulysses import UlyssesShardingManager, gather_sequence
 
@@ -99,8 +99,8 @@ class SelfTest:
         rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
         self._logit_difference = 0.0
         # Draw token ids from the upper half: low ids are often special tokens, which some models treat differently.
-        limit = rope_limit(head.pretrained.config.get_text_config().to_dict()) or max(LENGTHS)
-        self._lengths = tuple(min(length, limit) for length in LENGTHS)
+        limit = length_limit(head.pretrained.config.get_text_config().to_dict())
+        self._lengths = tuple(min(length, limit.tokens if limit else length) for length in LENGTHS)
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in self._lengths]
         self._tokens[2][:SHARED_TOKENS] = self._tokens[0][:SHARED_TOKENS]
         self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})

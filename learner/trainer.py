@@ -6,6 +6,7 @@ RL workers and supervised fine-tuning use the same `Trainer`. All ranks call its
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -30,6 +31,9 @@ from .packed_model import ModelSetup, PackedBatch, PackedModel
 from .packing import MicroBatch
 from .roles import ACTOR, Role
 from .types import TokenSequence
+
+_NO_MATRIX = re.compile(r"(bias|A_log|norm[^.]*\.weight)$")
+"""Names of parameters that are not matrices, whatever their number of dimensions."""
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -132,8 +136,12 @@ def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether weight decay applies to a parameter. It applies to matrices, not to biases and norm gains."""
-    return parameter.ndim >= 2 and not name.endswith(".bias")
+    """Return whether weight decay applies to a parameter. It applies to matrices, not to biases and norm gains.
+
+    Some models have biases of all experts, norm gains of all heads, or decay rates of a state (Mamba) in one tensor of
+    two dimensions. These are not matrices.
+    """
+    return parameter.ndim >= 2 and not _NO_MATRIX.search(name)
 
 
 def _local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

@@ -594,7 +594,7 @@ def check_output(
     """Check an engine's answer to ``request``. Raises `EngineError` if one of these conditions does not hold.
 
     - Token ids, log-probs and versions have the same length, and a finished response has a token.
-    - Ids are below ``vocab_size``, and log-probs are numbers <= 0 (with a tolerance for rounding).
+    - Ids are below ``vocab_size``, and log-probs are finite numbers <= 0 (with a tolerance for rounding).
     - The policy version of each token is in ``loaded_versions``, the versions that the engine has loaded and verified.
     """
     where = f"request {request.id}"
@@ -607,9 +607,10 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    largest = float(np.maximum.reduce(output.logprobs))  # the maximum is NaN if a log-prob is NaN
-    if not largest <= LOGPROB_ROUNDING:
-        raise EngineError(f"{where}: log-probs must be numbers <= 0, got a largest of {largest}")
+    # both are NaN if a log-prob is NaN
+    smallest, largest = (float(find.reduce(output.logprobs)) for find in (np.minimum, np.maximum))
+    if not -np.inf < smallest <= largest <= LOGPROB_ROUNDING:
+        raise EngineError(f"{where}: log-probs must be finite numbers <= 0, got {smallest} to {largest}")
     unknown = set(output.versions.tolist()).difference(loaded_versions)
     if unknown:
         raise EngineError(

@@ -289,10 +289,16 @@ class GenerationModel:
         return {name: module for name, module in held.items() if module is not None}
 
     def _checkpoint(self) -> dict[str, Tensor]:
-        """Return the parameters by their names in a checkpoint. A checkpoint may fuse or split the model's tensors."""
+        """Return the weights by their names in a checkpoint. A checkpoint may fuse or split the model's tensors."""
         if not self._held:
-            self._held = revert_weight_conversion(self._model, dict(self._model.named_parameters()))
+            self._held = revert_weight_conversion(self._model, self._weights())
         return self._held
+
+    def _weights(self) -> dict[str, Tensor]:
+        """Return the parameters and the buffers that a checkpoint stores, such as a router's correction biases."""
+        stored = self._model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
+        return dict(self._model.named_parameters()) | buffers
 
     def _load_full(self, version: int, weights: WeightSource) -> None:
         while self._released:
@@ -308,7 +314,7 @@ class GenerationModel:
         for name in held.keys() & stored.keys():
             if tuple(held[name].shape) != stored[name]:
                 raise WeightsError(f"{where}: {name} must be {tuple(held[name].shape)}, got {stored[name]}")
-        with ComparedWrites(dict(self._model.named_parameters()), weights) as writes:
+        with ComparedWrites(self._weights(), weights) as writes:
             for name, tensor in weights.tensors():
                 if name in held:
                     held[name].data.copy_(tensor)

@@ -25,9 +25,10 @@ TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
     """Make one PPO update with AdamW. Returns the log-probs before it, the gradient norm, and the weights after it."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
+    decays = {p: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
     groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p, own in decays.items() if own], "weight_decay": DECAY},
+        {"params": [p for p, own in decays.items() if not own], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.95), eps=EPS)
     log_probs, losses = [], []

@@ -154,6 +154,7 @@ def test_one_projection_of_a_mixture_is_adapted_alone(tmp_path):
         ("llama4_text", ["router"], r"model\.layers\.1\.feed_forward\.router is a Llama4Router"),
         ("qwen3_next", ["conv1d"], "Conv1d"),
         ("gpt2", ["c_attn"], "Conv1D"),
+        ("gpt2", ["all-linear"], "GPT2LMHeadModel has none"),
         ("llama", ["embed_tokens"], "Embedding"),
         ("llama", ["q_proj", "lm_head"], "lm_head is the output embedding"),
         ("llama", ["q_proj", "v_porj"], "no linear layer .* 'v_porj'"),

@@ -3,9 +3,11 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
 from learner.config import OptimizerConfig, Schedule
-from learner.trainer import ModelOptimizer, learning_rate
+from learner.trainer import ModelOptimizer, is_matrix, learning_rate
+from tests.support.tiny_models import tiny_config
 
 
 @pytest.mark.parametrize(
@@ -35,6 +37,23 @@ def test_only_matrices_decay():
     optimizer.step()
     torch.testing.assert_close(model.weight.detach(), before[0] * 0.95)
     torch.testing.assert_close(model.bias.detach(), before[1])
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "names"),
+    [
+        ("gpt_oss", {}, ["experts.gate_up_proj_bias", "experts.down_proj_bias"]),
+        ("cohere", {"use_qk_norm": True}, ["q_norm.weight", "k_norm.weight"]),
+        ("mamba", {"state_size": 8}, ["mixer.A_log"]),
+    ],
+)
+def test_stacked_biases_and_gains_and_decay_rates_do_not_decay(family, options, names):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(tiny_config(family, initializer_range=0.1, **options))
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim >= 2}
+    kept = {name for name, parameter in parameters.items() if not is_matrix(name, parameter)}
+    assert kept == {name for name in parameters if name.endswith(tuple(names))}
+    assert len(kept) == 2 * len(names), "in both layers"
 
 
 def test_the_norm_is_over_all_gradients_and_clips_them_together():

@@ -1,4 +1,4 @@
-"""Rotary embeddings that depend on the longest sequence of a batch. Sequences above a limit are refused."""
+"""Models that learner and engine compute alike only up to a length. Longer sequences are refused."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ from asyncrl.config import num_positions, why_positions_end
 from learner.config import Device, LearnerConfig
 from learner.packed_model import PackedModel
 from learner.roles import REFERENCE
-from learner.rope import rope_limit
+from learner.rope import length_limit, rope_limit
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import plain_log_probs, random_sequences, save_tiny_model
 
@@ -39,6 +39,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             "max_position_embeddings": LIMIT,
         },
     ),
+    "indexer": ("deepseek_v32", {"index_topk": LIMIT}),
 }
 
 
@@ -69,13 +70,13 @@ def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rope_is_correct_up_to_the_original_length_and_longer_is_refused(kind, tmp_path):
+def test_a_model_is_correct_up_to_its_limit_and_longer_is_refused(kind, tmp_path):
     assert max(differences(saved(tmp_path, kind), 1, 1)) < 3e-5
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_two_ranks_agree_on_the_rope_limit(sp_size, tmp_path):
+def test_two_ranks_agree_on_the_limit(sp_size, tmp_path):
     for found in run_on_ranks(2, every_kind, [saved(tmp_path, kind) for kind in KINDS], sp_size):
         assert max(found) < 3e-5
 
@@ -108,6 +109,22 @@ def test_the_limit_is_the_original_length_of_rope_that_depends_on_the_longest(se
     assert rope_limit(settings) == limit
 
 
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({"index_topk": 2048, "max_position_embeddings": 163840}, 2048),
+        ({"layer_types": ["minimax_m3_sparse"], "index_topk_blocks": 16, "index_block_size": 128}, 2048),
+        ({"sparse_attention_config": {"sparse_topk_blocks": 8, "sparse_block_size": 64}}, 512),
+        ({"layer_types": ["full_attention"], "index_topk_blocks": 16, "index_block_size": 128}, None),
+        ({"index_topk": None}, None),
+        ({"index_topk": 2048, "rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 1024}, 1024),
+    ],
+)
+def test_the_limit_of_sparse_attention_is_the_number_of_selected_tokens(settings, limit):
+    found = length_limit(settings)
+    assert (found and found.tokens) == limit
+
+
 def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path):
     settings = {"max_position_embeddings": 131072, "original_max_position_embeddings": 4096}
     (tmp_path / "config.json").write_text(json.dumps(settings | {"rope_scaling": {"type": "longrope"}}))
@@ -118,3 +135,9 @@ def test_a_run_is_refused_before_it_starts_by_the_original_length(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert num_positions(config) == 131072
     assert why_positions_end(config) == ""
+
+
+def test_the_positions_of_gpt2_have_another_name_and_limit_a_run_too(tmp_path):
+    save_tiny_model(tmp_path, "gpt2", max_position_embeddings=64)
+    config = compose_run(["experiment=custom"])
+    assert num_positions(replace(config, model=replace(config.model, path=str(tmp_path)))) == 64

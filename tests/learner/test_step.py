@@ -17,6 +17,7 @@ from learner.config import (
 )
 from learner.heads import LogProbHead
 from learner.packed_model import PackedModel
+from learner.packing import Packer
 from learner.roles import REFERENCE
 from learner.trainer import Trainer
 from learner.types import TokenSequence
@@ -41,6 +42,20 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
     assert trainer.optimizer.num_updates == 4
     assert metrics["num_tokens"] == sum(s.loss_mask.sum() for s in sequences)
     assert metrics["num_trajectories"] == 12
+
+
+def test_an_empty_micro_batch_adds_nothing_to_the_metrics_of_a_step(model_path):
+    """A rank with fewer sequences than micro-batches gets empty ones, which have no columns."""
+    sequences = [s.with_column("is_fresh", np.ones(len(s.input_ids), np.float32)) for s in random_sequences(6)]
+    metrics = []
+    for empty in ([], Packer(max_tokens=1).pack([])):
+        trainer = trainer_of(model_path)
+        step = policy_step(trainer, AlgorithmConfig())
+        packed = step.pack(sequences)
+        updates = [replace(each, micro_batches=[*empty, *each.micro_batches]) for each in packed.updates]
+        metrics.append(step.run(sequences, replace(packed, updates=updates)))
+    assert metrics[0]["engine_gap"] > 0
+    assert metrics[1] == pytest.approx(metrics[0] | {"num_micro_batches": metrics[0]["num_micro_batches"] + 1})
 
 
 def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path):

@@ -204,6 +204,18 @@ async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start,
             np.testing.assert_allclose(sample.logprobs, forward_logprobs(folder_of(offer), request, sample), atol=1e-5)
 
 
+def test_a_load_fills_the_buffers_that_a_checkpoint_stores(tmp_path):
+    """The router of DeepSeek-V3 has correction biases that are not parameters."""
+    path, model = model_of("deepseek_v3", tmp_path / "model")
+
+    def with_biases(tensors):
+        return {n: torch.arange(4.0) if n.endswith("correction_bias") else t for n, t in tensors.items()}
+
+    model.load_weights(publish_weights(path, tmp_path, 1, 0.7, alter=with_biases), timeout_s=30.0)
+    buffers = [each for name, each in model._model.named_buffers() if name.endswith("correction_bias")]
+    assert [each.tolist() for each in buffers] == [[0.0, 1.0, 2.0, 3.0]]
+
+
 async def until_writing(engine):
     """Wait until the running batch, or the next one, has a new token."""
     loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine.silence.token
