@@ -231,8 +231,8 @@ class Ledger:
     def missing(self) -> list[int]:
         """Return ``max_lag + 1`` numbers: how many running groups the next batch must take, by deadline.
 
-        Number k counts groups whose deadline (the last version that may consume a group) is ``next_plan + k`` or
-        earlier. No group counts twice.
+        Number k counts groups that no number before it counts. Their deadline (the last version that may consume a
+        group) is ``next_plan + k`` or earlier.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
