@@ -188,10 +188,11 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Return the state that this server continues, from its journal or from a checkpoint; None without both.
+        """Return the state that this server continues, from its journal or from a checkpoint.
 
-        A new journal begins with a copy of the checkpoint. The option ``earlier_epoch`` names the run whose journal a
-        resumed run takes over. The journal then names the resumed run as its owner.
+        Returns None if the server has neither a journal nor a checkpoint. A new journal begins with a copy of the
+        checkpoint. The option ``earlier_epoch`` names the run whose journal a resumed run takes over. The journal then
+        names the resumed run as its owner.
 
         Raises:
             ReplayBufferError: The checkpoint cannot be read, prompts are lost, or the journal cannot be written.

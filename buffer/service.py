@@ -351,7 +351,10 @@ class BufferService:
         if not self._store.is_elsewhere:
             put = replace(put, num_bytes=size_of(request.payload), digest=b"")
         elif request.payload or not put.num_bytes or len(put.digest) != 16:
-            raise WireError("store servers keep the payloads here; a put must carry the size and the digest only")
+            raise WireError(
+                "this buffer keeps payloads in store servers; a put to the buffer server must carry only the payload's "
+                "size and its digest of 16 bytes"
+            )
         elif group is not None and not group.num_bytes:
             raise StoreLost(f"group {put.key[0]} attempt {put.key[1]} is not in its store; send it again")
         is_easy = not self._is_written_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)

@@ -167,9 +167,9 @@ def audited_lives(run_dir: Path) -> list[Life]:
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
     """Return the other lives that continued from a checkpoint of ``lives``, oldest first.
 
-    The audited run does not include the steps of the returned lives. But the audit needs the receipts of the returned
-    lives: their engines may have sampled groups on which ``lives`` trained. A life that began after the newest of
-    ``lives`` is left out.
+    The steps of the returned lives are lost: they are not part of the audited run. But groups that the engines of a
+    returned life sampled may have stayed in the buffer's files on disk. If a later life of ``lives`` trained on these
+    groups, the audit needs the engines' receipts. A life that began after the newest of ``lives`` is left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders

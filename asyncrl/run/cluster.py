@@ -112,13 +112,17 @@ def _start_or_join(config: RunConfig) -> None:
 
 
 def warning_of_open_cluster(config: RunConfig) -> str:
-    """Return a warning if the run joins a cluster of several nodes without a token; otherwise an empty string."""
+    """Return a warning if the run joins a Ray cluster of several nodes that requires no authentication token.
+
+    Otherwise return an empty string.
+    """
     is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # `ray.init` sets the mode if it finds a token
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
-        f"warning: the Ray cluster at ray.address={config.ray.address} asks for no token, so everyone who can reach "
-        "its nodes can run code on them; start every node and the run with RAY_AUTH_MODE=token and one RAY_AUTH_TOKEN"
+        f"warning: the Ray cluster at ray.address={config.ray.address} requires no authentication token, so everyone "
+        "who can reach its nodes can run code on them; start every node and the run with RAY_AUTH_MODE=token and one "
+        "RAY_AUTH_TOKEN"
     )
 
 
@@ -195,8 +199,9 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
         have = {address: {kind: node.get(kind, 0) for kind in ("CPU", "GPU")} for address, node in nodes.items()}
         largest = max(shares, key=lambda share: (share.get("GPU", 0.0), share["CPU"]))
         raise ValueError(
-            f"each share of the run must fit on one of the placement.num_nodes={config.placement.num_nodes} nodes; the "
-            f"largest share is {largest}, got {have}; lower placement.ranks_per_node or placement.engines_per_node, or "
+            f"each share of the run must fit on one of the placement.num_nodes={config.placement.num_nodes} nodes (a "
+            "share has the learner ranks, or the engines, that one node gets); the largest share needs "
+            f"{largest}, and the nodes have {have}; lower placement.ranks_per_node or placement.engines_per_node, or "
             "raise placement.num_nodes"
         )
 
@@ -344,7 +349,7 @@ class EnginePlaces:
             "name_prefix": "rollout",
             "log_dir": logs,
             "worker_env": worker_env(config),
-            "python": config.ray.python if in_process else "",  # not used by engines in a server process
+            "python": config.ray.python if in_process else "",  # ray.python is only for in-process engines
         }
         pool = JoinedResourcePool(pool, config.rollout_fleet.sglang.tp_size) if pool else engine_pool(config)
         # The type is Any, because the group gets the methods of the worker class at run time.

@@ -23,13 +23,15 @@ skip versions, and admission (the buffer's rule for when a worker may begin a gr
 
 A deadlock needs a cycle of waits. These are the waits:
 
-- feed, plan and follow wait for the buffer. complete waits for the learner.
+- feed, plan and follow wait for the buffer. plan waits there for rollouts, which need admission.
+- complete waits for the learner, and the learner waits for a batch from plan.
 - examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
 - Admission waits for commits (complete) and for engines to load newer weights.
 - Engines wait for commits. Engines that are pinned to a version also wait for the end of this version's evaluation.
 
-So the only cycle is plan → rollouts → admission → complete → plan. This cycle cannot block, because the groups
-of a batch for the learner's current version are admitted without a further commit (docs/staleness.md).
+Only one cycle could block: plan waits for rollouts, rollouts wait for admission, admission waits for a commit by
+complete, and complete waits for a batch from plan. This cycle cannot block, because the groups of a batch for the
+learner's current version are admitted without a further commit (docs/staleness.md).
 
 plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
 rank, the loops begin again at the newest checkpoint. If a store, which holds finished groups, dies before the ranks
@@ -103,7 +105,10 @@ class _QueuedStep:
 
 
 class _Training(ABC, Generic[LearnerT, FleetT]):
-    """Base of both controllers. It feeds prompts to the buffer, runs the loops, and counts all tokens at the end."""
+    """Base of `Controller` and `ColocatedController`.
+
+    It feeds prompts to the buffer, runs the loops, and counts all tokens at the end.
+    """
 
     def __init__(
         self,
@@ -121,9 +126,9 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     ) -> None:
         """Prepare the loops. Learner, buffer and engines must have started at the version of ``resumed``.
 
-        ``on_step`` gets the record of each finished step. ``evaluate`` gets a version, and a function that waits for
-        engines pinned to this version. ``last`` is the record of the newest step before ``resumed``. ``earlier`` has
-        the ledger's counts at the start of this process.
+        ``on_step`` gets the record of each finished step. ``evaluate`` evaluates a policy version. Its arguments are
+        the version, and a `PinnedEngines` function that returns the engines that stay on this version. ``last`` is the
+        record of the newest step before ``resumed``. ``earlier`` has the ledger's counts at the start of this process.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate

@@ -88,9 +88,9 @@ class HeldOutEvaluator:
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
         """Evaluate ``version`` during training, on engines that stay on this version (pinned engines).
 
-        ``pinned`` takes a set of engines, and waits until the pinned engines differ from this set. At most
-        `slots_of_evaluation` samples run on an engine at the same time. Returns None if no answer has a reward, or if
-        the weights no longer exist.
+        ``pinned`` is a function whose argument is a set of engines. It waits until the set of pinned engines differs
+        from this argument, and returns the pinned engines. At most `slots_of_evaluation` samples run on an engine at
+        the same time. Returns None if no answer has a reward, or if the weights no longer exist.
         """
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))

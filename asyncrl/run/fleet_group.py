@@ -227,7 +227,8 @@ class FleetGroup:
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
         if failures:
             raise MembershipRefused(
-                f"{len(failures)} of {num_engines} engines did not join: {failures[0] or 'withdrawn'}"
+                f"{len(failures)} of {num_engines} engines did not join: "
+                f"{failures[0] or 'cancelled by asyncrl leave or by the end of training'}"
                 + (f" (these did: {joined})" if joined else "")
             )
         return f"joined: rollout worker {joined}"
@@ -295,7 +296,7 @@ class FleetGroup:
             self._say(f"{member.member.name} has left; {len(self._left)} engines are present")
 
         self._leaving[rank] = asyncio.create_task(let_go())
-        await asyncio.shield(self._leaving[rank])  # also if the client disconnects
+        await asyncio.shield(self._leaving[rank])  # if the client disconnects, the member still leaves
         return f"{member.member.name} has left"
 
     def _check_open(self) -> None:

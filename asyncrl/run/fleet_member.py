@@ -369,8 +369,8 @@ class FleetMember:
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
         """Await a call to the worker process of ``epoch``, and return the answer in a tuple.
 
-        Return None if the epoch ends first. A failed call ends the epoch. Errors of `RUN_ERRORS` are raised. Before the
-        first weights are loaded, every error is raised.
+        Return None if the epoch ends first. If the call fails, end the epoch and return None. But errors of
+        `RUN_ERRORS` are raised. Before the first weights are loaded, every error is raised.
         """
         call = asyncio.ensure_future(pending)
         ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
@@ -446,17 +446,18 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Return the final counters of a stopped worker.
+        """Return the final counters of a stopped worker, whose latest counters are ``last``.
 
-        Some of the worker's tokens may be unfinished: neither stored nor given back. Then tell the buffer that the
-        worker is dead. The buffer counts these tokens.
+        If tokens of the worker are neither stored nor given back, this method first declares the worker dead in the
+        buffer. The buffer then counts these tokens as lost.
         """
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
         """Declare the worker dead in the buffer. Repeat this until the buffer answers.
 
-        Returns the worker's counters. Their number of generated tokens is the number that the buffer answers.
+        Returns a copy of ``last`` with the buffer's number of generated tokens, because the buffer may have received a
+        later heartbeat of the worker. No tokens are in flight in the copy.
         """
         while True:
             try:

@@ -273,8 +273,8 @@ class LearnerGroup:
             critic = part_of(checkpoint, CRITIC)
             if not critic.is_dir():
                 raise ValueError(
-                    f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name an older "
-                    "checkpoint, or resume with the algorithm that saved it"
+                    f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name a "
+                    "checkpoint of a run with a critic, or use the algorithm of the run that saved this checkpoint"
                 )
             await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}")
         return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
@@ -321,8 +321,9 @@ class LearnerGroup:
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
         """Queue the call that computes the scores ``column``.
 
-        If every role that reads the scores runs in the same processes, the ranks do not send the scores. Then the call
-        is added to ``unsent``, so that `update` reports its errors.
+        If every role that reads the scores runs in the processes that compute them, these processes keep the scores and
+        do not send them. Then this method appends the call to the list ``unsent``. `update` awaits the calls in this
+        list, and raises their errors.
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
@@ -334,9 +335,10 @@ class LearnerGroup:
         return RemoteScores(role=role, batches=batches, results=results)
 
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
-        """Return the arguments of a role's step: the batches, then the scores of each column.
+        """Return the arguments of a role's step: the batches, then one list for each column that the role reads.
 
-        The scores are None if the processes of the role already have them.
+        A column is a kind of scores, such as ``values``. Its list has the scores of each batch, or None for each batch
+        if the processes of the role already have the scores.
         """
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
@@ -349,7 +351,7 @@ class LearnerGroup:
     async def _after(
         self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
     ) -> T:
-        """Return rank 0's result. If a call of ``before`` failed, raise the error of that call."""
+        """Return rank 0's result of the call ``pending``. If a call of ``before`` failed, raise that call's error."""
         for earlier in before:
             await self._in_time(earlier, what, kind=kind)
         return await self._first(pending, what, kind=kind)
@@ -493,7 +495,8 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        # While engines serve version u and receive u + 1, the learner reaches at most version u + max_lag + 1.
+        # While engines serve version u and receive u + 1, the learner makes at most version u + max_lag + 1. The ranks
+        # hold all versions from u to that one.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

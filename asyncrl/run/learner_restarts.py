@@ -73,7 +73,10 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Run the work of `through` until it returns or the learner dies. After a lost batch, repeat the work."""
+        """Run the function ``work`` that was given to `through`. If a batch was lost, run the function again.
+
+        Other errors of the function are raised.
+        """
         lost: LearnerDiedError | BatchLost | None = None
         while True:
             try:
@@ -128,7 +131,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Start new ranks from the newest checkpoint, and set buffer and controller back to this checkpoint."""
-        found = self._newest()  # `end` may have found an older checkpoint
+        found = self._newest()  # a checkpoint may have become complete after `end` searched for the newest
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)

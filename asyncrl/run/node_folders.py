@@ -186,9 +186,9 @@ class NodeFolders:
                 little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # An image is a copy of the weights in the host's memory. A host stream needs two images: the loaded version and
-        # the next one. Otherwise each engine of the node needs one. The number of engines on a node is not known here,
-        # so this is a lower bound.
+        # An image is a copy of the weights in the host's memory. With `Carrier.host_stream` (weights over the network
+        # to a host) a node needs two images: of the loaded version and of the next one. With files, each engine of the
+        # node needs one image. The number of engines per node is not known here, so two images are required then too.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -243,9 +243,9 @@ class NodeFolders:
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
                 raise ValueError(
                     "engines keep images of the weights in their host's shared memory, which needs "
-                    f"{self._image_bytes >> 20} MiB free, got: {', '.join(small)} MiB; free some, give its container a "
-                    "larger --shm-size, or set weights.transport=file with weights.full_every=1 and "
-                    "weights.copy_to_memory=false"
+                    f"{self._image_bytes >> 20} MiB free, got: {', '.join(small)} MiB; free shared memory on these "
+                    "nodes, start their containers with a larger --shm-size, or set weights.transport=file with "
+                    "weights.full_every=1 and weights.copy_to_memory=false"
                 )
         if self._weights:
             await self.check_shared("weights.directory", _absolute(self._weights), by=addresses)
@@ -277,9 +277,10 @@ class NodeFolders:
         return target
 
     async def check_shared(self, option: str, folder: Path, *, by: Collection[str] | None = None) -> None:
-        """Make ``folder``, and check that the nodes ``by`` (None: all) see it.
+        """Make ``folder``, and check that it exists on all nodes whose addresses are in ``by`` (None: all nodes).
 
-        Raises `ValueError`, with the name ``option``, if a node does not see the folder.
+        Raises `ValueError` if a node does not see the folder. The message names ``option``, the option that set the
+        folder.
         """
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
@@ -307,9 +308,10 @@ class NodeFolders:
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Copy the remaining bytes to this node, for at most `CLOSE_S` seconds per node. Remove copies of models.
+        """Copy the logs and samples that other nodes wrote since `collect`, for at most `CLOSE_S` seconds per node.
 
-        Remove the run's folder on nodes with a separate folder. Remove the run's folder in shared memory on all nodes.
+        Remove the copies of models that `bring` made. Remove the run's folder on nodes that do not see this node's
+        folder. Remove the run's folder in shared memory on all nodes.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)

@@ -61,7 +61,7 @@ T = TypeVar("T")
 
 
 class Run:
-    """One run: one process of ``asyncrl train`` with its folder."""
+    """One life of a run: one process of ``asyncrl train``, with its own folder."""
 
     def __init__(
         self,

@@ -159,7 +159,7 @@ class Training:
 
     async def _train_and_save(self) -> None:
         """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # full garbage collections then skip imported objects, which would take a second
+        gc.freeze()  # full garbage collections then skip imported objects; scanning these takes a second
         telling = asyncio.create_task(self._tell_late_steps())
         try:
             await unless(self._controller.train(), [self._learner.death()])

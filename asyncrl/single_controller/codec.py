@@ -330,10 +330,10 @@ class Decoder:
         return array.reshape(shape)
 
     def repeated_objects(self, parts: list[Any]) -> np.ndarray:
-        """Build an object array from a list: the distinct items, and an array with the place of each item."""
+        """Build an object array from a list: the distinct items, and an array of indices into these items."""
         items, places = parts
         if type(places) is not np.ndarray or places.dtype != np.int64 or not isinstance(items, list):
-            raise WireError("an array of repeated objects has no places of its items")
+            raise WireError("an array of repeated objects must have a list of items and int64 indices into the list")
         if places.size and not 0 <= places.min() <= places.max() < len(items):
             raise WireError(f"an array of repeated objects refers to items outside its {len(items)}")
         return self.objects([items, len(items)])[places]

@@ -535,9 +535,9 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Concatenate the rows of the ranks' results, of which each dp rank contributes one.
+    """Concatenate the rows of the results of some workers: one worker for each dp rank.
 
-    The workers must have registered the mesh ``mesh_name``, which says which ranks' results are used. If the results
+    The workers must have registered the mesh ``mesh_name``, which says which workers' results are used. If the results
     are references, return a `DataProtoFuture`.
     """
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
@@ -637,7 +637,8 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
     """Pad the batches that have padding enabled, by an equal number of rows. Split all arguments into parts.
 
-    The results of futures are padded too, if a batch beside them is padded. They must then have the batch's length.
+    If there is such a batch, the result of each `DataProtoFuture` among the arguments is padded too, provided that the
+    result has padding enabled. Before padding, this result must have as many rows as the batch.
     """
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:

@@ -564,8 +564,8 @@ class ResourcePoolManager:
             total = sum(have.get(scarce, 0) for have in free.values())
             raise ValueError(
                 f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
-                f"Free {scarce} over all nodes, after the larger demands: {total:g}. Ask for fewer processes "
-                "or add nodes"
+                f"With larger sets of processes placed first, all nodes together have {total:g} {scarce} left. Ask for "
+                "fewer processes or add nodes"
             )
 
 

@@ -209,7 +209,10 @@ class ReceivedVersions:
         assert manifest.base is not None, "an adapter applies to something"
         frozen = Path(manifest.base.manifest).parent
         if frozen.parent != self._folder:
-            raise WeightsError(f"{offer.name} applies to weights at {frozen}, expected a folder of {self._folder}")
+            raise WeightsError(
+                f"{offer.name} is an adapter of frozen weights in {frozen}, expected a folder directly inside "
+                f"{self._folder}"
+            )
         if _is_of(frozen, manifest.base.digest):
             return
         shutil.rmtree(frozen, ignore_errors=True)
@@ -271,6 +274,10 @@ def _flocked(folder: Path, operation: int) -> int:
 
 
 def _release(locking: Future[int]) -> None:
-    """Release the lock if `_locked` acquired it after `version` had stopped waiting."""
+    """Release the lock if the call ``locking`` of `_locked` acquired it after all.
+
+    The method `ReceivedVersions.version` had stopped waiting for the lock, because its deadline had passed or it was
+    cancelled.
+    """
     if not locking.cancelled() and locking.exception() is None:
         os.close(locking.result())

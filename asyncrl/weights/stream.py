@@ -553,9 +553,11 @@ class ArrivingWeights:
         self._is_whole = True
 
     def verify(self) -> None:
-        """Check that every tensor has arrived. Raises `WeightsError` if not."""
+        """Check that the caller of `tensors` has read every tensor. Raises `WeightsError` if not."""
         if not self._is_whole:
-            raise WeightsError(f"{self._offer.name}: not every tensor was taken from {self._offer.manifest}")
+            raise WeightsError(
+                f"{self._offer.name}: the model stopped reading before the last tensor from {self._offer.manifest}"
+            )
 
     def close(self) -> None:
         """Leave the round (the transfer) if it still runs."""
