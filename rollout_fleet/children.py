@@ -39,7 +39,7 @@ class _Scratch:
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=_SCRATCH)
-        # A program in a sandbox may run as another user. Its own folder is inside this one, so it must get through.
+        # A program in a sandbox may run as another user. That user must pass this folder to reach the program's.
         os.chmod(self.path, 0o711)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # some file systems have no locks

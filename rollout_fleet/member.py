@@ -9,8 +9,8 @@
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
                                                     ├──▶ failed     too many faults in one window, or not stopped
                                                     └──▶ left       the member was asked to leave
-    ready, updating ──▶ draining ──▶ left                             the member was asked to leave while it served
-    pending, starting, catching_up, fenced, backoff ──▶ left          the member was asked to leave
+    ready, updating ──▶ draining ──▶ left                        the member was asked to leave while it served
+    pending, starting, catching_up, fenced, backoff ──▶ left     the member was asked to leave
 
 This module does not wait and does no I/O. The code that uses a `Member` does the work of each state, and reports the
 result and the time. This code is in `asyncrl/run/fleet_member.py` for the controller, and in `worker.py` and `loop.py`

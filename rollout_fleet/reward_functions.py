@@ -105,8 +105,8 @@ def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Sco
     """Return the rewards that the environment itself gave to the rollout, including rewards of single turns.
 
     A rollout whose environment failed gets the reward ``failed``; it is scored only if the option
-    ``environment.on_failure`` says so. Raises `ValueError` if the environment gave no reward, or if there
-    was no environment.
+    ``environment.on_failure`` says so. Raises `ValueError` if the environment gave no reward, or if no environment
+    made the rollout.
     """
     del prompt
     outcome = rollout.outcome

@@ -64,7 +64,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        # The idle scoring processes. None stands for a process that failed; a call that takes None starts a new process.
+        # Idle scoring processes. None stands for a process that failed: the call that takes it starts a new process.
         self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}

@@ -319,7 +319,8 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            return 0, use.f_files - use.f_ffree  # 0: bytes need no check, as the file system has this size
+            # 0 bytes, because they need no check: the scratch file system itself is not larger than ``disk_bytes``
+            return 0, use.f_files - use.f_ffree
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
             num_files += len(folders) + len(files)

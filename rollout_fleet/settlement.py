@@ -38,7 +38,7 @@ class Settlement:
 
         finished ────▶ score ──▶ put             the buffer refuses an expired lease, and a token that is too old
                          └─ the reward fails ──▶ failed
-        unfinished ──▶ save ──▶ release          the run stops, or another worker takes the group over
+        unfinished ──▶ save ──▶ release          this worker stops, or another worker takes the group over
                          └─ the engine fails, or aborts the group by itself ──▶ failed
         revoked ─────▶ release                   the buffer has revoked the lease
         failed ──────▶ release                   after ``max_attempts`` failures, the buffer drops the group

@@ -575,8 +575,7 @@ def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
         raise RequestRefused(
             f"request {request.id}: the image placeholders in its prompt (token {image_token_id}) must belong to its "
             f"{len(request.images)} images and must not end the prompt, got placeholders and images that differ at "
-            f"positions {odd.tolist()[:8]}. "
-            "A turn in which the policy sampled a placeholder cannot be continued"
+            f"positions {odd.tolist()[:8]}. A turn in which the policy sampled a placeholder cannot be continued"
         )
 
 

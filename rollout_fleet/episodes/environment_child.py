@@ -84,9 +84,9 @@ class _Traces:
         return killed + len(tasks)
 
     def mark(self, environment: Mapping[str, str] | None) -> dict[str, str]:
-        """Return the variables ``environment`` plus two marks, for a program that the episode starts.
+        """Return the environment variables for a program that the episode starts: ``environment`` plus two marks.
 
-        By the marks, `clear_up` and the parent of this process find the program to kill it.
+        By the marks, `clear_up` and the parent of this process find the program, and kill it.
         """
         self.has_programs = True
         given = os.environ if environment is None else environment

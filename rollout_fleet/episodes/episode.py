@@ -432,7 +432,7 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return the number of tokens of all branches (paths to a leaf), without a branch to the turn ``extended``.
+        """Return the number of tokens of all branches (paths to a leaf) that do not end in the turn ``extended``.
 
         Each branch counts with its whole history, and a running turn with its maximum length.
         """
@@ -444,7 +444,7 @@ class Episode:
         """Return how many tokens a new turn after the turn ``above`` may have, at most ``longest``.
 
         ``depth`` is the number of tokens on the path before the new turn. The budget must have room for ``num_turns``
-        such turns, but only one token of the last turn must fit. Otherwise `EpisodeOverflow` is raised.
+        such turns, but the last of them needs only one token. Otherwise `EpisodeOverflow` is raised.
         """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
@@ -468,7 +468,7 @@ class Episode:
             if used[what] + num_reserved >= limits[what]:
                 raise EpisodeOverflow(
                     f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, too much for {num_turns} "
-                    f"answers: the first {others} may need {num_reserved} of it, and the last one at least 1"
+                    f"answers: the first {others} may need {num_reserved} more, and the last one at least 1"
                 )
         return most
 

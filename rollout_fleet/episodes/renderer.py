@@ -144,7 +144,7 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                # a parser imports some modules at its first call, so the first episode need not wait for these imports
+                # this call makes a parser import its modules, so the first episode need not wait for the imports
                 parsed = self.parse(prompt, sampled or (), tools)
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
@@ -254,10 +254,10 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` renders the whole conversation, with the new messages. If the result begins with the text of the earlier
-    turns, the rest is the text of the new messages. Otherwise `extend` renders a short conversation with and without
-    the new messages. The difference is the text of the new messages. `extend` then checks that the template also
-    appends this text to the whole conversation.
+    `extend` renders the whole conversation with the new messages. If the result begins with the text of the earlier
+    turns, the rest is the text of the new messages. Otherwise, and with ``keeps_reasoning``, `extend` renders a short
+    conversation with and without the new messages. The difference is the text of the new messages. Without
+    ``keeps_reasoning``, `extend` then checks that the template also appends this text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.

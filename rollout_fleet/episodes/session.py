@@ -88,7 +88,9 @@ class TurnSampler(Protocol):
         ...
 
     def give(self, parent: int, tokens: Sequence[int]) -> int:
-        """Append a turn after the turn ``parent``, with token ids that the policy did not sample. Returns its index.
+        """Append a new turn after the turn ``parent``, with token ids that the policy did not sample.
+
+        Returns the index of the new turn.
 
         Raises the errors of `Episode.give`, and `RequestRefused` for a token outside the vocabulary.
         """
