@@ -406,8 +406,8 @@ class RolloutFleetConfig:
             where = f"rollout_fleet.sampling_by_source.{source}"
             if wrong := sorted(own.keys() - _BY_SOURCE):
                 raise ValueError(
-                    f"{where} must have options of {sorted(_BY_SOURCE)}, got {wrong}: the learner computes all "
-                    "log-probs under one temperature; set the others in rollout_fleet.sampling"
+                    f"{where} must have options of {sorted(_BY_SOURCE)} only, got {wrong}: the learner computes all "
+                    "log-probs under one temperature; set all other options in rollout_fleet.sampling"
                 )
             if self.sampling_for(source).max_new_tokens > (most := self.sampling.max_new_tokens):
                 raise ValueError(
@@ -428,8 +428,9 @@ class RolloutFleetConfig:
         for label, options in self.reward_options.items():
             if label not in labels or not isinstance(options, Mapping):
                 raise ValueError(
-                    f"rollout_fleet.reward_options must have mappings of options by the names {labels} of the run's "
-                    f"rewards, got {label}: {options}; correct the name, or add the reward"
+                    f"rollout_fleet.reward_options must have as each key one of {labels}, the names of the run's "
+                    f"rewards, and as each value a mapping of options, got {label}: {options}; correct the name, or "
+                    "add the reward"
                 )
 
     def _check_rewards(self) -> None:
@@ -443,7 +444,8 @@ class RolloutFleetConfig:
         labels = [reward_label(name) for name in self.reward_names]
         if len(set(labels)) < len(labels):
             raise ValueError(
-                f"rollout_fleet.rewards_by_source must have different names, got {labels}; rename a function"
+                f"rollout_fleet.rewards_by_source: any two rewards must have different names, got {labels}; rename a "
+                "function"
             )
 
     def _check_judge(self) -> None:
@@ -451,8 +453,9 @@ class RolloutFleetConfig:
         has_url = isinstance(options, Mapping) and bool(options.get("url"))
         if "judge" in self.reward_names and has_url == bool(self.judge_model):
             raise ValueError(
-                "the reward judge must have either reward_options.judge.url, the URL of a server, or "
-                f"rollout_fleet.judge_model, a folder that the run serves, got {'both' if has_url else 'none'}; set one"
+                "the reward judge must have either reward_options.judge.url, which names a server, or "
+                "rollout_fleet.judge_model, which names a model that the run itself serves, got "
+                f"{'both' if has_url else 'none'}; set one"
             )
         if self.judge_model and "judge" not in self.reward_names:
             raise ValueError(
@@ -494,7 +497,7 @@ class RolloutFleetConfig:
         if self.engine is not EngineKind.sglang:
             raise ValueError(
                 f"rollout_fleet.sglang.on_update must be recompute with rollout_fleet.engine={self.engine}, got keep: "
-                "it loads weights between two batches, while no sample runs"
+                "this engine loads weights between two batches, while no sample runs"
             )
         if self.save_progress is SaveProgress.at_updates:
             raise ValueError(

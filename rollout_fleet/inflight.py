@@ -162,7 +162,10 @@ class InflightGroup:
 
     @property
     def num_own_tokens(self) -> int:
-        """Number of policy tokens of the trained episodes that this worker's engine sampled."""
+        """Number of sampled tokens of the group without the tokens of an earlier attempt.
+
+        Tokens of the greedy baseline are not counted.
+        """
         return self.num_tokens - self.num_inherited
 
     @property
@@ -356,7 +359,7 @@ class InflightGroups:
         samples_per_group: Samples of one group, including the greedy baseline.
         meter: The worker's counters. They get the number of groups on the engine.
         most_held: Largest number of groups of the worker, including groups that wait for tools or are being settled. 0
-            is twice the limit.
+            means twice the current value of ``limit``.
     """
 
     def __init__(self, limit: GroupLimit, *, samples_per_group: int, meter: FleetMeter, most_held: int = 0) -> None:
@@ -393,7 +396,7 @@ class InflightGroups:
 
     @property
     def num_on_engine(self) -> int:
-        """Number of groups on the engine, or paused for a weight update, to compare with the limit.
+        """Number of groups that the limit bounds: groups on the engine, and groups paused for a weight update.
 
         Groups with running environments count by unfinished turns: ``samples_per_group`` turns count as one group.
         """
@@ -436,7 +439,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # number of episodes by what they do (`EpisodeRun.place`)
+        free = Counter[LevelName]()  # number of episodes per state; values of `EpisodeRun.place` are the states
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

@@ -8,8 +8,8 @@ The tasks of the loop wait for the following events. Every change of the loop's 
 condition ``_changed``.
 
 - `_keep_leasing` waits for room on the engine, then for leases. A group that leaves the engine ends the first wait. The
-  buffer ends the second wait. The loop withdraws its request for leases at a new version, when the device is released,
-  or when the worker must leave.
+  buffer ends the second wait. The loop cancels a request for leases that still waits if the engine loads a new version
+  or has less room, if the device is released, or if the worker must leave.
 - `_send` (one task per batch of leases) waits for the next finished sample. The engine wakes it.
 - `_settle` (one task per group) waits until earlier groups have settled, then for the reward, then for the buffer. The
   end of each of the three wakes the task.
@@ -61,9 +61,9 @@ MAX_RENEWAL_FAILURES = 3
 READ_LOAD_EVERY_S = 1.0
 SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
+"""Seconds of pause before a lease request while the engine has work, so that one request asks for several groups."""
 ASK_AGAIN_S = 0.1
 """Pause before a turn is requested again that the engine aborted by itself before the first token."""
-"""Seconds of pause before a lease request while the engine has work, so that one request asks for several groups."""
 
 
 class LoopState(Enum):
@@ -228,12 +228,12 @@ class RolloutLoop:
         return shown
 
     async def load_weights(self, offer: WeightOffer) -> None:
-        """Copy the weights that ``offer`` names near the engine, then load them into the engine.
+        """Bring the files of the offered weights to the engine's host (staging), then load them into the engine.
 
-        Samples are generated during the copy. Groups that are leased after the load get the new policy version.
+        Samples are generated during the staging. Groups that are leased after the load get the new policy version.
 
-        Raises the errors of `Engine.load_weights`. Raises `WeightsGone` if the weights were removed before the copy, or
-        if a new learner has replaced the learner that published them.
+        Raises the errors of `Engine.load_weights`. Raises `WeightsGone` if the weights were removed before the staging,
+        or if a new learner has replaced the learner that published them.
         """
         member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
         version = member.version
@@ -346,7 +346,7 @@ class RolloutLoop:
     async def _guarded(self, work: Callable[..., Coroutine[Any, Any, None]], *arguments: Any) -> None:
         try:
             await work(*arguments)
-        except Exception as error:  # noqa: BLE001 - ends the loop
+        except Exception as error:  # noqa: BLE001 - any error of a task makes `run` fail
             if self._state is LoopState.running and self._failure is None:
                 self._failure = error
                 await self._notify()
@@ -373,7 +373,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # during the pause, turns may have filled the engine
+            if not self._may_lease or num_asked == 0:  # while this task slept, new turns may have filled the engine
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -511,9 +511,10 @@ class RolloutLoop:
     # The phases of a group
 
     async def _generate(self, groups: Sequence[InflightGroup], *, apart: bool = False, pause_s: float = 0.0) -> None:
-        """Send the requests of groups after a pause, together or each ``apart``.
+        """Send the new requests of ``groups`` to the engine, after a pause of ``pause_s`` seconds.
 
-        A group without requests leaves the engine.
+        All requests go in one call, or with ``apart`` in one call per request. A group that has no unanswered requests,
+        and whose environments can send no more requests, leaves the engine.
         """
         if pause_s:
             await asyncio.sleep(pause_s)
@@ -603,7 +604,11 @@ class RolloutLoop:
     # Cutting off
 
     async def _end(self, group: InflightGroup, end: GroupEnd) -> None:
-        """Release a parked group now, and any other group when the engine has answered its requests."""
+        """Make a group leave this worker, for the reason ``end``.
+
+        A parked group (it waits for the end of a weight update) leaves now. Any other group leaves when the engine has
+        answered its requests.
+        """
         group.end = end
         for playing in self._playing.get(group.key, ()):
             playing.cancel()
@@ -626,7 +631,7 @@ class RolloutLoop:
             logger.warning("%d prompt groups were not aborted within %g s; they continue", len(uncut), timeout_s)
         for group in uncut:
             group.phase = GroupPhase.generating
-        if uncut:  # turns that were aborted or asked for in the meantime have no request yet
+        if uncut:  # send requests for turns that were aborted, or that environments requested, during the wait
             self._spawn(self._generate, uncut)
         return not uncut
 

@@ -9,7 +9,8 @@
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
                                                     ├──▶ failed     too many faults in one window, or not stopped
                                                     └──▶ left       the member was asked to leave
-    ready, updating ──▶ draining ──▶ left                           a leave request in another state ──▶ left
+    ready, updating ──▶ draining ──▶ left                        the member was asked to leave while it served
+    pending, starting, catching_up, fenced, backoff ──▶ left     the member was asked to leave
 
 This module does not wait and does no I/O. The code that uses a `Member` does the work of each state, and reports the
 result and the time. This code is in `asyncrl/run/fleet_member.py` for the controller, and in `worker.py` and `loop.py`
@@ -103,7 +104,8 @@ class Member:
         name: Name of the member in the run. Example: ``"engine-3"``.
         epoch: Number of faults so far. A report on work that began before the latest fault has no effect.
         version: Policy version whose weights the member has verified or is loading; -1 before the first load.
-        deadline: Time at which the current state must have ended, on the clock of ``now``; infinite for no deadline.
+        deadline: Time in seconds at which the current state must have ended; infinite for no deadline. All times,
+            such as the argument ``now`` of the methods, are of the same clock.
         reason: Cause of the latest fault; empty before the first fault.
         on_enter: Function that is called with each new state and the epoch.
     """

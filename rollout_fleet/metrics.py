@@ -18,7 +18,7 @@ from .member import Member, MemberState
 class EpisodeCount(StrEnum):
     """Events that a rollout worker counts: failed episodes, refused requests, ended processes of environments."""
 
-    unknown_keys = "unknown_keys"  # requests with an unknown key
+    unknown_keys = "unknown_keys"  # requests with an API key that is not the key of any episode
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
     lost_answers = "lost_answers"  # answers that the client did not get, because the client had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key

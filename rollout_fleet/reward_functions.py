@@ -94,7 +94,9 @@ class Length:
         Raises `ValueError` if the number of tokens is not known.
         """
         if rollout.num_tokens is None:
-            raise ValueError("the tokens of the response were not counted here; leave this reward out")
+            raise ValueError(
+                "the tokens of the response were not counted, because only its text is given; leave this reward out"
+            )
         return max(-1.0, min(0.0, (self._free_tokens - rollout.num_tokens) / self._buffer_tokens))
 
 
@@ -103,7 +105,8 @@ def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Sco
     """Return the rewards that the environment itself gave to the rollout, including rewards of single turns.
 
     A rollout whose environment failed gets the reward ``failed``; it is scored only if the option
-    ``environment.on_failure`` says so. Raises `ValueError` if the environment gave no reward, or if the run has none.
+    ``environment.on_failure`` says so. Raises `ValueError` if the environment gave no reward, or if no environment
+    made the rollout.
     """
     del prompt
     outcome = rollout.outcome
@@ -323,7 +326,10 @@ def _final(text: str) -> str:
 
 
 def _as_number(text: str) -> Decimal | None:
-    """Read a number exactly: as floats, long integers that differ in their last digits would be equal."""
+    """Read a number as a `Decimal`; None if ``text`` is not a number.
+
+    Two long integers that differ only in their last digits would be equal as floats.
+    """
     try:
         number = Decimal(_plain(text))
     except InvalidOperation:

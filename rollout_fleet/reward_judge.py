@@ -110,7 +110,10 @@ class Judge:
         Raises `ConnectionError` or `ValueError` if the model gives no score after all retries.
         """
         if not self._base:
-            raise ValueError("the judge has no server here: only a run serves rollout_fleet.judge_model; set its url")
+            raise ValueError(
+                "the judge must have a server, got none: rollout_fleet.judge_model is served only during a run; set "
+                "rollout_fleet.reward_options.judge.url"
+            )
         question = "\n\n".join(f"{one.get('role')}: {one.get('content')}" for one in prompt.messages)
         if not question and "{question}" in self._template:
             question = prompt.extra.get("question") or prompt.extra.get("prompt")

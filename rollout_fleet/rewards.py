@@ -64,7 +64,8 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()  # None: first start a process
+        # Idle scoring processes. None stands for a process that failed: the call that takes it starts a new process.
+        self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
 
@@ -295,7 +296,7 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
         work.send(None)
     except StopIteration:
         return
-    raise RuntimeError("a reward that is not async must not wait")
+    raise RuntimeError("a reward function that is not async must not await anything")
 
 
 if __name__ == "__main__":

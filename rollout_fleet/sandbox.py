@@ -128,7 +128,7 @@ class Sandbox:
     """Runs any number of programs at once, each in its own sandbox.
 
     Args:
-        kind: Kind of isolation. ``auto`` never selects ``limits``.
+        kind: Kind of isolation. The kind ``auto`` never selects the kind ``limits``, which is the weakest.
         python: Python interpreter with the packages that the programs may import; by default the current interpreter.
         limits: Limits of programs that are run without limits of their own.
     """

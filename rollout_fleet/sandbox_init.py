@@ -36,7 +36,8 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# Refused system calls: calls that do not serve files, memory or processes, and calls for memory that no limit counts.
+# System calls that the sandbox refuses, with their numbers: calls for sockets, messages between processes, mounts,
+# namespaces, keys and the memory of other processes, and calls for memory that no limit counts (such as memfd_create).
 _REFUSED = {
     "x86_64": {
         "socket": 41, "setsockopt": 54, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155,
@@ -229,7 +230,8 @@ class Program:
         given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)
-        fcntl.fcntl(given, _ADD_SEALS, _ALL_SEALS)  # no limit counts what the program would write to it
+        # The seals make standard input read-only. It is in memory, and no limit counts what a program writes to it.
+        fcntl.fcntl(given, _ADD_SEALS, _ALL_SEALS)
         os.dup2(given, 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
             signal.signal(number, signal.SIG_DFL)
@@ -317,7 +319,8 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            return 0, use.f_files - use.f_ffree  # 0 bytes: the size of this file system is the limit
+            # 0 bytes, because they need no check: the scratch file system itself is not larger than ``disk_bytes``
+            return 0, use.f_files - use.f_ffree
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
             num_files += len(folders) + len(files)

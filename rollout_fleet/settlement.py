@@ -36,11 +36,12 @@ The reason is that an advantage compares the responses of a group.
 class Settlement:
     """Stores the finished groups of one rollout worker in the buffer, and gives its unfinished groups back.
 
-        finished ──▶ score ──▶ put              refused: the lease has expired, or a token is too old
-           │           │
-           │           └─ the reward fails ─┐
-        cut off ──▶ save ──▶ release        ├──▶ released; dropped after ``max_attempts`` failures
-           └─ aborted, or its engine fails ─┘
+        finished ────▶ score ──▶ put             the buffer refuses an expired lease, and a token that is too old
+                         └─ the reward fails ──▶ failed
+        unfinished ──▶ save ──▶ release          this worker stops, or another worker takes the group over
+                         └─ the engine fails, or aborts the group by itself ──▶ failed
+        revoked ─────▶ release                   the buffer has revoked the lease
+        failed ──────▶ release                   after ``max_attempts`` failures, the buffer drops the group
 
     With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
     ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in the
@@ -90,9 +91,9 @@ class Settlement:
     async def save(self, group: InflightGroup) -> None:
         """Save the tokens of an unfinished group in the replay buffer, so that a worker can continue the group.
 
-        If the buffer refuses the tokens, a warning is logged. If fewer tokens are left than an earlier attempt saved,
-        because the episodes took another course, the saved tokens stay as they are: the buffer would count them as
-        dropped, and this attempt reports them too.
+        If the buffer refuses the tokens, a warning is logged. If an episode differs from its recorded turns, the group
+        may have fewer tokens than an earlier attempt saved. Then nothing is saved. Otherwise the buffer would count the
+        missing tokens as dropped, and the report at the release would count them again.
         """
         progress = group.progress()
         if progress is None or progress.summary.num_tokens < group.num_inherited:
@@ -171,7 +172,8 @@ class Settlement:
             logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
             if action is OnFailure.score and group.episodes[index].answer is not None:
                 survivors.append(index)
-        needed = {*range(len(group.trained), len(group.episodes))}  # others are compared with the greedy baseline
+        # the greedy baseline must survive, because the rewards of the other episodes are compared with its reward
+        needed = {*range(len(group.trained), len(group.episodes))}
         fewest = min(FEWEST_SAMPLES, len(group.runs))
         if last is not None and (len(survivors) < fewest or not needed.issubset(survivors)):
             raise last

@@ -295,9 +295,10 @@ class Engine(ABC):
     def _kept(self, request: SampleRequest, output: SampleOutput) -> SampleOutput:
         """Return the part of an answer that belongs to the response.
 
-        An aborted sample with a JSON schema keeps no token, because no request can continue its JSON text. The answer
-        to a request that continues a response ends at a stop text that begins in the earlier tokens, because the engine
-        looks for stop texts only in the tokens of the answer.
+        An aborted sample with a JSON schema keeps no token, because no request can continue its JSON text.
+
+        If the request continues a response, a stop text may begin in the earlier tokens and end in the answer. The
+        engine does not find it, because it searches only the answer. This method then cuts the answer at the stop text.
         """
         if output.finish_reason is None and request.sampling.json_schema:
             return NOTHING
@@ -397,7 +398,11 @@ class Engine(ABC):
         """Stop the engine, and free its process, port and memory. May be called at any time, and more than once."""
 
     def _come_up(self, *failures: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        """Mark the engine as running. The engine fails with the first exception that one of ``failures`` raises."""
+        """Mark the engine as running, and begin to watch for its failures.
+
+        Each of ``failures`` is a function that waits for one kind of failure and then raises an exception. The first
+        exception makes the engine fail.
+        """
         self._failure = asyncio.get_running_loop().create_future()
         if failures:
             self._watching = asyncio.create_task(self._watch(failures))
@@ -568,9 +573,9 @@ def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
     if not np.array_equal(is_placeholder, is_image) or is_placeholder[-1]:
         odd = np.flatnonzero(is_placeholder != is_image)
         raise RequestRefused(
-            f"request {request.id}: the placeholders of images (token {image_token_id}) must belong to its "
-            f"{len(request.images)} images and must not end the prompt, they differ at positions {odd.tolist()[:8]}. "
-            "A turn in which the policy sampled a placeholder cannot be continued"
+            f"request {request.id}: the image placeholders in its prompt (token {image_token_id}) must belong to its "
+            f"{len(request.images)} images and must not end the prompt, got placeholders and images that differ at "
+            f"positions {odd.tolist()[:8]}. A turn in which the policy sampled a placeholder cannot be continued"
         )
 
 

@@ -91,7 +91,10 @@ class Guard:
         self._kill_group()
 
     def _look_until_not_asked(self) -> None:
-        """Record the group's shared memory. If another SIGUSR1 arrives during the search, search again."""
+        """Search the processes of the server's group for shared memory, and record it.
+
+        If another SIGUSR1 arrives during the search, search again.
+        """
         if self._is_looking:
             self._is_asked = True
             return

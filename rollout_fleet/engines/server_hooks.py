@@ -51,9 +51,10 @@ even on a CPU, so the stand-in replaces that wait.
 
 
 def write_plugin(folder: Path, *, has_kernels: bool = True) -> None:
-    """Write an SGLang plugin that loads this module into ``folder``, which must be on the server's import path.
+    """Write an SGLang plugin into ``folder``. The plugin loads this module in the server.
 
-    If ``has_kernels`` is false, also write a stand-in for SGLang's kernel package ``sgl_kernel``.
+    ``folder`` must be on the server's import path. If ``has_kernels`` is false, also write a stand-in for SGLang's
+    kernel package ``sgl_kernel``.
     """
     installed = folder / f"{PLUGIN}_server_hooks-1.dist-info"
     installed.mkdir(parents=True)

@@ -480,7 +480,10 @@ class SGLangClient:
         return EngineError(f"{self.server.name} could not be reached for {method} {path}: {error!r}")
 
     async def _raise_if_dead(self) -> None:
-        """Raise `WorkerDiedError` if the server exits soon, because a dying server first loses its connections."""
+        """Wait up to `DEATH_GRACE_S` seconds for the server's exit. If the server exits, raise `WorkerDiedError`.
+
+        Connections of a dying server break before the server exits. So its death may be the cause of a failed request.
+        """
         try:
             async with asyncio.timeout(DEATH_GRACE_S):
                 await self.server.wait_exit()

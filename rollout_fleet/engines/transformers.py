@@ -129,9 +129,10 @@ class StepRecorder:
         return logits
 
     def after_sampling(self, token_ids: Tensor) -> Tensor:
-        """Record the [b, 1] tokens that a step has sampled, and their log-probs.
+        """Record the [b, 1] token ids that ``generate`` has just sampled, one per row, and their log-probs.
 
-        Returns [b] bool: whether ``generate`` shall stop the row. At the end of a round, all rows are True.
+        Returns [b] bool: whether ``generate`` shall stop the row. At the end of a round (one call of ``generate``), all
+        values are True.
         """
         assert self._step_logprobs is not None
         rows, new_ids, num_rows = self._rows, token_ids.squeeze(1).cpu(), len(self._samples)
@@ -334,10 +335,10 @@ class GenerationModel:
         return [outputs[row] for row in range(len(samples))]
 
     def _batches(self, requests: Sequence[SampleRequest]) -> Iterator[list[int]]:
-        """Yield indices of requests that may share a batch.
+        """Yield the batches. Each batch is a list of indices into ``requests``.
 
-        An ended row is still computed until its round ends. Therefore each prompt in the batch, plus the batch's
-        longest response, must fit into the model's positions.
+        ``generate`` still computes the row of a sample that has ended, while other samples of the batch run. Therefore
+        each prompt in the batch, plus the batch's longest response, must fit into the model's positions.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -390,7 +391,8 @@ class GenerationModel:
         """Return the model arguments of a batch with images: positions [4, b, T], and pixels if ``is_first``.
 
         The first position is the token's index in its row, the other three are those of `positions_of`. If this method
-        returned no positions, transformers would store its own positions in the model.
+        returned no positions, transformers would compute them, and store one offset per row in the model
+        (``rope_deltas``). These offsets do not fit a batch from which rows have been dropped.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -418,10 +420,13 @@ class GenerationModel:
 
     @torch.inference_mode()
     def _check_logprobs(self) -> None:
-        """Compare the log-probs of generated tokens with those of a forward pass, with padding and without.
+        """Compare the log-probs of generated tokens with those of a forward pass.
 
-        Then generate with shared prefills and dropped rows, and enable both if the log-probs still agree. Raises
-        `EngineError` if the log-probs do not agree in plain generation.
+        If they differ in a batch of padded prompts, disable padding and compare again. Raises `EngineError` if they
+        still differ.
+
+        Then compare with two optimizations: equal prompts share one prefill, and rows of ended samples leave the batch.
+        Enable both optimizations if the log-probs agree.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
@@ -457,9 +462,9 @@ class GenerationModel:
             ) from error
         if difference > bound:
             raise EngineError(
-                f"log-probs of tokens that {name} generates must be within {bound} of its forward pass, got a "
-                f"difference of {difference:.3g}: transformers' generate does not keep "
-                "the model's state; use another engine or model"
+                f"log-probs of tokens that {name} generates must be within {bound} of the log-probs of a forward pass, "
+                f"got a difference of {difference:.3g}: transformers' generate does not keep the state of this model "
+                "from one token to the next; use another engine or model"
             )
 
     def _tried_image(self, prompt: np.ndarray, rng: np.random.Generator) -> tuple[PlacedImage, ...]:
@@ -483,7 +488,7 @@ class GenerationModel:
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
             whole, seen = torch.cat([prompt, tokens])[None], {}
-            if request.images:  # the model takes a sampled placeholder for an image, so compare only earlier tokens
+            if request.images:  # stop before a sampled image placeholder: the model would expect pixels for it
                 is_placeholder = tokens == self._facts.image_token_id
                 tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
                 whole = torch.cat([prompt, tokens])[None]
@@ -496,7 +501,10 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Return whether rows of the model's cache can be dropped and copied: it holds only keys and values."""
+        """Return whether rows of the model's cache can be dropped and copied.
+
+        They can if the cache holds nothing but keys and values.
+        """
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values

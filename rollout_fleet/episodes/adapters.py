@@ -589,7 +589,7 @@ def _is_of_connection(error: BaseException) -> bool:
 
 def _has_lost_server(error: Exception) -> bool:
     """Return whether an error of an MCP session means that its server is lost. The policy gets other errors."""
-    message = getattr(getattr(error, "error", None), "message", "")  # of mcp's own exception
+    message = getattr(getattr(error, "error", None), "message", "")  # exceptions of the package mcp have both fields
     return message == "Connection closed" or type(error).__module__.partition(".")[0] == "anyio"
 
 
@@ -626,7 +626,7 @@ class VerifiersEnvironment:
                 f"column {self._task_key!r} must be the index of a task in 0..{len(self._tasks) - 1}, got {index!r}; "
                 f"write it into the data, and set data.extra_keys=[{self._task_key}]"
             )
-        variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # verifiers reads keys only from environment variables
+        variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # the package verifiers takes keys only from such variables
         client = self._vf.EvalClientConfig(base_url=policy.base_url, api_key_var=variable)
         environment = self._loaders.load_environment(self._config)
         os.environ[variable] = policy.api_key

@@ -92,9 +92,10 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a request's body, with the answer ``whole`` as its last message, for a later `join_thread`.
+    """Return what `join_thread` later needs to continue a thread after the answer ``whole``.
 
-    The field ``stream`` is left out.
+    The result is the request's body, without the field ``stream``, and with the answer as its last message. ``whole``
+    is the body of the answer, as `message` returns it.
     """
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}

@@ -28,7 +28,7 @@ class OnSamplingOption(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OnFailureConfig:
-    """What happens with a failed episode, by the kind of its failure: ``retry``, ``score`` or ``drop``.
+    """What happens with a failed episode: one `OnFailure` (``retry``, ``score`` or ``drop``) per kind of failure.
 
     Attributes:
         environment: The environment raised an exception, hung, or ended its process.
@@ -54,7 +54,8 @@ class RendererConfig:
             template. If there is none, it selects the template. ``template`` always selects the template. Any other
             name is a renderer of that library. Example: ``qwen3``.
         tool_parser: The parser of tool calls with ``template``: a parser of ``renderers``, ``sglang:NAME``, or ``json``
-            for ``<tool_call>{JSON}</tool_call>``. Empty: the first parser that reads a call of the template.
+            for ``<tool_call>{JSON}</tool_call>``. Empty: the first parser that reads a tool call as the chat template
+            writes it.
         keep_reasoning: Keep sampled reasoning in the context even if the template drops it. Then reasoning never causes
             a new branch, but the contexts differ from those of the template.
         options: Arguments of the renderer or the template. Example: ``{"enable_thinking": false}``.

@@ -371,8 +371,8 @@ def read_json(text: str) -> Any:
 def is_usable(value: Any) -> bool:
     """Return whether chat templates, tokenizers and clients can process ``value``, parsed JSON that the policy wrote.
 
-    The value must have at most `MAX_LEVELS` levels of objects and arrays. Its texts must be valid Unicode,
-    because a policy may write the escape of half a surrogate pair.
+    The value must have at most `MAX_LEVELS` levels of objects and arrays, and its texts must be valid Unicode. Texts in
+    JSON can be invalid, because JSON may have an escape for only one half of a surrogate pair.
     """
     level = [value]
     for _ in range(MAX_LEVELS + 1):

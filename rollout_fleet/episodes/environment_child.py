@@ -8,8 +8,9 @@ The parent, `rollout_fleet.episodes.environment_processes`, sends pickled reques
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
     {"cancel": 7} ──▶   the answer to request 7
 
-At the end of an episode, its tasks are cancelled and its programs are killed. Threads, and tasks that ignore their
-cancellation, may still run. If too many still run, the parent replaces the process.
+At the end of an episode, its tasks are cancelled and its programs are killed. ``num_left`` is their number. Threads,
+and tasks that ignore their cancellation, may still run. ``num_stuck`` is the number of these threads and tasks, of all
+ended episodes. If it is too large, the parent replaces the process.
 
 This module needs only the standard library, because the process may use another Python than the run.
 """
@@ -83,7 +84,10 @@ class _Traces:
         return killed + len(tasks)
 
     def mark(self, environment: Mapping[str, str] | None) -> dict[str, str]:
-        """Return the environment variables of a program with the marks by which `clear_up` finds it."""
+        """Return the environment variables for a program that the episode starts: ``environment`` plus two marks.
+
+        By the marks, `clear_up` and the parent of this process find the program, and kill it.
+        """
         self.has_programs = True
         given = os.environ if environment is None else environment
         return {**given, EPISODE: self.episode, MARK: os.environ.get(MARK, "")}

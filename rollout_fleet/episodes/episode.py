@@ -66,8 +66,10 @@ class _Node:
     Attributes:
         turn: The turn. A sampled turn has no finish reason until it is finished.
         depth: Number of tokens on the path to this turn, including its own tokens.
-        is_live: Whether the environment gave or requested the turn in this attempt. A dropped turn is not live.
-        sampling: Sampling options of the whole turn. None until the turn is requested.
+        is_live: Whether the environment gave or requested the turn in this attempt. A turn recorded in an earlier
+            attempt is not live before its replay. A dropped turn is not live.
+        sampling: Sampling options of the turn. Its ``max_new_tokens`` limits the whole turn, also if the turn is
+            continued after an abort. None until the environment requests the turn, and for given turns.
     """
 
     turn: Turn
@@ -253,7 +255,8 @@ class Episode:
         placeholders in ``new_tokens``. Equal requests get separate turns.
 
         If a turn that an earlier attempt recorded fits the request, that turn is used. It may already be finished.
-        Otherwise the recorded turns of other requests after ``parent`` are dropped, with all turns that follow them.
+        Otherwise this attempt differs from the earlier attempt. So the recorded turns that follow ``parent`` and are
+        not replayed yet are dropped, with all turns that follow them.
 
         Raises:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
@@ -429,9 +432,9 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return the number of tokens of all paths that do not end in the turn ``extended``.
+        """Return the number of tokens of all branches (paths to a leaf) that do not end in the turn ``extended``.
 
-        Each path counts with its whole history.
+        Each branch counts with its whole history, and a running turn with its maximum length.
         """
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
@@ -440,7 +443,8 @@ class Episode:
     def _room(self, depth: int, above: int, longest: int, num_turns: int) -> int:
         """Return how many tokens a new turn after the turn ``above`` may have, at most ``longest``.
 
-        ``depth`` tokens precede it. ``num_turns`` such turns must fit, the last one with at least one token.
+        ``depth`` is the number of tokens on the path before the new turn. The budget must have room for ``num_turns``
+        such turns, but the last of them needs only one token. Otherwise `EpisodeOverflow` is raised.
         """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
@@ -464,7 +468,7 @@ class Episode:
             if used[what] + num_reserved >= limits[what]:
                 raise EpisodeOverflow(
                     f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, too much for {num_turns} "
-                    f"answers: all but the last one may need {num_reserved}"
+                    f"answers: the first {others} may need {num_reserved} more, and the last one at least 1"
                 )
         return most
 

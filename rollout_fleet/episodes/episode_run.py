@@ -78,6 +78,8 @@ class EpisodeRun:
            ▲                                              │
            └────────── the turn has finished ◀──take──────┘        end: every waiting session gets `EpisodeEnded`
 
+    The owner is the rollout loop, or in an evaluation `DirectRun`. The callback ``ask`` makes the owner send requests.
+
     Attributes:
         episode: The forest of turns.
         outcome: The environment's result; None until there is one.
@@ -344,7 +346,7 @@ class DirectRun(EpisodeRun):
                     left.remove(request.id)
                     self.take(request.id, output)
                 requests = self.next_requests()
-        except RequestRefused as refused:  # the other calls get their turns
+        except RequestRefused as refused:  # only these requests are refused; other turns of the episode continue
             for request_id in left:
                 self.refuse(request_id, refused)
         except Exception as error:  # noqa: BLE001 - callers that wait for a turn get this error

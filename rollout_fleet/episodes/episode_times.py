@@ -61,7 +61,11 @@ class EpisodeTimes:
 
     @property
     def is_in_tool(self) -> bool:
-        """Whether a tool runs now, as far as this worker knows: a call of `Policy.run_tool`, or a call in an answer."""
+        """Whether a tool runs now, as far as this worker knows.
+
+        A tool runs during a call of `Policy.run_tool`. If the policy calls tools in its answer, they count as running
+        until the environment's next request.
+        """
         return bool(self._running) or self._called is not None
 
     @property

@@ -78,7 +78,7 @@ def _read_parts(content: Sequence[Any], role: str, where: str, read_image: ReadI
     if read_image is None:
         raise ValueError(f"{where} has an image, but the policy has no vision tower that the learner trains; send text")
     if role not in ("user", "tool"):
-        raise ValueError(f"{where} has an image in a message of role {role}; send it in one of the user or of a tool")
+        raise ValueError(f"{where} has an image in a message of role {role}; send it in a message of role user or tool")
     return [
         {"type": "image", "digest": read_image(part, f"{where}[{place}]")}
         if is_image(part)
@@ -172,9 +172,9 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Return whether no message in ``sent`` has another reasoning text than the same message in ``known``.
+    """Return whether each message in ``sent`` has the reasoning text of the same message in ``known``, or none.
 
-    A message in ``sent`` without reasoning always fits, because client libraries leave reasoning out.
+    A message without reasoning is accepted, because client libraries leave reasoning out.
     """
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()

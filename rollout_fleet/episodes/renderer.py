@@ -132,11 +132,11 @@ class ChatRenderer(ABC):
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
-        """Render test conversations of several kinds, and set the attributes. Returns the result of each kind, by name.
+        """Render test conversations of several kinds, and set ``append_only`` and ``reads_calls``.
 
-        Each result begins with one of three words. ``continues``: the next turn only appends tokens. ``branches``: the
-        template renders the history differently, so the session starts a new branch. ``refused``: the template does not
-        accept the conversation.
+        Returns a dict from the name of each kind of conversation to its result. Each result begins with one of three
+        words. ``continues``: the next turn only appends tokens. ``branches``: the template renders the history
+        differently, so the session starts a new branch. ``refused``: the template does not accept the conversation.
         """
         verdicts: dict[str, str] = {}
         for kind, (messages, answer, new, tools) in _TEST_TURNS.items():
@@ -144,7 +144,8 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                parsed = self.parse(prompt, sampled or (), tools)  # a parser imports some modules at its first call
+                # this call makes a parser import its modules, so the first episode need not wait for the imports
+                parsed = self.parse(prompt, sampled or (), tools)
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
@@ -253,9 +254,10 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` renders the whole conversation after each turn. If the result begins with the text of the earlier turns,
-    the rest is the text of the new messages. Otherwise `extend` renders a short conversation with and without the new
-    messages. It checks that the template appends the same text to the whole conversation.
+    `extend` renders the whole conversation with the new messages. If the result begins with the text of the earlier
+    turns, the rest is the text of the new messages. Otherwise, and with ``keeps_reasoning``, `extend` renders a short
+    conversation with and without the new messages. The difference is the text of the new messages. Without
+    ``keeps_reasoning``, `extend` then checks that the template also appends this text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -410,7 +412,7 @@ class TemplateRenderer(ChatRenderer):
         except ValueError:
             sampled = ()
         for parser in all_tool_parsers(self.tokenizer) if called["name"] in self.tokenizer.decode(sampled) else ():
-            with suppress(Exception):  # a parser of another family may raise any exception
+            with suppress(Exception):  # a parser for other models may raise any exception
                 _, calls, _ = parser.split(sampled, [_WEATHER])
                 if [(call.name, call.arguments) for call in calls] == [(called["name"], called["arguments"])]:
                     logger.info("tool calls are read by %s", parser)
@@ -512,9 +514,10 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
 
 
 def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool) -> ChatRenderer:
-    """Choose the renderer.
+    """Choose the renderer that fits the model and the options.
 
-    A model with images gets the template, because the session repeats the image placeholders that the template writes.
+    A model with images gets a `TemplateRenderer`. Its template writes one placeholder per image, as the session needs.
+    The session then repeats the placeholder until the image has its number of tokens.
     """
     if not tokenizer.chat_template:
         _check_markers(tokenizer)
@@ -552,7 +555,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
             continue
         try:
             renderer = LibraryRenderer(name, tokenizer, options)
-        except Exception as error:  # noqa: BLE001 - a renderer of another family may raise any exception
+        except Exception as error:  # noqa: BLE001 - a renderer for other models may raise any exception
             level = logging.WARNING if marker else logging.DEBUG
             logger.log(level, "renderer %s cannot be used: %r", name, error)
             continue

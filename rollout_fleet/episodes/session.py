@@ -88,7 +88,9 @@ class TurnSampler(Protocol):
         ...
 
     def give(self, parent: int, tokens: Sequence[int]) -> int:
-        """Append token ids that the policy did not sample after the turn ``parent``. Returns the new turn's index.
+        """Append a new turn after the turn ``parent``, with token ids that the policy did not sample.
+
+        Returns the index of the new turn.
 
         Raises the errors of `Episode.give`, and `RequestRefused` for a token outside the vocabulary.
         """
@@ -189,7 +191,7 @@ class SessionCounts:
         branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
             the history differently. ``unparseable``: the same, and the history ends with an answer whose tool calls
             could not be parsed. ``edited``: the history has other messages. ``tools``: the tools differ. ``new_root``:
-            the request begins with no turn of the episode.
+            the rendered request does not begin with the tokens of any turn of the episode.
         overridden: Number of requested values that differed from the run's sampling options, by name of the option.
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Number of tokens of all prompts.
@@ -340,7 +342,7 @@ class Session:
     def lose(self, request: ChatRequest | TextRequest) -> None:
         """Record that the client did not get the answer to ``request``, because the client had disconnected.
 
-        If the client sends the same request again, it gets the same answer once.
+        If the client sends the same request again, it gets the lost answer, but only once.
         """
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(_digest(request))
         if call is not None:
@@ -457,7 +459,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # a turn stands for only one of several equal answers
+            on_path.difference_update([*kept][:1])  # so that a second equal answer does not match the same turn
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
@@ -538,7 +540,7 @@ class Session:
         """Return an id for each tool call of a turn. A replay of the episode gets the same ids.
 
         The ids are those that the policy wrote. If they are missing or not unique, the ids are made from the tokens of
-        the turn. Siblings with equal tokens get different ids.
+        the turn. Turns with the same parent and equal tokens get different ids.
         """
         episode = self._sampler.episode
         own = episode.turn(turn)
@@ -584,7 +586,7 @@ class Session:
         """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
-        if options.n > 1:  # all or none, so that no turn is sampled whose answer the client does not get
+        if options.n > 1:  # if one of the n turns does not fit, the client gets an error, so then sample none
             episode.check_room(place.parent, place.new_tokens, sampling, images=place.images, num_turns=options.n)
         seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
         sampled = await asyncio.gather(
@@ -622,9 +624,9 @@ class Session:
         return answers
 
     def _check_continues(self, context: int, place: _Place) -> None:
-        """Assert that the path to the turn ``context`` is the path of ``place.parent`` plus ``place.new_tokens``.
+        """Assert that the path to the turn ``context`` is the path to ``place.parent`` plus ``place.new_tokens``.
 
-        Then no sampled token was encoded again.
+        ``context`` is the parent of a new sampled turn. So the new turn follows the earlier sampled tokens unchanged.
         """
         tokens, given = place.new_tokens, self._sampler.episode.turn(context)
         is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)
@@ -689,7 +691,10 @@ class Session:
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Return ``text`` up to the first of the texts ``stop``, and this text; an empty text if there is none in it."""
+    """Cut ``text`` before the first stop text in it. ``stop`` are the stop texts.
+
+    Returns the part of ``text`` before the stop text, and the stop text; (``text``, "") if ``text`` has no stop text.
+    """
     found = ((before, own) for before, own, _ in map(text.partition, stop) if own)
     return min(found, key=lambda cut: len(cut[0]), default=(text, ""))
 

@@ -212,4 +212,4 @@ async def test_a_judge_of_the_run_has_the_url_and_the_key_that_the_worker_gives(
     assert scores.total.tolist() == [1.0]
     assert [key for _, key in scripted.requests] == ["Bearer k3y"]
     (failure,) = await answers({}, ["a"])
-    assert "only a run serves rollout_fleet.judge_model; set its url" in failure
+    assert "is served only during a run; set rollout_fleet.reward_options.judge.url" in failure
