@@ -27,7 +27,7 @@ from .config import RolloutFleetConfig
 from .engines.process_guard import without_secrets
 
 _SCRATCH = "asyncrl-child-"
-_UNLOCKED_S = 60.0  # minimum age of a folder to remove, because a process locks its folder only after it has made it
+_UNLOCKED_S = 60.0  # younger folders without a lock are kept, because their process may be about to lock them
 _THIS_HOST = ("127.0.0.1", "localhost")
 
 
@@ -39,7 +39,8 @@ class _Scratch:
 
     def __init__(self) -> None:
         self.path = tempfile.mkdtemp(prefix=_SCRATCH)
-        # A program in a sandbox may run as another user. That user must pass this folder to reach the program's.
+        # A program in a sandbox may run as another user. That user must traverse this folder to reach
+        # the program's folder, which is inside.
         os.chmod(self.path, 0o711)
         self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # some file systems have no locks

@@ -349,7 +349,7 @@ class RolloutFleetConfig:
 
     @property
     def fewest_groups_in_flight(self) -> int:
-        """Number of prompt groups that a worker generates at once at its start; the number never falls below this."""
+        """Smallest number of prompt groups that a worker generates at once. The worker starts with this number."""
         return _bounds(self.groups_in_flight)[0]
 
     @property

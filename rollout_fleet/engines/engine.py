@@ -289,16 +289,17 @@ class Engine(ABC):
         return output
 
     def decoder(self) -> Callable[[Sequence[int]], str]:
-        """Return a function that decodes token ids to text with special tokens. It is called only for stop texts."""
+        """Return a function that decodes token ids to text with special tokens. It is needed only for stop texts."""
         raise NotImplementedError(f"{self._name} must define `decoder` to support stop texts")
 
     def _kept(self, request: SampleRequest, output: SampleOutput) -> SampleOutput:
-        """Return the part of an answer that belongs to the response.
+        """Return the tokens to keep of ``output``, which is the engine's answer to ``request``.
 
         An aborted sample with a JSON schema keeps no token, because no request can continue its JSON text.
 
-        If the request continues a response, a stop text may begin in the earlier tokens and end in the answer. The
-        engine does not find it, because it searches only the answer. This method then cuts the answer at the stop text.
+        After an abort, ``request`` continues a response: its prompt ends with the tokens sampled before the abort. A
+        stop text may begin in these tokens and end in ``output``. The engine does not find this stop text, because the
+        engine searches only ``output``. So this method cuts ``output`` at the stop text.
         """
         if output.finish_reason is None and request.sampling.json_schema:
             return NOTHING
@@ -440,9 +441,11 @@ class Engine(ABC):
     async def _deadline(
         self, what: str, timeout_s: float, option: str, *, num_bytes: int = 0, spent_s: float = 0.0
     ) -> AsyncIterator[None]:
-        """Limit the block to ``timeout_s`` plus the time to load ``num_bytes``, minus ``spent_s``.
+        """Raise `DeadlineError` if the body of the ``async with`` statement takes too long.
 
-        ``what`` and ``option`` are for the message of the `DeadlineError`.
+        The limit in seconds is ``timeout_s`` plus the time to load ``num_bytes``, minus the seconds ``spent_s`` that
+        have already passed. The error names the operation ``what`` (example: ``load its model``) and the option of
+        ``rollout_fleet`` that sets ``timeout_s``.
         """
         seconds = load_limit_s(timeout_s, num_bytes)
         try:
@@ -456,7 +459,10 @@ class Engine(ABC):
 
     @asynccontextmanager
     async def _loading(self, offer: WeightOffer, timeout_s: float) -> AsyncIterator[None]:
-        """Load weights within a deadline. If the block fails or is cancelled, the engine fails."""
+        """Set a deadline for the body of the ``async with`` statement, which loads the weights of ``offer``.
+
+        If the body raises an error, is cancelled or misses the deadline, the engine fails.
+        """
         what = f"load policy version {offer.version}"
         try:
             what_from = f"{what} from {offer.manifest}"

@@ -5,9 +5,9 @@ The guard starts the server, and makes it end with its owner, the process that s
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
 The guard waits for the exit of the server. SIGHUP from the owner, or from the kernel when the owner dies, makes the
-guard kill the server's process group. Then the guard removes SCRATCH_DIR and the group's shared memory. SIGUSR1 makes
-the guard record the group's current shared memory. Guard and server ignore SIGINT and SIGTERM, because a scheduler
-sends these to all processes at once.
+guard kill the server's process group. Then the guard removes SCRATCH_DIR and the process group's files of shared memory
+in /dev/shm. The guard can find these files only while the processes run. So SIGUSR1 makes it find and remember the
+current files. Guard and server ignore SIGINT and SIGTERM, because a scheduler sends these to all processes at once.
 """
 
 import contextlib
@@ -115,7 +115,10 @@ class Guard:
                 os.wait()
 
     def _mapped_shared_memory(self) -> set[int]:
-        """Return inodes of the group's shared memory, not names, because a semaphore is renamed after it is mapped."""
+        """Return the inode numbers of the files of shared memory that the server's process group has mapped.
+
+        File names would not do, because the C library maps a semaphore's file first and renames it afterwards.
+        """
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):

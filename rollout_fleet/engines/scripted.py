@@ -161,7 +161,7 @@ class ScriptedEngine(Engine):
         return response
 
     async def _write(self, sample: _ScriptedSample) -> SampleOutput:
-        """Write the sample token by token. A late token does not delay later tokens."""
+        """Write the sample token by token. If a token is late, later tokens keep their planned times."""
         answer, loop = sample.answer, asyncio.get_running_loop()
         due = loop.time()
         for _ in answer.response:

@@ -180,6 +180,6 @@ def arrangement_of_experts(model: Any) -> str | None:
 def report_path(order: Path, rank: int) -> Path:
     """Return the path of the file in which a tensor-parallel rank reports on a weight load.
 
-    ``order`` is the path of the file that named the weights.
+    ``order`` is the path of the file that told the rank which weights to load (`ORDER_VARIABLE`).
     """
     return order.with_name(f"{order.name}.{rank}")

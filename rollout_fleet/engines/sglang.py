@@ -53,9 +53,10 @@ LOADERS_SHARE = 0.9  # `server_hooks.load` gets this share of a load's deadline;
 class _StreamedSample(RunningSample):
     """Joins the chunks that the server streams for one sample.
 
-    A chunk holds the tokens since the previous chunk. If a request was aborted in the queue, its final chunk holds all
-    tokens. Only the final chunk has the version of each token. An earlier chunk has only the server's version at that
-    time. After a weight update during the sample, this version is not the version of all tokens.
+    A chunk holds the tokens since the previous chunk. If the server aborts a sample that waits in the server's queue,
+    the final chunk holds all tokens of the sample. Only the final chunk has the version of each token. An earlier chunk
+    has only the server's version at that time. After a weight update during the sample, this version is not the version
+    of all tokens.
     """
 
     def __init__(self, request: SampleRequest, version: int = 0) -> None:
@@ -283,7 +284,7 @@ class SGLangEngine(Engine):
             had_begun = sample.num_tokens > 0
             output = sample.add(event)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise EngineError(f"{self._name} answered against its contract: {error!r} in {str(event)[:500]}") from error
+            raise EngineError(f"{self._name} sent an unexpected event: {error!r} in {str(event)[:500]}") from error
         request = sample.request
         if request.on_first_token is not None and sample.num_tokens and not had_begun:
             request.on_first_token()
@@ -297,7 +298,8 @@ class SGLangEngine(Engine):
     def _is_at_stop(self, sampling: SamplingConfig, token_ids: Sequence[int]) -> bool:
         """Return whether an aborted sample ends with a stop token or a stop text.
 
-        For a sample that stops in the model step of its abort, the server reports only the abort.
+        If the server aborts a sample in the same model step in which the sample stops, the server reports only
+        the abort.
         """
         if {*token_ids[-1:]} & self._stop_ids(sampling):
             return True

@@ -272,7 +272,8 @@ class SGLangServer:
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
-                    # Ask the guard to record the server's shared memory, because the server may die during its start.
+                    # Ask the guard to remember the server's files of shared memory. Then the guard can remove them even
+                    # if the server dies during its start.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:

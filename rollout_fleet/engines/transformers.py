@@ -646,7 +646,7 @@ class TransformersEngine(Engine):
             return time.perf_counter() - started
 
     async def read_load(self) -> EngineLoad:
-        """Raise `EngineError`, because this engine reports no load (`Engine.read_load`)."""
+        """Raise `EngineError`: this engine does not report how many samples run and wait (`Engine.read_load`)."""
         raise EngineError("the in-process engine reports no load; set rollout_fleet.groups_in_flight to a number")
 
     async def stop(self) -> None:

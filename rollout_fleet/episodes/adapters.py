@@ -413,8 +413,8 @@ class OpenEnvEnvironment:
             return json.dumps(observation)
         if observation and not (isinstance(observation, Mapping) and self._observation in observation):
             raise ToolError(
-                f"the observation of the OpenEnv server {self._url} must have the field {self._observation!r} of "
-                f"options.observation, got {observation!r:.200}; name another field, or leave the option out"
+                f"the observation of the OpenEnv server {self._url} must have the field {self._observation!r}, which "
+                f"options.observation names, got {observation!r:.200}; name another field, or leave the option out"
             )
         return observation.get(self._observation, "")
 
@@ -588,8 +588,12 @@ def _is_of_connection(error: BaseException) -> bool:
 
 
 def _has_lost_server(error: Exception) -> bool:
-    """Return whether an error of an MCP session means that its server is lost. The policy gets other errors."""
-    message = getattr(getattr(error, "error", None), "message", "")  # exceptions of the package mcp have both fields
+    """Return whether ``error``, raised by a tool call in an MCP session, means that the session's server is lost.
+
+    A lost server makes the episode fail. After most other errors, the policy gets the error's text as the tool's
+    result.
+    """
+    message = getattr(getattr(error, "error", None), "message", "")  # mcp's exceptions have ``error.error.message``
     return message == "Connection closed" or type(error).__module__.partition(".")[0] == "anyio"
 
 
@@ -626,7 +630,7 @@ class VerifiersEnvironment:
                 f"column {self._task_key!r} must be the index of a task in 0..{len(self._tasks) - 1}, got {index!r}; "
                 f"write it into the data, and set data.extra_keys=[{self._task_key}]"
             )
-        variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # the package verifiers takes keys only from such variables
+        variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # verifiers reads API keys only from environment variables
         client = self._vf.EvalClientConfig(base_url=policy.base_url, api_key_var=variable)
         environment = self._loaders.load_environment(self._config)
         os.environ[variable] = policy.api_key

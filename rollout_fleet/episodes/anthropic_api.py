@@ -85,17 +85,17 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
             earlier = stored[previous]
         case thread:
             raise ValueError(
-                "thread.type must be create, or continue with previous_message_id set to the id of an earlier answer "
-                f"of a thread in this episode, got {thread}"
+                "thread.type must be 'create', or 'continue' with thread.previous_message_id set to the id of an "
+                f"earlier answer of a thread in this episode, got {thread}"
             )
     return {**earlier, **alone, "messages": [*earlier["messages"], *list_of(alone, "messages")]}
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `join_thread` later needs to continue a thread after the answer ``whole``.
+    """Return what `join_thread` later needs to continue a thread (a conversation that the endpoint stores).
 
-    The result is the request's body, without the field ``stream``, and with the answer as its last message. ``whole``
-    is the body of the answer, as `message` returns it.
+    ``body`` is the body of a request, and ``whole`` is the body of its answer, as `message` returns it. The result is
+    ``body`` without the field ``stream``, and with the answer as its last message.
     """
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}

@@ -93,8 +93,8 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Return (prompt, response) texts for supervised training, from a teacher with two wrong habits.
 
-    The teacher answers a share ``habit_rate`` of the sums with their first number, and calls the calculator for the
-    same share of the numbers. For every sum, the texts also show how to use the calculator.
+    The teacher answers a share ``habit_rate`` of the sums with their first number. It calls the calculator for the same
+    share of the questions that are a single number. For every sum, the texts also show how to use the calculator.
     """
     shown = []
     for row in rows:

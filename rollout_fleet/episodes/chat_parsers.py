@@ -177,7 +177,8 @@ def _mistral_ids(text: str) -> list[str]:
 def make_tool_parser(name: str, tokenizer: ChatTokenizer) -> ToolCallParser:
     """Return the parser of tool calls with this name, for a model's tokenizer.
 
-    The name is ``json`` (`JSON_TAGS`), ``sglang:NAME`` for a parser of SGLang, or a name of ``renderers.parsers``.
+    The name is ``json`` (`JSON_TAGS`), ``sglang:NAME`` for a parser of SGLang, or the name of a parser of the library
+    ``renderers``.
 
     Raises:
         ValueError: the parser does not exist.

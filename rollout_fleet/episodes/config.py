@@ -35,7 +35,7 @@ class OnFailureConfig:
         tool: A tool of the environment failed or exceeded ``tool_timeout_s``.
         reward: The environment's outcome is not valid. ``on_reward_failure`` is for reward functions that fail.
         overflow: The episode used up its turns, tokens or context, and the environment did not handle the error.
-        infrastructure: The endpoint or the process failed for a reason outside the environment.
+        infrastructure: The policy's HTTP endpoint failed, or no child process could be started for the environment.
     """
 
     environment: OnFailure = OnFailure.retry
@@ -69,7 +69,9 @@ class RendererConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentConfig:
-    """Options of environments (code that calls the policy turn by turn). Without a name, a rollout is a single answer.
+    """Options of environments (code that calls the policy turn by turn).
+
+    A rollout without an environment is a single answer.
 
     Attributes:
         name: A built-in adapter (``gym``, ``command``, ``openenv``, ``mcp``, ``verifiers``), or your own class or async

@@ -1,8 +1,8 @@
 """The HTTP server by which environments reach the policy, with OpenAI's and Anthropic's routes.
 
 It runs in the rollout worker. The API key of a call tells which episode makes the call. An answer is sent when the
-policy has sampled the whole answer. Until then, a streamed answer consists of comments, so that proxies and clients
-keep the connection open.
+policy has sampled the whole answer. Until then, the server writes comment lines into a streamed answer (server-sent
+events). Clients ignore these lines. The lines keep proxies and clients from closing the connection.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class Access:
     """The address and the API key with which the environment of one episode calls the policy.
 
     Attributes:
-        base_url: OpenAI's base URL. Anthropic's is the same without ``/v1``. Example: ``"http://127.0.0.1:41001/v1"``.
+        base_url: URL of the `Endpoint`, for OpenAI's clients. Example: ``"http://127.0.0.1:41001/v1"``. Anthropic's
+            clients need it without ``/v1``.
     """
 
     base_url: str
@@ -75,7 +76,7 @@ class _Refused(Exception):
 class Endpoint:
     """An HTTP server for the environments of a rollout worker.
 
-    ``keep_alive_s`` is the number of seconds between two comments in a stream that waits for its answer.
+    ``keep_alive_s`` is the number of seconds between two comment lines of a streamed answer that is not sampled yet.
     """
 
     def __init__(self, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
@@ -347,7 +348,7 @@ def _read(reader: Callable[..., A], body: Mapping[str, Any], request: web.Reques
     try:
         return reader(body, key=request.headers.get("idempotency-key", ""), is_retry=is_retry)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"the body of {request.path} lacks a field, or has one of another type: {error}") from error
+        raise ValueError(f"the body of {request.path} lacks a field, or a field has the wrong type: {error}") from error
 
 
 def _parent_of(body: Mapping[str, Any]) -> int:

@@ -249,7 +249,8 @@ class Policy:
     async def run_tool(self, call: Awaitable[T], *, name: str = "tool") -> T:
         """Await ``call`` with the deadline ``rollout_fleet.environment.tool_timeout_s``, and return its result.
 
-        The call counts in `metrics`. ``name`` is the tool's name for errors and reports.
+        The call adds to ``tool_calls``, ``tool_errors`` and ``tool_s`` (seconds) in `metrics`. ``name`` is the tool's
+        name for errors and reports.
 
         Raises:
             ToolError: the call raised an exception or exceeded its deadline.

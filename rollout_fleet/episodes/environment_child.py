@@ -8,9 +8,9 @@ The parent, `rollout_fleet.episodes.environment_processes`, sends pickled reques
                         {"id": 7, "outcome": …, "num_left": 0, "num_stuck": 0}  or  {"id": 7, "failure": …, …}
     {"cancel": 7} ──▶   the answer to request 7
 
-At the end of an episode, its tasks are cancelled and its programs are killed. ``num_left`` is their number. Threads,
-and tasks that ignore their cancellation, may still run. ``num_stuck`` is the number of these threads and tasks, of all
-ended episodes. If it is too large, the parent replaces the process.
+At the end of an episode, its tasks are cancelled and its programs are killed. ``num_left`` is the number of these tasks
+and programs together. Threads, and tasks that ignore their cancellation, may still run. ``num_stuck`` is the number of
+these threads and tasks, of all ended episodes. If it is too large, the parent replaces the process.
 
 This module needs only the standard library, because the process may use another Python than the run.
 """

@@ -76,7 +76,7 @@ class HasAccess(Protocol):
 
 
 class _EnvironmentProcess:
-    """One child process and its episodes. The keys of ``answers`` and ``listeners`` are the numbers of requests."""
+    """One child process and its episodes. The keys of ``answers`` and ``listeners`` are ids of requests (ints)."""
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -175,7 +175,8 @@ class EnvironmentProcesses:
     """Child processes that run the environments of one rollout worker.
 
     Attributes:
-        counts: Number of events by `EpisodeCount`, without the events that the HTTP endpoint counts.
+        counts: How often each event of `EpisodeCount` has happened so far, by the event's name. Events that the HTTP
+            endpoint counts are missing here.
     """
 
     def __init__(self, config: RolloutFleetConfig) -> None:

@@ -8,11 +8,11 @@ The class `Episode` makes requests to the engine, limits turns and tokens, and r
                                                           └─sample──▶ answer (4)      a sibling
     summary (5) ──sample──▶ answer (6)                                                a new root: sample(ROOT, …)
 
-The states of a sampled turn::
+The states of a sampled turn. A *recorded* turn was sampled by an earlier attempt at the prompt group::
 
     recorded ──sample──▶ running ──take──▶ finished
         │                   └──abandon──▶ dropped
-        └──sample of another request──▶ dropped
+        └──sample, with a request that differs from the earlier attempt──▶ dropped
 
 `next_requests` makes a request for a running turn. After an abort it makes a new request for the same turn. The prompt
 of the new request ends with the turn's tokens so far.
@@ -49,8 +49,8 @@ class EpisodeBudget:
         max_tokens: Largest number of sampled tokens of all turns.
         max_context: Largest number of tokens on a path, from a root to the end of a turn; at most the model's context
             length.
-        max_tree_tokens: Largest number of tokens of all paths together. Each path counts with its whole history. With a
-            limit, the learner can train on all paths at once. 0: no limit.
+        max_tree_tokens: Largest number of tokens of all paths together. Each path counts with its whole history. A
+            limit of at most one micro-batch lets the learner train on all paths at once. 0: no limit.
     """
 
     max_turns: int
@@ -130,7 +130,9 @@ class Episode:
                 turn = replace(turn, finish_reason=None)
             self._append(turn, is_live=False)
         if not self.turn(PROMPT).is_same_prompt(prompt):
-            raise ValueError(f"episode {name}: the recorded turns belong to another prompt; replay them with their own")
+            raise ValueError(
+                f"episode {name}: the recorded turns belong to another prompt; replay them with their own prompt"
+            )
         self._nodes[PROMPT].is_live = True
 
     @property
@@ -254,13 +256,15 @@ class Episode:
         The ``new_tokens`` follow ``parent``, which is the index of a turn, or `ROOT`. ``images`` belong to the
         placeholders in ``new_tokens``. Equal requests get separate turns.
 
-        If a turn that an earlier attempt recorded fits the request, that turn is used. It may already be finished.
+        If an earlier attempt recorded a turn after the same ``parent``, tokens and images, and the turn is not too long
+        for ``sampling`` and the budget, that turn is used. It may already be finished.
         Otherwise this attempt differs from the earlier attempt. So the recorded turns that follow ``parent`` and are
         not replayed yet are dropped, with all turns that follow them.
 
         Raises:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
-            ValueError: ``parent`` is being sampled or is not the index of a turn, or a new sequence has no tokens.
+            ValueError: ``parent`` is being sampled or is not the index of a turn, or ``parent`` is `ROOT` and
+                ``new_tokens`` is empty.
         """
         most = self.check_room(parent, new_tokens, sampling, images=images)
         context = self.give(parent, new_tokens, images=images) if len(new_tokens) else parent
@@ -291,9 +295,10 @@ class Episode:
         images: tuple[PlacedImage, ...] = (),
         num_turns: int = 1,
     ) -> int:
-        """Check that ``num_turns`` calls of `sample` with these arguments fit into the budget at once.
+        """Check that the budget has room for ``num_turns`` turns that `sample` requests with these arguments.
 
-        Returns the maximum length of the first turn. Raises the errors of `sample`.
+        The turns run in parallel. Returns the largest number of tokens that the first of these turns may have. Raises
+        the errors of `sample`.
         """
         self._check_parent(parent)
         depth = self.depth(parent) + len(new_tokens)
@@ -304,7 +309,7 @@ class Episode:
         return self._room(depth, above, sampling.max_new_tokens, num_turns)
 
     def next_requests(self) -> list[SampleRequest]:
-        """Make the requests to send to the engine: one for each running turn without an unanswered request.
+        """Make the requests to send to the engine: one per running turn that does not wait for the engine.
 
         Pass each answer of the engine to `take`.
         """
@@ -372,9 +377,9 @@ class Episode:
     ) -> Trajectory:
         """Return the finished episode as a trajectory, which the learner trains on, with its ``reward``.
 
-        ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits recorded turns that this
-        attempt did not replay. It also omits given turns that have no reward and lead to no sampled turn. So the
-        indices of turns in the trajectory may differ from those in the episode.
+        ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits turns that an earlier
+        attempt sampled and this attempt did not request again. It also omits given turns that have no reward and lead
+        to no sampled turn. So the indices of turns in the trajectory may differ from those in the episode.
 
         Raises:
             ValueError: a turn is still running.
@@ -393,7 +398,8 @@ class Episode:
     def progress(self) -> Trajectory:
         """Return the turns to save for a later attempt at the group, as a trajectory with reward 0.
 
-        The trajectory includes unfinished turns, and recorded turns that have not been replayed yet.
+        The trajectory includes unfinished turns. It also includes turns that an earlier attempt sampled and this
+        attempt has not requested again yet.
         """
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
@@ -441,10 +447,11 @@ class Episode:
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int, longest: int, num_turns: int) -> int:
-        """Return how many tokens a new turn after the turn ``above`` may have, at most ``longest``.
+        """Return the largest number of tokens that a new turn after the turn ``above`` may have, at most ``longest``.
 
-        ``depth`` is the number of tokens on the path before the new turn. The budget must have room for ``num_turns``
-        such turns, but the last of them needs only one token. Otherwise `EpisodeOverflow` is raised.
+        ``depth`` is the number of tokens on the path before the new turn. `EpisodeOverflow` is raised if the
+        `EpisodeBudget` has no room for ``num_turns`` new turns: the returned number of tokens for each turn except the
+        last, and one token for the last.
         """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
@@ -467,8 +474,8 @@ class Episode:
         for what, num_reserved in reserved.items():
             if used[what] + num_reserved >= limits[what]:
                 raise EpisodeOverflow(
-                    f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, too much for {num_turns} "
-                    f"answers: the first {others} may need {num_reserved} more, and the last one at least 1"
+                    f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, and has no room for "
+                    f"{num_turns} answers: the first {others} may use {num_reserved} more, and the last one at least 1"
                 )
         return most
 

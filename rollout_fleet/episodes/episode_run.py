@@ -72,13 +72,15 @@ class PromptTokens:
 class EpisodeRun:
     """Samples the turns of one episode for its `Session`, which answers the environment.
 
-    ::
+    The session calls `sample` and waits until the turn has finished::
 
-        session ──sample──▶ a running turn ──ask──▶ the owner sends `Episode.next_requests`
-           ▲                                              │
-           └────────── the turn has finished ◀──take──────┘        end: every waiting session gets `EpisodeEnded`
+        session ──sample──▶ EpisodeRun ──ask──▶ owner ──next_requests──▶ engine
+           ▲                  │    ▲                                       │
+           └──finished turn───┘    └─────────────────take──────────────────┘
 
-    The owner is the rollout loop, or in an evaluation `DirectRun`. The callback ``ask`` makes the owner send requests.
+    The owner is the rollout loop, or in an evaluation `DirectRun`. The callback ``ask`` tells the owner to send the
+    requests of `next_requests` to the engine. The owner passes each answer to `take`. After `end`, all waiting calls
+    raise `EpisodeEnded`.
 
     Attributes:
         episode: The forest of turns.
@@ -93,7 +95,7 @@ class EpisodeRun:
     Args:
         ask: Called when a turn needs the engine. It must not wait.
         vocab_size: Size of the vocabulary. Token ids must be below this number.
-        on_place: Called when `place` (what the episode does) may have changed without a new turn. It must not wait.
+        on_place: Called when the property `place` may have changed without a new turn. It must not wait.
     """
 
     def __init__(
@@ -240,7 +242,7 @@ class EpisodeRun:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
             EpisodeEnded: `end` has been called.
             RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
-            ValueError: ``parent`` is being sampled or unknown, or a new sequence has no tokens.
+            ValueError: ``parent`` is being sampled or unknown, or ``parent`` is `ROOT` and ``new_tokens`` is empty.
         """
         self._check_running()
         self._check_tokens(new_tokens)

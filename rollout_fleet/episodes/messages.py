@@ -76,7 +76,7 @@ def images_in(message: Message) -> list[str]:
 
 def _read_parts(content: Sequence[Any], role: str, where: str, read_image: ReadImage | None) -> list[dict[str, Any]]:
     if read_image is None:
-        raise ValueError(f"{where} has an image, but the policy has no vision tower that the learner trains; send text")
+        raise ValueError(f"{where} has an image, but the policy has no vision tower that asyncrl supports; send text")
     if role not in ("user", "tool"):
         raise ValueError(f"{where} has an image in a message of role {role}; send it in a message of role user or tool")
     return [
@@ -172,9 +172,10 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 
 
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
-    """Return whether each message in ``sent`` has the reasoning text of the same message in ``known``, or none.
+    """Return whether each message in ``sent`` has no reasoning, or the same reasoning as in ``known``.
 
-    A message without reasoning is accepted, because client libraries leave reasoning out.
+    ``known`` has the same messages in the same order. A message without reasoning is accepted, because client libraries
+    leave reasoning out.
     """
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()

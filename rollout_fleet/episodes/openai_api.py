@@ -107,7 +107,8 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
     """Return the sampling options in the JSON body of a request, which has OpenAI's field names.
 
-    A caller may add the field ``hosted_tools`` to the body: the types of tools that a provider's servers would run.
+    A function that reads a request of one API may add the field ``hosted_tools`` to the client's body. This field lists
+    the types of the tools that the API provider's servers would run.
 
     Raises `ValueError` if a field is wrong. The message has the field and its valid values.
     """

@@ -132,6 +132,6 @@ def _check_turns(run: EpisodeRun, outcome: Outcome) -> None:
     if strange:
         raise EpisodeFailure(
             FailureKind.reward,
-            f"the environment of episode {episode.name} rewards turns {strange}, which are not finished turns after "
-            "the prompt; use the index that came with an answer",
+            f"the environment of episode {episode.name} rewards turns {strange}, but each of these is the prompt, "
+            "unfinished, dropped or unknown; use the index that came with an answer",
         )

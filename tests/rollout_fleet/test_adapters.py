@@ -416,7 +416,7 @@ async def test_an_openenv_server_that_does_not_answer_the_handshake_is_a_slow_to
 
 
 async def test_a_field_that_the_observations_of_an_openenv_server_lack_is_named(openenv_url):
-    words = r"must have the field 'ecko' of options.observation, got {'echo': 'say something"
+    words = r"must have the field 'ecko', which options.observation names, got {'echo': 'say something"
     with pytest.raises(EpisodeFailure, match=words) as failure:
         await play("openenv", {"url": openenv_url, "observation": "ecko"}, guesses("abc", "abcd"))
     assert failure.value.kind is FailureKind.tool

@@ -115,7 +115,7 @@ async def test_an_environment_may_reward_finished_turns_only(monkeypatch):
         rewarded, run.failure = {turn: 1.0}, None
         await player.play(prompt, run, sampling=SamplingConfig(), index=0)
         assert (run.failure is None) == is_finished
-        assert is_finished or f"rewards turns [{turn}], which are not finished turns" in str(run.failure)
+        assert is_finished or f"rewards turns [{turn}], but each of these is the prompt" in str(run.failure)
     second.cancel()
     assert await first == 1
 

@@ -430,9 +430,9 @@ async def test_an_equal_text_after_an_empty_answer_is_another_sample(renderers):
 @pytest.mark.parametrize(
     ("limit", "num_answers", "message"),
     [
-        ({"max_turns": 3}, 10**9, r"1 of max_turns = 3, too much for 1000000000 answers: .* may need 999999999"),
-        ({"max_tokens": 66}, 4, "used 6 of max_tokens = 66, too much for 4 answers: .* may need 60"),
-        ({"max_tree_tokens": 97}, 3, "used 40 of max_tree_tokens = 97, too much for 3 answers"),
+        ({"max_turns": 3}, 10**9, r"1 of max_turns = 3, and has no room for 1000000000 answers: .* may use 999999999"),
+        ({"max_tokens": 66}, 4, "used 6 of max_tokens = 66, and has no room for 4 answers: .* may use 60"),
+        ({"max_tree_tokens": 97}, 3, "used 40 of max_tree_tokens = 97, and has no room for 3 answers"),
     ],
 )
 async def test_more_answers_than_the_episode_has_room_for_are_refused_before_any_is_sampled(

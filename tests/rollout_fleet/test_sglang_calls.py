@@ -402,8 +402,8 @@ async def test_the_rest_of_a_response_ends_at_a_stop_text_that_its_earlier_token
     [
         ([[{"error": {"message": "too long"}}]], "answered POST /generate with {'message': 'too long'}"),
         ([[finished(0, [1])]], "left 1 of 2 samples unanswered"),
-        ([[finished(2, [1])]], "answered against its contract: IndexError"),
-        ([[{"index": 0}]], "answered against its contract: KeyError"),
+        ([[finished(2, [1])]], "sent an unexpected event: IndexError"),
+        ([[{"index": 0}]], "sent an unexpected event: KeyError"),
         ([[finished(0, [50])]], "sampled ids must be in 0..49, got 50..50"),
     ],
 )
