@@ -154,7 +154,7 @@ class InflightGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Number of policy tokens of all trained episodes, including tokens from an earlier attempt at the group.
+        """Number of policy tokens so far in the episodes of `trained`, including tokens of earlier attempts.
 
         Tokens of the greedy baseline are not counted.
         """

@@ -80,12 +80,13 @@ class RolloutLoop:
 
     Args:
         parts: The engine and its helpers, already started. The loop does not close them.
-        member: The worker's state in the run. It gets reports of loaded weights, and allows or forbids lease requests.
+        member: State machine of this worker. The loop reports loaded weights to it, and asks it whether the worker may
+            request leases.
         samples_per_prompt: Group size G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         seed: The run's seed if every answer gets its own seed, otherwise None.
-        stage: Context manager that copies or links an offered weight version near the engine. It yields the offer that
-            the engine loads.
+        stage: Context manager that copies or links the files of an offered weight version to the engine's host. It
+            yields an offer that names these local files; the engine loads this offer.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class RolloutLoop:
         """Wait until weights newer than the policy version ``after`` are published, and load them into the engine.
 
         ``after`` is -1 for any version. After the load, the method tells the replay buffer which version the engine
-        serves. With ``keeps_on``, the method repeats both steps as long as `run` runs.
+        serves. With ``keeps_on``, it then waits for each newer version and loads it, until `run` of this loop ends.
 
         Raises the errors of `Engine.load_weights`, and `WeightsError` if the learner could not publish a version.
         """
@@ -445,7 +446,10 @@ class RolloutLoop:
             self._spawn(self._generate, answering)
 
     def _begin_playing(self, group: InflightGroup, player: Player) -> None:
-        """Let the environment play each episode of a group. `_generate` sends the environment's requests."""
+        """Start a task for each episode of a group, in which the environment plays the episode.
+
+        When the environment requests a turn of the policy, `_generate` sends this request to the engine.
+        """
 
         def ask() -> None:
             if group.phase is GroupPhase.generating:
@@ -513,8 +517,9 @@ class RolloutLoop:
     async def _generate(self, groups: Sequence[InflightGroup], *, apart: bool = False, pause_s: float = 0.0) -> None:
         """Send the new requests of ``groups`` to the engine, after a pause of ``pause_s`` seconds.
 
-        All requests go in one call, or with ``apart`` in one call per request. A group that has no unanswered requests,
-        and whose environments can send no more requests, leaves the engine.
+        All requests go in one call, or with ``apart`` in one call per request. If a group has no unanswered requests,
+        and its environments can send no more requests, the engine's work on the group is done. `_leave_engine` then
+        begins the next phase of the group.
         """
         if pause_s:
             await asyncio.sleep(pause_s)
@@ -554,7 +559,7 @@ class RolloutLoop:
                 group.refuse(left, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # `_take` does not see groups without a request on the failed engine
+            for group in groups:  # `_take` ends only groups with a request on the failed engine; end the others
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -565,7 +570,7 @@ class RolloutLoop:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # while the tools of a group run, there is room for another group
+        if group.is_playing:  # between its turns the group needs less room, so `_notify` wakes `_keep_leasing`
             if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
                 # an environment waits for a turn that the engine aborted by itself
                 pause_s = 0.0 if len(output.token_ids) else ASK_AGAIN_S

@@ -1,4 +1,4 @@
-"""The state machine of one member of a run, a worker that loads weights. Example: a rollout worker with its engine.
+"""The state machine of a member: a worker of a run that loads weights. Example: a rollout worker with its engine.
 
 ::
 
@@ -7,10 +7,12 @@
        │ ▼
      pending                                                     the cluster has no resources for the member
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
-                                                    ├──▶ failed     too many faults in one window, or not stopped
+                                                    ├──▶ failed     too many faults in one window, or it did not stop
                                                     └──▶ left       the member was asked to leave
     ready, updating ──▶ draining ──▶ left                        the member was asked to leave while it served
     pending, starting, catching_up, fenced, backoff ──▶ left     the member was asked to leave
+
+A member is ``fenced`` after a fault, until its processes have ended. Its reports then have no effect.
 
 This module does not wait and does no I/O. The code that uses a `Member` does the work of each state, and reports the
 result and the time. This code is in `asyncrl/run/fleet_member.py` for the controller, and in `worker.py` and `loop.py`
@@ -244,8 +246,8 @@ class Member:
     def drain(self, now: float) -> None:
         """Ask the member to leave the run.
 
-        A member that serves weights first finishes or gives back its groups (``draining``). A member in any other state
-        has left at once.
+        A member that is ``ready`` or ``updating`` enters ``draining``, in which it finishes or gives back its groups. A
+        member that has not ended and is not ``draining`` yet enters ``left`` at once.
         """
         self._is_leaving = True
         if self.state in SERVING:
@@ -255,7 +257,7 @@ class Member:
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
-        """Enter the next state if the deadline of the current state is not after ``now``. Call this regularly."""
+        """Enter the next state if ``now`` has reached the deadline of the current state. Call this regularly."""
         if now < self.deadline:
             return
         if self.state is MemberState.fenced:  # the member's processes did not end in time, so it cannot be restarted

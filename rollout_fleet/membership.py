@@ -1,9 +1,9 @@
-"""Which rollout workers of a run have an engine, and how users add or remove engines while the run runs.
+"""Tracks which rollout workers have engines, and passes on users' requests to add or remove engines during a run.
 
 ::
 
     asyncrl join, asyncrl leave ──ask──▶ FleetDesk (a named Ray actor of the run) ──next_request──▶ the controller
-                                ◀─words─                                          ◀──answer──
+                                ◀─answer                                          ◀──answer──
 
 Every process that can connect to the run's Ray cluster can send requests. Only Ray's authentication
 (``RAY_AUTH_MODE=token``) restricts which processes can connect.
@@ -29,7 +29,7 @@ AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 class Presence(StrEnum):
-    """The state of the engine of a worker's rank. A rank without an engine is absent.
+    """The state of a rollout worker's engine. In the diagram, ``absent`` means that a worker's rank has no engine.
 
     ::
 
@@ -44,10 +44,12 @@ class Presence(StrEnum):
 
 
 class Roster:
-    """The ranks of a run's rollout workers, with ``fewest`` to ``most`` engines. At least ``needed`` engines must stay.
+    """Tracks the engine of each rank of a run's rollout workers, and decides which engines may join and leave.
 
-    If ``most`` is None, the fleet has a fixed size. The run keeps Ray resources for the ranks below ``fewest``, so a
-    new engine can reuse these ranks. Every other rank is used once, so its logs and counters belong to one engine.
+    The run starts with ``fewest`` engines, and may have up to ``most``. At least ``needed`` engines must stay. If
+    ``most`` is None, the fleet has a fixed size. The run keeps Ray resources for the ranks below ``fewest``, so a new
+    engine can reuse these ranks. A rank from ``fewest`` on is never used again, so its logs and counters belong to one
+    engine.
     """
 
     def __init__(self, *, fewest: int, most: int | None, needed: int) -> None:
@@ -74,8 +76,8 @@ class Roster:
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
         """Choose the ranks of ``num_engines`` engines that join, mark these ranks as coming, and return them.
 
-        Free ranks below ``fewest`` come first, because the run keeps Ray resources for them. If ``in_kept_places`` is
-        false, all ranks are new.
+        First come the ranks below ``fewest`` that have no engine now, because the run keeps Ray resources for these
+        ranks. The other ranks were never used before. If ``in_kept_places`` is false, all ranks were never used before.
 
         Raises:
             MembershipRefused: the fleet has a fixed size, or would have more than ``most`` engines.

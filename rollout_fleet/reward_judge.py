@@ -42,7 +42,9 @@ URL_VARIABLE, KEY_VARIABLE = "ASYNCRL_JUDGE_URL", "ASYNCRL_JUDGE_KEY"
 
 @REWARDS.register("judge")
 class Judge:
-    """Asks a model to score each response, scaled to 0.0 to 1.0. All responses to a prompt are sent at once.
+    """Asks a model to score each response, and scales the score to 0.0 to 1.0.
+
+    The requests for all responses to a prompt are sent in parallel.
 
     Args:
         url: Base URL of the server. Example: ``https://api.openai.com/v1``. Empty: the server of
@@ -89,7 +91,9 @@ class Judge:
         except re.error as error:
             raise ValueError(f"pattern must be a regular expression, got {pattern!r}: {error}; correct it") from error
         if num_groups < 1:
-            raise ValueError(f"pattern must have a group, the score, got {pattern!r}; example: Score: (\\d+)")
+            raise ValueError(
+                f"pattern must have a capture group for the score, got {pattern!r}; example: Score: (\\d+)"
+            )
         self._base = url or os.environ.get(URL_VARIABLE, "")
         self._url = self._base.rstrip("/") + "/chat/completions"
         self._model = model

@@ -76,8 +76,8 @@ class Reward(Protocol):
     - ``rollouts`` gets the list of all rollouts of the prompt. The function then returns one score per rollout.
     - Any other name gets the response's text.
 
-    An ``async`` function scores all responses to a prompt at once. A class is instantiated once per process with the
-    reward's options, and the instance is called.
+    An ``async`` function that takes one response is called concurrently for all responses to a prompt. A class is
+    instantiated once per process with the reward's options, and the instance is called.
     """
 
     def __call__(self, prompt: Prompt, response_text: str) -> float:
@@ -100,7 +100,8 @@ class BoundReward:
     Args:
         name: Name of the function, in the form of ``rollout_fleet.reward``.
         options: Keyword arguments: those of a function after its first two parameters, or those of a class.
-        is_made: If the reward is a class, whether to instantiate it now. Otherwise only the options are checked.
+        is_made: Whether to instantiate the reward now if it is a class. If false, the options of a class are only
+            checked. No effect on a function.
 
     Attributes:
         is_async: Whether the function is a coroutine function.

@@ -165,11 +165,11 @@ class Scores:
     """The scores of a prompt group.
 
     Attributes:
-        total: [G] float32, for each rollout the weighted sum of its rewards, without the rewards of single turns.
+        total: [G] float32, for each rollout the weighted sum of its rewards, without ``turn_rewards``.
         parts: For each reward's label, its [G] float32 values, including the rewards of turns. Empty if the run has
             only one reward.
-        turn_rewards: For each of the G rollouts, the weighted sum of each turn's rewards, by the turn's index in the
-            episode. They are not in ``total``. Empty if no turn has a reward.
+        turn_rewards: Additional rewards of single turns: for each of the G rollouts, a dict from a turn's index in the
+            episode to the weighted sum of this turn's rewards. Empty if no turn has a reward.
         failures: For each of the G rollouts, why it has no score, or an empty text. Empty if all have a score.
     """
 

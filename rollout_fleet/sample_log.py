@@ -1,7 +1,7 @@
-"""Decodes samples, and saves samples for people to read as parquet files in the run's ``samples/``.
+"""Decodes samples to text, and saves samples as parquet files in the run's ``samples/``, so that people can read them.
 
-In training, the first groups that finish in each interval of policy versions are saved. In evaluations, all answers are
-saved.
+In training, each rollout worker saves the first ``num_groups`` groups that finish in every interval of ``every_steps``
+policy versions (`SamplesConfig`). In evaluations, all answers are saved.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class SampleKind(StrEnum):
 class SampleLog:
     """Writes files ``KIND-vVERSION-rolloutRANK.parquet`` with one row per sample.
 
-    KIND is a `SampleKind`. The names of evaluation files end with ``-NUMBER``, the number of the call of
-    `keep_answers`. If a file cannot be written, a warning is logged.
+    KIND is a `SampleKind`. Files of an evaluation have ``-NUMBER`` before ``.parquet``. NUMBER counts the calls of
+    `keep_answers`, from 00001. If a file cannot be written, a warning is logged.
     """
 
     def __init__(self, directory: Path, *, rank: int, config: SamplesConfig, decode: Decode) -> None:
@@ -110,8 +110,9 @@ class SampleLog:
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
         """Write the answers of an evaluation to files: the sampled and the greedy answers separately.
 
-        ``version`` is the policy version that answered. ``rows`` are the joined results of the method `rows` for
-        several prompts. Each prompt has ``per_prompt`` rows. The last row of each prompt is the greedy answer.
+        ``version`` is the policy version that answered. ``rows`` is one list with the rows of several prompts; the
+        method `rows` makes the rows of one prompt. Each prompt has ``per_prompt`` rows. The last row of each prompt is
+        the greedy answer.
         """
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1
@@ -125,7 +126,7 @@ class SampleLog:
     ) -> list[dict[str, Any]]:
         """Return one dict per sample of a prompt, with the columns of the parquet files.
 
-        ``texts`` are the decoded samples. The column ``episode``, for rollouts of several turns, is empty.
+        ``texts`` are the decoded samples. The column ``episode`` is an empty text; `add` fills it for episodes.
         """
         truth = prompt.ground_truth
         known = {

@@ -1,13 +1,13 @@
 """Sandboxes for code that the policy wrote.
 
-A program has no network, a read-only system, its own scratch folder, and limits. A sandbox exists for one program. All
+A program cannot open sockets, and has its own scratch folder and limits. A sandbox exists for one program. All
 processes of a sandbox end when the program ends, or when the owner of the sandbox ends. The kinds of sandboxes are:
 
-- ``bubblewrap``: ``bwrap`` isolates the program by namespaces. Some machines allow only ``bwrap`` to make user
-  namespaces.
+- ``bubblewrap``: ``bwrap`` isolates the program by namespaces, and makes the system read-only. Some machines allow only
+  ``bwrap`` to make user namespaces.
 - ``namespaces``: `rollout_fleet.sandbox_init` makes the same namespaces.
-- ``limits``: there are no namespaces. The program can read this user's files and signal this user's processes. If this
-  user is root, the program gets an unused user id instead.
+- ``limits``: there are no namespaces. The program runs as the user that runs asyncrl, so it can read and write this
+  user's files and signal this user's processes. If asyncrl runs as root, the program gets an unused user id.
 """
 
 from __future__ import annotations
@@ -173,8 +173,8 @@ class Sandbox:
                     return kind
                 reasons.append(f"{kind}: {reason}")
         raise SandboxError(
-            f"this machine must isolate code of the policy, got {'; '.join(reasons)}; allow user namespaces (Docker: "
-            "--cap-add SYS_ADMIN --security-opt apparmor=unconfined; Ubuntu 24: sysctl "
+            f"this machine must isolate code that the policy wrote, got {'; '.join(reasons)}; allow user namespaces "
+            "(Docker: --cap-add SYS_ADMIN --security-opt apparmor=unconfined; Ubuntu 24: sysctl "
             "kernel.apparmor_restrict_unprivileged_userns=0), install bubblewrap, or accept the weaker kind=limits"
         )
 

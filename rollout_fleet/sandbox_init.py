@@ -136,7 +136,8 @@ def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> 
 def refuse_system_calls() -> None:
     """Make the kernel refuse some system calls of this process and its children, by a seccomp filter.
 
-    Examples of refused calls are those for sockets, namespaces, mounts, and memory that no limit counts.
+    Examples are calls that make sockets, namespaces or mounts, and calls such as ``memfd_create``, because the memory
+    that they allocate is outside the program's memory limit.
     """
     machine = platform.machine()
 
@@ -153,7 +154,7 @@ def refuse_system_calls() -> None:
         step(load, 0, 0, 0),
         step(at_least, 0, 1, 0x40000000),  # numbers of system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
-        step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; the C library falls back to clone
+        step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; ENOSYS makes the C library call clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
         # only streams, because a pair of datagram sockets can send to any other socket
@@ -181,7 +182,7 @@ class Program:
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
-        self._is_alone = is_alone  # with a process-id namespace, every other process belongs to the program
+        self._is_alone = is_alone  # in a process-id namespace: all processes but this one are the program's
         self._pid = -1
         self._status: int | None = None
         self._ended_by = ""
@@ -319,7 +320,7 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            # 0 bytes, because they need no check: the scratch file system itself is not larger than ``disk_bytes``
+            # 0 for the bytes, which need no check: the scratch file system itself is not larger than ``disk_bytes``
             return 0, use.f_files - use.f_ffree
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
@@ -360,7 +361,7 @@ def _run_in_namespaces(job: dict[str, Any], report_fd: int) -> None:
         _call("prctl", PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         build_root(job["root"], job["limits"], 1000 if job["uid"] is None else job["uid"])
         _run_inside(job, report_fd, is_alone=True)
-    except BaseException as error:  # noqa: BLE001 - the owner raises it
+    except BaseException as error:  # noqa: BLE001 - `Sandbox` reads the report and raises a SandboxError
         os.write(report_fd, json.dumps({"failure": str(error)}).encode())
     finally:
         os._exit(0)
@@ -383,7 +384,7 @@ def main() -> None:
         else:
             _call("prctl", PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
             _run_inside(job, report_fd, is_alone=kind == "bubblewrap")
-    except Exception as error:  # noqa: BLE001 - the owner raises it
+    except Exception as error:  # noqa: BLE001 - `Sandbox` reads the report and raises a SandboxError
         os.write(report_fd, json.dumps({"failure": str(error)}).encode())
 
 

@@ -36,12 +36,15 @@ The reason is that an advantage compares the responses of a group.
 class Settlement:
     """Stores the finished groups of one rollout worker in the buffer, and gives its unfinished groups back.
 
-        finished ────▶ score ──▶ put             the buffer refuses an expired lease, and a token that is too old
-                         └─ the reward fails ──▶ failed
-        unfinished ──▶ save ──▶ release          this worker stops, or another worker takes the group over
-                         └─ the engine fails, or aborts the group by itself ──▶ failed
-        revoked ─────▶ release                   the buffer has revoked the lease
-        failed ──────▶ release                   after ``max_attempts`` failures, the buffer drops the group
+        finished ────▶ score ──▶ put             if the reward succeeds
+                         └────▶ failed           if the reward fails
+        unfinished ──▶ save ──▶ release          if this worker stops, or another worker takes the group over
+                         └────▶ failed           if the engine fails, or aborts the group unasked
+        revoked ─────▶ release                   if the buffer has revoked the lease
+        failed ──────▶ release                   always
+
+    At ``put``, the buffer refuses a group with an expired lease or with a token that is too old. At a ``release`` of a
+    failed group, the buffer drops the group if it has failed ``max_attempts`` times.
 
     With ``on_reward_failure=drop_trajectory``, a response with a failed reward is dropped from its group and counted as
     ``reward_trajectory``. ``stamp`` records an event of a group. ``engine`` is the engine's name in the
@@ -91,9 +94,9 @@ class Settlement:
     async def save(self, group: InflightGroup) -> None:
         """Save the tokens of an unfinished group in the replay buffer, so that a worker can continue the group.
 
-        If the buffer refuses the tokens, a warning is logged. If an episode differs from its recorded turns, the group
-        may have fewer tokens than an earlier attempt saved. Then nothing is saved. Otherwise the buffer would count the
-        missing tokens as dropped, and the report at the release would count them again.
+        If the buffer refuses the tokens, a warning is logged. Nothing is saved if the group has fewer tokens than an
+        earlier attempt saved, because the missing tokens would be counted as dropped twice: at the save, and in the
+        ``num_tokens`` that `release` reports. A group has fewer tokens if an episode differs from its recorded turns.
         """
         progress = group.progress()
         if progress is None or progress.summary.num_tokens < group.num_inherited:
@@ -196,7 +199,8 @@ class Settlement:
             if len(places) < fewest:
                 raise RewardError(
                     f"the reward failed on {num_failed} of {len(rollouts)} responses to prompt group "
-                    f"{prompt.group_id}, and a group needs {fewest}; the warnings before this message have the errors"
+                    f"{prompt.group_id}, and it must succeed on at least {fewest}; the warnings before this message "
+                    "have the errors"
                 )
             self._meter.add(groups_failed=Counter(reward_trajectory=num_failed))
             scores = scores.of(has_reward)

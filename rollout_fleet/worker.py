@@ -163,9 +163,10 @@ class RolloutWorker(Worker):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
 
-        Running calls of `answer` end with an `EngineError`: a signal, or the death of a learner rank, has ended their
-        evaluation. If a new learner has replaced a dead learner, ``incarnation`` is the number of restarts of the
-        learner, and weights of earlier learners are refused (`RolloutLoop.release_device`).
+        Running calls of `answer` end with an `EngineError`. Nobody needs their answers, because a signal to the run or
+        the death of a learner rank has ended the evaluation. If a new learner has replaced a dead learner,
+        ``incarnation`` is the number of restarts of the learner, and weights of earlier learners are refused
+        (`RolloutLoop.release_device`).
         """
         await cancel(self._answering)
         await self._started().release_device(incarnation)

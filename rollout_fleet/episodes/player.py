@@ -75,7 +75,7 @@ class EpisodePlayer:
     async def start(self) -> None:
         """Choose how messages become tokens, start the child processes, and load the run's environment.
 
-        Raises the first error.
+        If one of these steps fails, raises its error and skips the later steps.
         """
         self._renderer = load_renderer(self._model_path, self._config.environment.renderer)
         await self._endpoint.start()

@@ -66,7 +66,8 @@ class ChatRenderer(ABC):
         name: Name in logs. Example: ``"qwen3"``; ``"template"`` for the model's chat template itself.
         tokenizer: The model's tokenizer.
         stop_ids: Tokens that end an assistant's turn.
-        append_only: For each kind of conversation in `self_test`, whether a new turn only appends tokens.
+        append_only: Result of `self_test`: for each kind of test conversation, by name, whether the tokens of the next
+            turn can be appended while all earlier tokens stay the same.
         reads_calls: Whether `parse` reads tool calls in the form in which the template writes them (`self_test`). True
             if the template writes no calls.
     """
@@ -254,16 +255,20 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` renders the whole conversation with the new messages. If the result begins with the text of the earlier
-    turns, the rest is the text of the new messages. Otherwise, and with ``keeps_reasoning``, `extend` renders a short
-    conversation with and without the new messages. The difference is the text of the new messages. Without
-    ``keeps_reasoning``, `extend` then checks that the template also appends this text to the whole conversation.
+    `extend` has two ways to find the text of the new messages:
+
+    - It renders the whole conversation with the new messages. If the result begins with the text of the earlier turns,
+      the rest is the text of the new messages.
+    - It renders a short stand-in conversation without and with the new messages. The difference is their text.
+
+    With ``keeps_reasoning``, `extend` uses only the second way. Without it, `extend` uses the second way if the first
+    way fails, and checks that the template also appends this text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.
         tool_parser: Name of the parser of tool calls. Empty: `self_test` finds one.
-        keeps_reasoning: Never render the whole conversation. So sampled reasoning stays in the context even if the
-            template drops it.
+        keeps_reasoning: Whether `extend` never renders the whole conversation. Then sampled reasoning stays in the
+            context even if the template drops it.
         options: Arguments of the template.
     """
 
@@ -304,7 +309,10 @@ class TemplateRenderer(ChatRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Return the token ids of the new messages; None if they change earlier tokens (`ChatRenderer.extend`)."""
+        """Return the token ids to append for ``new_messages`` (`ChatRenderer.extend`).
+
+        Returns None if the template renders ``history`` differently when ``new_messages`` follow.
+        """
         messages, num_old = _prepared([*history, *new_messages]), len(history)
         whole = "" if self._keeps_reasoning else self._prepared_text(messages, tools, prompts=True)
         reasoning = (str(message.get("reasoning_content") or "").strip() for message in history)
@@ -335,9 +343,10 @@ class TemplateRenderer(ChatRenderer):
         return suffix
 
     def _short_difference(self, answer: Message, new_messages: Sequence[Message]) -> str | None:
-        """Return the text that new messages append to a short conversation.
+        """Return the text that the template appends for ``new_messages`` to a short stand-in conversation.
 
-        Returns None if the new messages change the earlier text of this conversation.
+        The stand-in is a fixed user message, then ``answer`` with a placeholder as its text. Returns None if the new
+        messages change the text of the stand-in.
         """
         short = {**answer, "content": _SENTINEL}
         short.pop("reasoning_content", None)
@@ -373,7 +382,7 @@ class TemplateRenderer(ChatRenderer):
             sampled = after[len(before) :]
         elif opened != before.rstrip() and after.startswith(
             opened
-        ):  # the prompt opens the reasoning, but the rendered history drops the reasoning
+        ):  # the template ends a prompt with <think>, but renders a finished answer without its reasoning
             sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
         else:
             return None
@@ -456,10 +465,11 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """Return the part of ``text`` after the stop token that ends ``sampled_ids``.
+        """Return the part of ``text`` that must still be appended to the tokens ``sampled_ids`` of an answer.
 
-        Returns the whole text if ``sampled_ids`` end with no stop token. Returns None if ``text`` begins with a
-        different stop token.
+        ``text`` is what the template writes after the answer's content. If the answer ends with a stop token, the
+        result is the part of ``text`` after this stop token, otherwise the whole ``text``. Returns None if ``text``
+        begins with a different stop token.
         """
         if not len(sampled_ids) or sampled_ids[-1] not in self.stop_ids:
             return text
@@ -590,7 +600,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # a session refuses such messages, so they do not count as a difference
+                continue  # ``renderer`` refuses this conversation, so it makes no wrong tokens: not a difference
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 

@@ -110,8 +110,9 @@ class SampleOptions:
         seed: Random seed; the i-th of n turns gets ``seed + i`` (`SamplingConfig.seed`).
         json_schema: JSON schema of the answer, as text; empty for none.
         reads_calls: Whether to read tool calls. Otherwise the text of tool calls stays in the content.
-        other: Other options, by OpenAI's names. A value that differs from the run's value is ignored or refused.
-            Example: ``{"temperature": 0.2}``. ``hosted_tools`` lists the types of tools that a provider's servers run.
+        other: Other options, by OpenAI's names. Example: ``{"temperature": 0.2}``. If a value differs from the run's
+            value, a session with ``refuses`` refuses the request, and any other session uses the run's value. The entry
+            ``hosted_tools`` lists types of tools that a provider's servers would run, such as ``web_search``.
     """
 
     n: int = 1
@@ -161,8 +162,8 @@ class SampledAnswer:
         turn: Index in the episode.
         message: The assistant's message in OpenAI's form. For a text request, its content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        stop_text: The stop text of the request that ended the turn. The content does not contain it. Empty if no stop
-            text ended the turn.
+        stop_text: The stop text that ended the turn, one of the request's ``stop``. The content does not contain it.
+            Empty if none of them ended the turn.
         num_prompt_tokens: Number of tokens before the turn: the prompt and all turns on the path to this turn.
         num_reused_tokens: Number of these prompt tokens that were in the episode before the request.
         token_ids: [R] int32 tokens of the turn.
@@ -196,8 +197,8 @@ class SessionCounts:
         malformed_calls: Tool calls that could not be read.
         prompt_tokens: Number of tokens of all prompts.
         reused_tokens: Number of prompt tokens that were in the episode before the request.
-        retokenised_tokens: Number of sampled tokens in those earlier answers whose text was encoded again for a
-            branch. The learner does not train on the newly encoded tokens.
+        retokenised_tokens: Number of sampled tokens in earlier answers that a request repeats, if the answers' text was
+            encoded again for a new branch. The learner does not train on the newly encoded tokens.
     """
 
     requests: int = 0
@@ -312,8 +313,8 @@ class Session:
     async def complete(self, request: TextRequest) -> list[SampledAnswer]:
         """Return ``n`` sampled continuations of a text or of token ids.
 
-        A request counts as repeated under the conditions of `chat`. Then it gets the answers to the first request.
-        Raises the errors of `chat`.
+        A repeated request gets the answers to the first request; `chat` says which requests are repeated. Raises the
+        errors of `chat`.
         """
         return await self._once(request, lambda: self._answer_text(request))
 
@@ -447,9 +448,10 @@ class Session:
         return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
 
     def _count_retokenised(self, messages: Sequence[Message], parent: int) -> bool:
-        """Count the sampled tokens of those answers in ``messages`` that are not turns on the path to ``parent``.
+        """Add to ``counts.retokenised_tokens`` the sampled tokens of answers whose text must be encoded again.
 
-        Returns whether there are such tokens.
+        These are the answers in ``messages`` whose turns are not on the path to the turn ``parent``. Returns whether
+        there are such tokens.
         """
         on_path: set[int] = set()
         while parent != ROOT:
@@ -485,7 +487,11 @@ class Session:
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
     ) -> tuple[_History | None, str]:
-        """Return the longest known history that the messages continue, or None and the cause of the new branch."""
+        """Return the longest known history that ``messages`` continue, and an empty text.
+
+        If ``messages`` continue no known history, returns None and the cause: ``tools`` or ``edited``
+        (`SessionCounts.branches`), or an empty text for other causes.
+        """
         called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
         cause = ""
         for length in range(len(messages) - 1, 0, -1):
@@ -574,7 +580,8 @@ class Session:
         for index, answer in enumerate(answers):
             whole = tokenizer.decode(answer.token_ids.tolist())
             written = tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True)
-            # clients that apply the chat template themselves write the turn's end token again
+            # The next prompt may repeat this turn: with its end token if the client applies the chat template itself
+            # (``whole``), otherwise without it (``written``).
             self._texts += [(text + own, answer.turn) for own in {written, whole} if text and own]
             content, stop_text = _cut(written, request.options.stop)
             answers[index] = replace(answer, message={"role": "assistant", "content": content}, stop_text=stop_text)
@@ -624,9 +631,10 @@ class Session:
         return answers
 
     def _check_continues(self, context: int, place: _Place) -> None:
-        """Assert that the path to the turn ``context`` is the path to ``place.parent`` plus ``place.new_tokens``.
+        """Assert that a new sampled turn follows unchanged tokens. ``context`` is the index of this turn's parent.
 
-        ``context`` is the parent of a new sampled turn. So the new turn follows the earlier sampled tokens unchanged.
+        The tokens of the path to ``context`` must be the tokens of the path to the turn ``place.parent``, followed by
+        ``place.new_tokens``.
         """
         tokens, given = place.new_tokens, self._sampler.episode.turn(context)
         is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)

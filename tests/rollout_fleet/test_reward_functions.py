@@ -228,7 +228,7 @@ async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
 
 async def test_a_machine_that_cannot_isolate_refuses_the_reward_code_before_the_first_score(monkeypatch):
     async def refuse(self):
-        raise SandboxError("this machine must isolate code of the policy")
+        raise SandboxError("this machine must isolate code that the policy wrote")
 
     monkeypatch.setattr(Sandbox, "start", refuse)
     with pytest.raises(SandboxError, match="must isolate"):

@@ -170,7 +170,7 @@ async def test_the_template_of_a_judge_may_name_columns_and_plain_text_needs_a_q
     [
         ({"template": "{answer}"}, r"reward judge: template may have the fields .* got KeyError\('answer'\)"),
         ({"template": "{"}, "reward judge: template may have the fields"),
-        ({"pattern": "Score"}, "pattern must have a group, the score, got 'Score'"),
+        ({"pattern": "Score"}, "pattern must have a capture group for the score, got 'Score'"),
         ({"low": 5, "high": 5}, "low must be below high, got 5 and 5"),
         ({"pattern": "("}, r"reward judge: pattern must be a regular expression, got '\('"),
         ({"url": "localhost:8000/v1"}, "url must begin with http:// or https:// and a host, got 'localhost:8000/v1'"),
