@@ -209,7 +209,10 @@ class ReceivedVersions:
         assert manifest.base is not None, "an adapter applies to something"
         frozen = Path(manifest.base.manifest).parent
         if frozen.parent != self._folder:
-            raise WeightsError(f"{offer.name} applies to weights at {frozen}, expected a folder of {self._folder}")
+            raise WeightsError(
+                f"{offer.name}: the frozen weights below the adapters must be in a folder of {self._folder}, got "
+                f"{frozen}"
+            )
         if _is_of(frozen, manifest.base.digest):
             return
         shutil.rmtree(frozen, ignore_errors=True)
