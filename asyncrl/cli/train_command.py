@@ -238,7 +238,7 @@ def _headline(message: str) -> str:
 
 
 def _say_last(words: str) -> None:
-    """Write how the run ended. Only the first call writes: both the main thread and `_give_up` may call it."""
+    """Write how the run ended. Only the first call writes, because `_give_up` may call from another thread."""
     if _said_last.acquire(blocking=False):
         sys.stderr.write(words + "\n")
         sys.stderr.flush()

@@ -108,8 +108,8 @@ class GroupImages:
     Attributes:
         grids: [I, 4] int32: time, height and width in patches, and the merge size.
         pixels: [patches of all images, 3 · patch size²] uint8.
-        first_rows: [I + 1] int64. The features of all images (one row per placeholder token) are numbered from 0.
-            These are the numbers of each image's first row, then the number of rows.
+        first_rows: [I + 1] int64. The model's features of all images have one row per placeholder token. The values
+            are the index of each image's first row, then the number of rows.
     """
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:

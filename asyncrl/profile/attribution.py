@@ -98,7 +98,7 @@ class Stretch:
 
     @property
     def total(self) -> int:
-        """Nanoseconds of this period, times ``places`` (one for a rank, or the number of sample slots of an engine)."""
+        """Nanoseconds of the period times ``places`` (1 for a rank, or the sample slots of an engine in this state)."""
         return self.places * (self.end - self.start)
 
 
@@ -597,7 +597,7 @@ class OverlapReport:
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the run as a dict for ``summary.json``. ``idle_s`` is a mean per rank or sample slot."""
+        """Return the figures of the run as a dict for ``summary.json``. ``idle_s`` is the mean per rank or slot."""
         run = self.run
         return {
             "step_s": run.step_s,

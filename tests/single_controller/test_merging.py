@@ -89,7 +89,7 @@ def test_a_refused_union_adds_nothing():
             union(first, second)
         assert list(first.keys()) == ["a"]
     data = DataProto(tensors, array_dict, {"m": 1})
-    with pytest.raises(BatchError, match="m in meta_dict1"):
+    with pytest.raises(BatchError, match="the meta information 'm' differs"):
         data.union(DataProto.from_dict({"t": torch.ones(1)}, {"s": ["x"]}, {"m": 2}))
     assert list(data.batch.keys()) == list(data.non_tensor_batch) == ["a"]
 
