@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")
-    if name != "train":  # `asyncrl train` keeps `stop_early` until its parent process sets other handlers
+    if name != "train":  # `asyncrl train` keeps `stop_early` until `supervise` sets other handlers
         for number, handler in before.items():
             signal.signal(number, handler)
     return command() or 0

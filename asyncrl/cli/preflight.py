@@ -93,7 +93,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raises an error if sft.output_path has other content
+        finished_warm_start(config)  # raises an error if sft.output_path holds another policy or other files
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     if (resumed := find_checkpoint(config)) is not None:
         prompts.check(resumed.state.prompts)
@@ -252,7 +252,7 @@ def check_environments(config: RunConfig, names: Iterable[str]) -> None:
     """Check the names of environments that rows and data sources have. This imports no user's module.
 
     Raises:
-        ValueError: a name without a colon is not that of an adapter, or there is no such file.
+        ValueError: a name without a colon is not that of a built-in environment, or the file of a name does not exist.
     """
     key = config.data.environment_key
     where = " or ".join([*([f"the column {key!r}"] if key else []), "data.environment_by_source"])

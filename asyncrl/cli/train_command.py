@@ -158,7 +158,7 @@ async def _until_done_or_stopped(
         if not isinstance(fault, asyncio.CancelledError):  # after a signal, `Stopping` has already set the deadline
             last_words = last_words_of(fault)
             report_fault(last_words)
-            if isinstance(fault, ClusterDiedError):  # otherwise Ray would end this process
+            if isinstance(fault, ClusterDiedError):  # end at once, before Ray ends this process
                 _give_up(last_words, run_dir, EXIT_FAILED)
             give_up_after(timeout_s, lambda: _give_up(f"{last_words} ({too_long})", run_dir, EXIT_FAILED))
 
@@ -239,7 +239,7 @@ def _headline(message: str) -> str:
 
 
 def _say_last(words: str) -> None:
-    """Write how the run ended. When a run gives up, its other thread may get here too: only the first one writes."""
+    """Write how the run ended. Only the first call writes, because `_give_up` may call from another thread."""
     if _said_last.acquire(blocking=False):
         with suppress(OSError):  # the reader of a pipe has ended
             sys.stderr.write(words + "\n")

@@ -108,7 +108,8 @@ class GroupImages:
     Attributes:
         grids: [I, 4] int32: time, height and width in patches, and the merge size.
         pixels: [patches of all images, 3 · patch size²] uint8.
-        first_rows: [I + 1] int64: each image's first row in the group's merged features, then the number of rows.
+        first_rows: [I + 1] int64. The model's features of all images have one row per placeholder token. The values
+            are the index of each image's first row, then the number of rows.
     """
 
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
@@ -129,8 +130,8 @@ class GroupImages:
             )
         if self.pixels.dtype != np.uint8 or self.pixels.ndim != 2 or len(self.pixels) != self._first_patches[-1]:
             raise ValueError(
-                f"{where}: image column {PIXELS!r} must be [{self._first_patches[-1]}, …] uint8 for its grids, got "
-                f"{self.pixels.dtype} {self.pixels.shape}"
+                f"{where}: image column {PIXELS!r} must be [{self._first_patches[-1]}, …] uint8, with one row "
+                f"per patch of column {GRIDS!r}, got {self.pixels.dtype} {self.pixels.shape}"
             )
 
     @property

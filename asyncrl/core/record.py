@@ -43,7 +43,8 @@ class ProfileConfig:
     """Options of the profile, which shows what each process of a run does over time.
 
     Attributes:
-        enabled: Record spans, levels and group stamps in the run's ``profile/``.
+        enabled: Record activities (spans), changing counts (levels) and events of prompt groups (stamps) in the run's
+            ``profile/``.
         advice: After the final step, simulate the run to find one option that would have made the run faster.
         torch_steps: Learner steps with a torch.profiler trace per rank. Example: ``[10, 11]``.
         max_file_bytes: Maximum size of the profile of one process. Further records are dropped and counted.
@@ -290,7 +291,8 @@ class Recorder:
     def end_span(self, number: int, end: int | None = None) -> None:
         """Record the end of a span. Callers use `OpenSpan.close`.
 
-        ``number`` counts the spans of the process. ``end`` is in monotonic nanoseconds; None for now.
+        ``number`` identifies the span. The spans of a process are numbered from 1, in the order in which the process
+        opens them. ``end`` is in monotonic nanoseconds; None for now.
         """
         self._add(Tag.close, number, self._clock() if end is None else end)
 

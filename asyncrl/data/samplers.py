@@ -148,7 +148,11 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """Return the index of the next row: the oldest in the next source's pool, or the source's next in order."""
+        """Return the index of the next row, from the data source that is furthest below its share of the prompts.
+
+        The row is the one that has been in the source's pool for the longest time. If the pool is empty, or the prompt
+        belongs to the share ``explore``, it is the source's next row in order.
+        """
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]
         explores = math.floor(number * self._explore) > math.floor((number - 1) * self._explore)

@@ -65,4 +65,7 @@ class _FastTokenizer:
         return self._rust.get_vocab()
 
     def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any:
-        raise ValueError(f"{self.name_or_path}: the tokenizer has no chat template, got {conversation!r} and {kwargs}")
+        raise ValueError(
+            f"{self.name_or_path}: the tokenizer has no chat template, which is needed to render the conversation "
+            f"{conversation!r} with the options {kwargs}"
+        )

@@ -17,7 +17,7 @@ _RECORD = "life.json"
 
 
 class LifeState(StrEnum):
-    """State of an ``asyncrl train`` process (a life). ``killed``: its parent was killed, or its host crashed."""
+    """State of an ``asyncrl train`` process (a life). ``killed``: its supervisor was killed, or its host crashed."""
 
     running = "running"
     finished = "finished"

@@ -312,7 +312,9 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-        """Copy the metrics of the run before the resumed checkpoint into this run's files. Call this before `write`.
+        """Copy metrics of earlier runs, up to the checkpoint that this run resumed, into this run's files.
+
+        Call this before `write`.
 
         Raises the errors of `write`.
         """

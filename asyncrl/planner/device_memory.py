@@ -259,8 +259,8 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as a dict from kind to bytes.
 
-    The kinds up to ``gathered root unit`` are held during the whole update. The other kinds are temporary. The bytes of
-    a temporary kind are taken at the moment of the backward pass at which the sum of all temporary kinds is largest.
+    The kinds up to ``gathered root unit`` are held during the whole update. The other kinds are temporary, and change
+    during the backward pass. The dict has their bytes at one moment: when the sum of all temporary kinds is largest.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -345,8 +345,8 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
     - A norm keeps its input once in float32 and twice in the dtype of the computation.
     - The MLP keeps gate, activation, up projection and their product.
     - A mixture of experts also keeps the input and the output of each expert.
-    - Attention keeps queries, keys, values and its output once. With normalized queries and keys, it also keeps them
-      in float32 and before the rotary embedding.
+    - Attention keeps queries, keys, values and its output once. If the model normalizes queries and keys, attention
+      keeps two more copies of both: one in float32, and one from before the rotary embedding.
     """
     norm = _FLOAT32_BYTES + 2 * size
     heads = model.query + model.key

@@ -458,7 +458,7 @@ class Simulation:
         host: The core that all engines share, and the core that all ranks share. None if each engine and rank has its
             own device.
         lengths: An iterator over response lengths, with one list for each new group.
-        rewards: Random numbers for the lengths, and for the choice of groups with equal rewards.
+        rewards: Random generator. It draws ``lengths``, and decides which groups have equal rewards.
         rng: Random numbers with which `variation` chooses the first of the recorded ratios.
         saved: Unfinished groups that a worker has handed over, by group id. A value is a pair of lists: the final
             number of tokens of each sample, and the missing number of tokens of each unfinished sample.

@@ -98,7 +98,7 @@ class Stretch:
 
     @property
     def total(self) -> int:
-        """Length of the stretch in nanoseconds, times its number of places."""
+        """Nanoseconds of the period times ``places`` (1 for a rank, or the sample slots of an engine in this state)."""
         return self.places * (self.end - self.start)
 
 
@@ -603,7 +603,7 @@ class OverlapReport:
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the run as a dict for ``summary.json``. Idle seconds are means over the places."""
+        """Return the figures of the run as a dict for ``summary.json``. ``idle_s`` is the mean per rank or slot."""
         run = self.run
         return {
             "step_s": run.step_s,

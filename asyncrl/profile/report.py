@@ -373,6 +373,6 @@ def read_advice(run_dir: Path) -> Advice | None:
         return Advice(**{**document["advice"], "interval": (low, high)})
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} must hold the fields of Advice under advice, got {document['advice']!r}; run asyncrl plan to "
-            "write the file again, or delete it"
+            f"{path} must hold an object with the fields of the class Advice under the key 'advice', got "
+            f"{document['advice']!r}; run asyncrl plan to write the file again, or delete it"
         ) from error

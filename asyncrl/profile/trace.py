@@ -228,7 +228,8 @@ class Trace:
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
-        # Converted clocks have small errors, so a step may seem to end before the previous step. Then it ends with it.
+        # Converted clocks have small errors, so a step may seem to end before the previous step. Such
+        # a step gets the end time of the previous step.
         ends = list(accumulate((span.end for span in taken), max))
         starts = [span.start for span in taken[:1]] + ends
         return tuple(

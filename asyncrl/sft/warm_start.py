@@ -85,7 +85,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
     try:
         write_policy(fresh)
         (fresh / RESULT).write_text(json.dumps({"settings": settings_digest(config), **result}) + "\n")
-        finished_warm_start(config)  # raises an error if the folder has other content
+        finished_warm_start(config)  # raises an error if sft.output_path holds another policy or other files
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
     finally:

@@ -230,7 +230,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
     own = dict(tensor_dict1.items())
     for key, value in tensor_dict2.items():
         if key in own and not deep_equal(own[key], value):
-            raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
+            raise BatchError(f"the column `{key}` differs between the first and the second batch. {_DROP_ONE}")
     for key, value in tensor_dict2.items():
         if key not in own:
             tensor_dict1[key] = value
@@ -245,7 +245,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
     for key in tensor_dict1.keys() & tensor_dict2.keys():
         first, second = tensor_dict1[key], tensor_dict2[key]
         if not isinstance(first, np.ndarray) or not isinstance(second, np.ndarray) or not deep_equal(first, second):
-            raise BatchError(f"`{key}` in tensor_dict1 and tensor_dict2 are not the same object. {_DROP_ONE}")
+            raise BatchError(f"the column `{key}` differs between the first and the second batch. {_DROP_ONE}")
     tensor_dict1.update(tensor_dict2)
     return tensor_dict1
 
@@ -258,7 +258,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
     for key in dict1.keys() & dict2.keys():
         if not facts_equal(dict1[key], dict2[key]):
             raise BatchError(
-                f"{key} in meta_dict1 and meta_dict2 are not the same object: "
+                f"the meta information {key!r} differs between the first and the second batch: "
                 f"{dict1[key]!r:.200} and {dict2[key]!r:.200}. {_DROP_ONE}"
             )
     dict1.update(dict2)

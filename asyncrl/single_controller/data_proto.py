@@ -376,9 +376,13 @@ class DataProto:
             if key not in split:
                 return take_rows(column, repeated)
             if is_nested(column) or column.ndim < 2:
-                raise BatchError(f"{key!r} has no second dimension of one length; remove it from split_keys")
+                raise BatchError(
+                    f"{key!r} has no second dimension, or the length differs between rows; remove it from split_keys"
+                )
             if column.shape[1] % n_split != 0:
-                raise BatchError(f"{key!r} has {column.shape[1]} columns, which {n_split} does not divide")
+                raise BatchError(
+                    f"the second dimension of {key!r} must be a multiple of n_split={n_split}, got {column.shape[1]}"
+                )
             return column.reshape(len(repeated), column.shape[1] // n_split, *column.shape[2:])
 
         return self._mapped(unfold, len(repeated), shares_memory=True)
@@ -565,8 +569,8 @@ class DataProto:
     def _shared_batch(self) -> Any:
         """Return the tensors for a new batch that shares memory with this batch.
 
-        Borrowed tensors (other processes may read their memory) are returned without a TensorDict. Each of the two
-        batches then builds its own TensorDict from copies.
+        Borrowed tensors (other processes may read their memory) are returned as an `UnbuiltBatch`. From these tensors,
+        this batch and the new batch later build separate TensorDicts with copies.
         """
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
@@ -640,7 +644,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
     def unfold(key: str, column: Any) -> Any:
         if _dense(key, column).ndim < batch_dims:
-            raise BatchError(f"{key!r} has {column.ndim} dimensions, of which {batch_dims} cannot be joined")
+            raise BatchError(f"{key!r} must have batch_dims={batch_dims} or more dimensions, got {column.ndim}")
         return column.reshape(prod(column.shape[:batch_dims]), *column.shape[batch_dims:])
 
     columns_now = [*data._columns().items(), *data.non_tensor_batch.items()]

@@ -178,7 +178,8 @@ class Worker(WorkerHelper):
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(
-                f"mesh {mesh_name!r} cannot follow a worker that registered no mesh; register its mesh first"
+                f"mesh {mesh_name!r} cannot get the place of another worker, because that worker registered no mesh; "
+                "register a mesh of that worker first"
             )
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
         self._register_dispatch_collect_info(mesh_name, dp_rank, is_collect)
@@ -359,7 +360,7 @@ create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's older 
 
 
 def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a method of a role's worker. ``method_name`` is ``role_fwmn_method``."""
+    """Call a method of a role's worker. Example of ``method_name``: ``actor_fwmn_step`` for ``step`` of ``actor``."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     worker = self.fused_worker_dict.get(role)
     if worker is None:

@@ -101,7 +101,10 @@ class TensorAssembly:
         for stored in manifest.tensors:
             known_dtype(stored)
         if digests_there and any(piece.device_digest is None for piece in manifest.pieces):
-            raise WeightsError(f"{name}: a learner on a CPU publishes no digests that a GPU compares; use gloo")
+            raise WeightsError(
+                f"{name}: these weights have no digests for a GPU, because the learner ran on a CPU; "
+                "transfer them with gloo"
+            )
         self._name, self._device = name, device
         self._tensors = sorted(manifest.tensors, key=lambda stored: (stored.start, stored.num_bytes))
         self._starts = [stored.start for stored in self._tensors]

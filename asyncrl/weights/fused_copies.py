@@ -50,8 +50,8 @@ class _Block:
     Offsets and strides count values. A block can also describe that a constant was written into the parameter.
 
     Attributes:
-        source: Offset of the source in its tensor. During `FusedCopies.take`, offset in the storage of this tensor. If
-            the source is a constant, ``source`` equals ``start``, so that `joined` joins such blocks too.
+        source: Offset of the source in its tensor. During `FusedCopies.take`, offset in the storage of this tensor. A
+            constant has no offset; ``source`` then equals ``start``, because `joined` needs equal distances in both.
         start: Offset of the target in the parameter's storage.
     """
 
@@ -322,7 +322,10 @@ class LoadObserver:
 
 
 def _ranges_of(block: _Block) -> tuple[np.ndarray, int]:
-    """Split a block's target into contiguous ranges of equal length. Returns each range's start, and the length."""
+    """Split what a block writes into contiguous ranges of equal length. Returns each range's start, and the length.
+
+    Starts and length count values in the storage of the parameter.
+    """
     length, num_inner = 1, 0
     for size, stride in zip(reversed(block.shape), reversed(block.strides), strict=True):
         if size != 1 and stride != length:

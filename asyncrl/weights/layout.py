@@ -173,7 +173,10 @@ class ModelLayout:
         self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
 
     def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
-        """Lay out the raw copy: the unsharded parameters that ``computed`` needs, layer by layer."""
+        """Lay out the raw copy, this rank's memory for whole (unsharded) parameters, and form one group per layer.
+
+        ``needed`` has the names of these parameters. The tensors ``computed`` are later computed from them.
+        """
         self.raw_regions: list[Region] = []
         self._raw: dict[str, tuple[int, Tensor]] = {}
         self._spans: list[list[tuple[str, int, int]]] | None = None

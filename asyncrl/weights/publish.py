@@ -81,8 +81,8 @@ class WeightPublisher:
         heads = digest_of(self._layout.head + (b"" if self._frozen is None else self._frozen.head))
         if len(set(shards.gather(heads, str))) > 1:
             raise WeightsError(
-                f"the ranks have different layouts of {shards.name}: the names in its checkpoint are not those of its "
-                "class; save the model once with the installed transformers, and start from that checkpoint"
+                f"the ranks have different layouts of {shards.name}: its checkpoint names the tensors differently from "
+                "the model's class; save the model once with the installed transformers, and start from that checkpoint"
             )
         self._is_elsewhere = False
         self._sender: WeightSender | None = None
@@ -271,7 +271,7 @@ class WeightPublisher:
             return True
         has_parts = not isinstance(parts, Exception)
         if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
-            return not has_parts  # if this rank failed, go on, because its error is gathered next
+            return not has_parts  # True if this rank failed: `_gathered` then sends its error to all ranks
         for part in parts:
             part.exchange()
         return True

@@ -289,7 +289,8 @@ class RoundStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several keys until the round's deadline. ``timeout`` is ignored. Raises the errors of `get`."""
-        # In gloo, each member stores one key. So wait for all keys, and get all values in one answer.
+        # With gloo, each member stores one key and reads the keys of all members. So rank 0 answers when it has all
+        # keys, and one answer holds all values.
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:

@@ -205,7 +205,7 @@ def test_unfold_column_chunks_cuts_the_named_columns_and_repeats_the_others():
     assert unfolded.non_tensor_batch["m"].tolist() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert unfolded.batch["b"].tolist() == [5, 5, 6, 6]
     assert unfolded.non_tensor_batch["s"].tolist() == ["x", "x", "y", "y"]
-    with pytest.raises(BatchError, match="divide"):
+    with pytest.raises(BatchError, match="must be a multiple of n_split"):
         data.unfold_column_chunks(3, split_keys=["a"])
 
 
