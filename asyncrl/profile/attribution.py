@@ -260,10 +260,12 @@ def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]
     buffer = {f"buffer.{name}": _level(trace, name, BUFFER_LANE).flag() for name in flags}
     buffer["buffer.version"] = _level(trace, LevelName.version, BUFFER_LANE)
     for lane in trace.lanes(Pool.fleet):
-        spans = {kind: [*_edges(trace.spans_of(kind, lane))] for kind in _ENGINE_SPANS}
+        spans: dict[str, list[tuple[int, int]]] = {
+            kind: [*_edges(trace.spans_of(kind, lane))] for kind in _ENGINE_SPANS
+        }
         members = trace.spans_of(SpanKind.member, f"{lane}/worker")
         spans[SpanKind.down] += [*_gaps(trace, lane), *_edges(span for span in members if span.cause in NOT_UP)]
-        spans["left"] = [*_edges(span for span in members if span.cause == LEFT)]
+        spans[LEFT] = [*_edges(span for span in members if span.cause == LEFT)]
         series = {f"span.{kind}": Series.covering(edges) for kind, edges in spans.items()}
         series |= {str(name): _level(trace, name, lane) for name in _ENGINE_LEVELS}
         for start, end, now in swept(window, {**series, **buffer}):
@@ -273,7 +275,7 @@ def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]
 
 def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
     """Yield the states of an engine's places, each with its number of places. The numbers sum to the capacity."""
-    left = 0 if now["span.left"] else now[LevelName.capacity]
+    left = 0 if now[f"span.{LEFT}"] else now[LevelName.capacity]
     for kind, cause in _WHOLE_ENGINE:
         if now[f"span.{kind}"]:
             yield cause, left
