@@ -295,7 +295,7 @@ async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its final name. Then delete an earlier folder that had this name."""
+    """Give a complete folder its final name. If an earlier folder has this name, move it aside, and delete it last."""
     _sync(partial)
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)

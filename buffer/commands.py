@@ -550,8 +550,9 @@ class Cancel(Operation[Done], frozen=True):
 class Leave(Operation[Done], frozen=True):
     """Release the leases of a worker that disconnects, except ``leases``. Unregister the worker if no lease is left.
 
-    ``leases`` holds (group id, attempt number) pairs of the leases that the client returned to its caller, and that the
-    caller has not given back. They last until they expire, or until the worker counts as silent.
+    ``leases`` holds (group id, attempt number) pairs of the leases that the worker still holds: `WorkerClient.lease`
+    has returned them to the worker, and the worker has not given them back. These leases last until they expire, or
+    until the buffer counts the worker as silent.
     """
 
     roles = _ROLLOUT

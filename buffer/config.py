@@ -49,8 +49,8 @@ class BufferConfig:
     Attributes:
         max_lag: Staleness bound in learner steps; 0 is synchronous training.
         max_uses: Largest number of learner steps that train on a group, at most ``max_lag + 1``. The lag of each use is
-            at most ``max_lag``. A consumed group stays for a further use only if the staleness bound would admit a
-            new group with the same deadline.
+            at most ``max_lag``. A consumed group stays for a further use only if the learner can use it again by its
+            deadline, in addition to all running and stored groups.
         on_stale: What happens to a running group that the next batch must contain: ``wait`` for the group, ``requeue``
             its prompt, or ``drop`` the group.
         order: Order in which a batch takes stored groups, as long as no group misses its deadline. One of ``fifo``,
@@ -85,8 +85,9 @@ class BufferConfig:
             restarted store server is empty, and its groups are generated again. With 0, the run ends when a server
             dies.
         max_worker_deaths: The buffer drops a prompt group (``worker_died``) when this many rollout workers have died
-            or become silent while they held a lease on the group. A worker holds at most one group that the next death
-            would drop, so a death shows which prompt kills its workers. 0 drops no group.
+            or become silent while they held a lease on the group. If this number is 2 or more, a worker's death drops
+            at most one group. The reason is that a worker holds at most one group with one death fewer than this
+            number. 0 drops no group.
         hand_over: Whether a waiting worker takes over a running group, with the tokens so far, from a worker that is at
             least twice as slow. A group changes workers at most twice.
         max_message_bytes: Largest frame that a client may send, in bytes. The server closes a connection with a longer

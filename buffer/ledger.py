@@ -229,10 +229,10 @@ class Ledger:
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many running groups the next batch must take.
+        """Return ``max_lag + 1`` numbers: how many running (leased) groups the next batch must take.
 
-        A group's deadline is the last version that may consume the group. Number k is how many groups with the deadline
-        ``next_plan + k`` or earlier the batch must take in addition to those of the numbers before.
+        A group's deadline is the last version that may consume the group. The sum of the numbers 0 … k is how many
+        running groups with the deadline ``next_plan + k`` or earlier the batch must take.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 

@@ -81,7 +81,12 @@ class Saved(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
-    """The store with the reserved bytes. Groups in ``evicted`` lose their trajectories or saved prefix."""
+    """The choice of a store for the trajectories of a running group, with room for their bytes.
+
+    Attributes:
+        store: Number of the store.
+        evicted: Ids of the groups that lose their trajectories or saved prefix, because the store needs their room.
+    """
 
     store: int
     evicted: tuple[int, ...] = ()

@@ -273,9 +273,9 @@ class WorkerClient:
     async def close(self) -> None:
         """Close the connection. Pending calls raise `ReplayBufferError`.
 
-        Groups go back to the queue if the buffer granted their leases, but `lease` has not returned these leases to its
-        caller. Before this call, release the leases that `lease` has returned. Otherwise they last until they expire,
-        or until the client has been silent for four heartbeats.
+        Before you call `close`, release the leases that `lease` has returned. An unreleased lease lasts until it
+        expires, or until the client has been silent for four heartbeats. If the buffer granted a lease during a pending
+        call of `lease`, the buffer puts the group of this lease back into the queue.
         """
         self._pushed.set()
         if self._beat is not None:

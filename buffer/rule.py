@@ -344,9 +344,11 @@ def choose_batch(
 ) -> list[int]:
     """Choose ``seats`` groups for a batch, and return their ids.
 
-    Until the batch is full, take the group with the smallest sort key that the `Window` allows. ``ready`` maps each
-    deadline to its stored groups, sorted by sort key. ``required`` is the result of `StalenessRule.required`. There
-    must be enough stored groups to meet these requirements.
+    ``ready`` maps each deadline to its stored groups, sorted by sort key. ``required[k]`` is how many of the groups due
+    at ``version + k`` or earlier the batch must take (`StalenessRule.required`). ``ready`` must hold enough groups.
+
+    The `Window` keeps seats free for the required groups, so it limits the deadlines that the batch may still take.
+    Until the batch is full, take the group with the smallest sort key among the groups with such deadlines.
     """
     window = Window(required, seats)
     tops = [(entries[0], deadline, 0) for deadline, entries in ready.items() if entries]

@@ -130,7 +130,10 @@ class StoreJoins:
                 self._links.connect("" if place.is_gone else place.address)
 
     def leave_earlier(self) -> None:
-        """Close the connections to the stores from before a resume. New stores take over the groups of these stores."""
+        """Close the connections to the stores that joined before the run was resumed from a checkpoint.
+
+        The stores that join later load the groups of these earlier stores from the checkpoint.
+        """
         for number in self._ledger.groups.space.awaited_stores():
             if self._links is not None:
                 self._links.disconnect(number)

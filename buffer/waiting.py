@@ -111,9 +111,10 @@ class HeldRequests:
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
-        """Hold a request instead of its earlier copy, until it is answered or its time is over.
+        """Hold a request until it is answered or its time is over.
 
-        Raises `ReplayBufferError` if too many requests are held.
+        If the client sends a held request again, with the same id, the new copy replaces the held copy. Raises
+        `ReplayBufferError` if too many requests are held.
         """
         key = request.client, request.request_id
         self.remove(*key)

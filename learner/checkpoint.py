@@ -88,12 +88,12 @@ class ShardedCheckpointer:
         keep: int = -1,
         **saved: Any,
     ) -> Path:
-        """Save the trainer's current state, and return the path of the complete checkpoint.
+        """Save the trainer's current state, and return the path of the checkpoint.
 
         Args:
             version: Policy version of the state.
             wait: Return when the checkpoint is complete. If False, return when the state is copied to the host. A
-                thread then writes the files, and the next call waits for the thread.
+                thread then writes the files. The next call of a method of this class waits for the thread.
             keep: Number of complete checkpoints to keep, including the newest; -1 removes none.
             saved: More fields of the checkpoint's `SavedProgress`: ``role``, ``run``, ``life`` and ``parts``.
 

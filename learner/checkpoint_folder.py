@@ -109,7 +109,10 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return the paths of a folder's checkpoints that have all parts, such as the critic's; oldest first."""
+    """Return the paths of a folder's complete checkpoints, oldest first.
+
+    A complete checkpoint lacks none of its parts. A part, such as ``critic``, is the state of another component.
+    """
     return [path for path in named_checkpoints(directory) if not missing_parts(path)]
 
 

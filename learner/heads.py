@@ -198,8 +198,9 @@ def at_places(
     Args:
         hidden: [N, h], under Ulysses this rank's tokens.
         places: [M] int64 packed positions on the host, equal on all sp ranks.
-        compute: Maps the hidden states [m, h] at m of the M positions to one or more [m] tensors. Its second argument
-            selects the m positions: an index into ``places``, [m] int64 or a slice.
+        compute: Is called with the hidden states [m, h] at the m positions in ``places`` that are on this rank. Returns
+            one or more [m] tensors. The second argument is [m] int64 or a slice. It selects from an [M] array, such as
+            ``places``, the entries of these m positions.
 
     Returns:
         The results of ``compute`` for all M positions, [M] each, equal on all sp ranks.

@@ -73,7 +73,7 @@ def fill_adapters(model: nn.Module) -> None:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Compute without the adapters inside the context. Raises `ValueError` if the model does not have adapters."""
+    """Switch off the model's adapters until the context ends. Raises `ValueError` if the model has no adapters."""
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy must have adapters to switch off, got none; set learner.lora.rank")

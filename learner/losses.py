@@ -73,7 +73,8 @@ class LossInputs(TokenInputs):
     def proximal_logprobs(self) -> Tensor:
         """Log-probs of the tokens under the policy before the learner step, [M], without gradient.
 
-        Raises `ValueError` in a step of several updates if no option requests these log-probs.
+        If a step has several updates, the learner must compute these log-probs before the first update. It computes
+        them only if an option requires it. Otherwise this property raises `ValueError`.
         """
         if "proximal_logprobs" not in self.columns and self.is_proximal:
             return self.log_probs.detach()

@@ -120,7 +120,7 @@ def logit_shape(config: PreTrainedConfig) -> LogitShape:
 
 
 def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a token classifier with one label, on the meta device and in training mode, without values.
+    """Build a token classifier with one label, in training mode, on the meta device (weights without values).
 
     The path may hold a causal language model. Raises `ValueError` if there is no model, or if a stored classifier does
     not have one label.
@@ -129,9 +129,10 @@ def load_critic(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def load_reward_model(model_path: str, dtype: torch.dtype) -> PreTrainedModel:
-    """Build a sequence classifier with one label, on the meta device and in training mode, without values.
+    """Build a sequence classifier with one label, in training mode, on the meta device (weights without values).
 
-    Raises `ValueError` if there is no model, if the head's weights are missing, or if the head does not have one label.
+    `fill_pretrained` later reads the values of the weights. Raises `ValueError` if there is no model, if the head's
+    weights are missing, or if the head does not have one label.
     """
     stored, score = stored_weights(model_path), f"{SCORE_HEAD}.weight"
     if stored and score not in stored:

@@ -116,7 +116,7 @@ def _carries_state(module: nn.Module) -> bool:
 
 
 def _has_boundary_kernels(layer: nn.Module) -> bool:
-    """Return whether the layer uses kernels with sequence boundaries."""
+    """Return whether the layer runs fast kernels that accept the boundaries of packed sequences."""
     module = sys.modules[type(layer).__module__]
     accepts = "seq_idx" in inspect.signature(type(layer).forward).parameters or hasattr(layer, "chunk_gated_delta_rule")
     return accepts and bool(getattr(module, "is_fast_path_available", False))

@@ -111,7 +111,7 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Return the norm of the gradients of whole parameters.
+    """Return the L2 norm of all gradients of ``parameters`` together. All shards of a sharded gradient count.
 
     ``shards`` is the mesh of the ranks that share one copy of the parameters; None means that the parameters are not
     sharded. Either all gradients are plain tensors, or all gradients are sharded in the same way.
@@ -199,14 +199,15 @@ class Trainer(PackedModel):
     def update(
         self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
     ) -> dict[str, float]:
-        """Make one optimizer update on the sequences of all ranks. The sp ranks of a group pass the same sequences.
+        """Make one optimizer update on the sequences of all ranks. Ranks of one sp group pass the same sequences.
 
         ``packed`` may be the result of `pack_to_train`.
 
         Returns:
-            The same dict on each rank: ``loss``, the loss's own metrics (means over the batch's tokens, before
-                ``Objective.summarize``), ``num_tokens`` (in the loss), ``num_trajectories``, ``num_micro_batches``,
-                ``grad_norm``, ``lr``, ``skipped_updates``, ``empty_updates``.
+            The same dict on each rank: ``loss``, the loss's own metrics, ``num_tokens`` (in the loss),
+                ``num_trajectories``, ``num_micro_batches``, ``grad_norm``, ``lr``, ``skipped_updates``,
+                ``empty_updates``. The loss's own metrics are means over the batch's tokens in the loss. This method
+                does not apply ``Objective.summarize`` to them.
         """
         self._set_training(True)
         batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)

@@ -65,7 +65,10 @@ class TurnRewards:
 
     @property
     def levels(self) -> list[Tensor]:
-        """One int64 tensor per value in `index`, ascending: the positions of this value in the array `index`."""
+        """Positions in the [K] arrays, as one int64 tensor for each different value in `index`, smallest value first.
+
+        All turns of one tensor have the same number of sampled turns before them on their paths.
+        """
         return [torch.nonzero(self.index == level)[:, 0] for level in self.index.unique().tolist()]
 
 

@@ -21,11 +21,11 @@ from .ulysses import get_ulysses_sequence_parallel_world_size, slice_input_tenso
 
 
 class VisionTower:
-    """Makes the inputs of the language model from tokens and images.
+    """The vision tower (image encoder) of a model. It makes the language model's inputs from tokens and images.
 
     Args:
         model: Qwen3-VL without its output layer.
-        pixel_format: The format of the pixels. It converts pixels to the tower's input.
+        pixel_format: How images are cut into patches, and how their pixels are scaled to the tower's input.
     """
 
     def __init__(self, model: nn.Module, pixel_format: PixelFormat) -> None:

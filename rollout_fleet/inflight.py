@@ -241,9 +241,10 @@ class InflightGroup:
             self.runs[self._outstanding.pop(request_id)].refuse(request_id, error)
 
     def progress(self) -> TrajectoryGroup | None:
-        """Return the tokens of all trained episodes so far as an unfinished group without rewards, to save it.
+        """Return the tokens so far as an unfinished group without rewards, so that the caller can save them.
 
-        Returns None if the policy has not sampled a token yet.
+        The group consists of the episodes of `trained`, which omits the greedy baseline. Returns None if the policy has
+        not sampled a token of these episodes yet.
         """
         trajectories = [episode.progress() for episode in self.trained]
         if not any(turn.sampled and len(turn.token_ids) for each in trajectories for turn in each.turns):

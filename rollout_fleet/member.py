@@ -1,4 +1,4 @@
-"""The state machine of a member: a worker of a run that loads weights. Example: a rollout worker with its engine.
+"""The state machine of a member. A member is a rollout worker with its engine, which loads the run's weights.
 
 ::
 
@@ -7,7 +7,7 @@
        │ ▼
      pending                                                     the cluster has no resources for the member
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
-                                                    ├──▶ failed     too many faults in one window, or it did not stop
+                                                    ├──▶ failed     too many faults in ``window_s``, or it did not stop
                                                     └──▶ left       the member was asked to leave
     ready, updating ──▶ draining ──▶ left                        the member was asked to leave while it served
     pending, starting, catching_up, fenced, backoff ──▶ left     the member was asked to leave

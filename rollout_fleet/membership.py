@@ -98,7 +98,7 @@ class Roster:
         return ranks
 
     def arrived(self, rank: int) -> None:
-        """Record that the joining engine of a rank has loaded weights and serves. Its state is then ``present``."""
+        """Mark the joining engine of rollout worker ``rank`` as present. Call this when the engine serves."""
         if self._presence.get(rank) is Presence.coming:
             self._presence[rank] = Presence.present
 

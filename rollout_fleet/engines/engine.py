@@ -277,7 +277,10 @@ class Engine(ABC):
 
     @abstractmethod
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
-        """Begin to sample, and put the results into ``answers``. Returns tasks for the caller to cancel."""
+        """Begin to sample, and put the results into ``answers``.
+
+        Returns the tasks that sample, if the engine starts any. The caller cancels these tasks at its end.
+        """
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
         output = sample.so_far()

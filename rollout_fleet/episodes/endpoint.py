@@ -76,7 +76,8 @@ class _Refused(Exception):
 class Endpoint:
     """An HTTP server for the environments of a rollout worker.
 
-    ``keep_alive_s`` is the number of seconds between two comment lines of a streamed answer that is not sampled yet.
+    While the policy samples, the server sends comment lines in a streamed answer, because a silent connection could
+    time out. ``keep_alive_s`` is the number of seconds between two comment lines.
     """
 
     def __init__(self, *, keep_alive_s: float = KEEP_ALIVE_S) -> None:
@@ -297,7 +298,7 @@ class Endpoint:
             await asyncio.wait([work], timeout=self._keep_alive_s)
         try:
             answers = work.result()
-        except Exception as error:  # noqa: BLE001 - the status is sent already
+        except Exception as error:  # noqa: BLE001 - the HTTP status is sent already, so send an event
             status, kind, message = _status_of(error)
             self.counts.errors[status] += 1
             shape = _error_shape(request)

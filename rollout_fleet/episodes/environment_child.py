@@ -123,7 +123,8 @@ class _TracedThreads(ThreadPoolExecutor):
             except StopIteration as error:  # a future of asyncio would never get it
                 raise RuntimeError("a call in a thread raised StopIteration") from error
 
-        traces, token = _current.get(), _current.set(None)  # a thread that the pool starts belongs to no episode
+        # The pool may start a thread here. Later episodes use this thread too, so do not record it for this episode.
+        traces, token = _current.get(), _current.set(None)
         try:
             call = super().submit(without_stop_iteration)
         finally:

@@ -8,7 +8,8 @@ The class `Episode` makes requests to the engine, limits turns and tokens, and r
                                                           └─sample──▶ answer (4)      a sibling
     summary (5) ──sample──▶ answer (6)                                                a new root: sample(ROOT, …)
 
-The states of a sampled turn. A *recorded* turn was sampled by an earlier attempt at the prompt group::
+The states of a sampled turn. A new turn begins as *running*. A *recorded* turn has tokens that an earlier attempt at
+the prompt group sampled. `sample` continues a recorded turn; if the turn is complete, it is finished at once::
 
     recorded ──sample──▶ running ──take──▶ finished
         │                   └──abandon──▶ dropped
@@ -309,9 +310,9 @@ class Episode:
         return self._room(depth, above, sampling.max_new_tokens, num_turns)
 
     def next_requests(self) -> list[SampleRequest]:
-        """Make the requests to send to the engine: one per running turn that does not wait for the engine.
+        """Make a request for each running turn that has no unanswered request.
 
-        Pass each answer of the engine to `take`.
+        Send these requests to the engine, and pass each answer of the engine to `take`.
         """
         requests = []
         for index in sorted(self._running.difference(self._outstanding.values())):

@@ -21,7 +21,7 @@ from .session import Session, SessionCounts
 
 
 class EpisodePlayer:
-    """Plays episodes with the environments that the options or the rows of the data name.
+    """Plays episodes. A prompt's row of the data, or else an option, contains the name of the episode's environment.
 
     `close` may be called at any time.
 
