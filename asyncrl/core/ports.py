@@ -169,8 +169,9 @@ class ControlBuffer(Protocol):
     """What the controller (the run's main process) can ask the replay buffer."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
-        """Queue prompts for the rollout workers. Wait while the queue is full. A second prompt with the same
-        group id is skipped.
+        """Queue prompts for the rollout workers. Wait while the queue is full.
+
+        The buffer skips a prompt if it already has a prompt with the same group id.
 
         With ``wants_outcomes``, the call returns summaries of the groups that workers have finished since the previous
         call with ``wants_outcomes``. These include groups that the option ``buffer.filters`` made the buffer drop.

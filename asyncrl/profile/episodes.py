@@ -36,7 +36,7 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
         - ``num_left_out``: number of rows that are left out;
         - ``waits``: what the episode waited for (one of `WAITS`), as consecutive periods [what, start, end] in seconds
           from the start of the episode to its end;
-        - ``waits_s``: total seconds of these periods by what.
+        - ``waits_s``: total seconds of these periods, by what the episode waited for.
     """
     turns = [turn for turn in episode["turns"] if turn["is_sampled"]]
     rows = [*_rows(episode)]

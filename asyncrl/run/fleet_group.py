@@ -362,8 +362,8 @@ class FleetGroup:
     def engines(self) -> list[str]:
         """Return the names of the engines that are in the fleet now. A name is the engine's rank as text.
 
-        Left out are engines that have not served yet, are leaving, or have left or failed. An engine whose restart
-        waits for free resources is also left out.
+        The list leaves out engines that have not served yet, are leaving, or have left or failed. It also leaves out an
+        engine whose restart waits for free resources.
         """
         return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
 
