@@ -171,7 +171,7 @@ class ControlBuffer(Protocol):
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts for the rollout workers. Wait while the queue is full.
 
-        The buffer skips a prompt if it already has a prompt with the same group id.
+        The buffer skips a prompt if a prompt with the same group id was queued before.
 
         With ``wants_outcomes``, the call returns summaries of the groups that workers have finished since the previous
         call with ``wants_outcomes``. These include groups that the option ``buffer.filters`` made the buffer drop.
