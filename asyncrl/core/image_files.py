@@ -165,7 +165,8 @@ class ImageReader:
     def num_tokens(self, content: bytes | Path, where: str) -> int:
         """Return how many placeholder tokens an image file takes in the prompt. Only the file's header is read.
 
-        ``content`` is the file's bytes or path. ``where`` names the image in errors. Raises the errors of `image`.
+        ``content`` is the file's bytes or path. ``where`` names the image in errors. Raises `ValueError` if
+        Pillow cannot read the header, or the image is too large or too narrow.
         """
         width, height = _size(content, where)
         limits = self._limits

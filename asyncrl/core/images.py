@@ -68,7 +68,7 @@ class PlacedImage:
 
 
 def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
-    """Return copies of placed images whose offsets, the indices of their first tokens, are larger by ``by``."""
+    """Return copies of ``images`` that are ``by`` tokens later in the sequence."""
     return tuple(PlacedImage(image=placed.image, offset=placed.offset + by) for placed in images)
 
 
@@ -136,7 +136,7 @@ class GroupImages:
 
     @property
     def num_images(self) -> int:
-        """Number of distinct images in the group, I."""
+        """Number I of distinct images in the group."""
         return len(self.grids)
 
     def pixels_of(self, index: int) -> np.ndarray:

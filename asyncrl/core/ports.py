@@ -169,11 +169,13 @@ class ControlBuffer(Protocol):
     """What the controller (the run's main process) can ask the replay buffer."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
-        """Queue prompts for the rollout workers. Wait while the queue is full. A group id is queued only once.
+        """Queue prompts for the rollout workers. Wait while the queue is full.
+
+        The buffer skips a prompt if a prompt with the same group id was queued before.
 
         With ``wants_outcomes``, the call returns summaries of the groups that workers have finished since the previous
-        call with ``wants_outcomes``, including groups that a filter dropped. Otherwise it returns no groups. Without
-        prompts, the call does not wait.
+        call with ``wants_outcomes``. These include groups that the option ``buffer.filters`` made the buffer drop.
+        Otherwise the call returns no groups. Without prompts, the call does not wait.
         """
         ...
 
@@ -268,7 +270,7 @@ class ControlBuffer(Protocol):
         """Write the buffer's part of a checkpoint to ``folder``, an absolute path. Return after the folder is complete.
 
         The batches of all steps before ``version`` must be planned or committed. ``key`` is a random name for the
-        checkpoint, which `resume` needs.
+        checkpoint. `resume` must get the same name.
         """
         ...
 

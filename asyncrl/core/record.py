@@ -130,7 +130,7 @@ class LevelName(StrEnum):
     environment = "environment"  # unused capacity while environments of episodes have not asked for a turn
     parked = "parked"  # samples that are interrupted while the engine loads new weights
     asking = "asking"  # 1 while the worker waits for permission to generate further groups
-    version = "version"  # policy version of the engine; on the buffer's lane: of the learner
+    version = "version"  # policy version of the engine; on the buffer's lane, the learner's policy version
     # Buffer: lane ``buffer``, in groups unless another unit is given
     queued = "queued"
     leased = "leased"
@@ -446,9 +446,9 @@ def cpu() -> None:
 
 
 def stamp(event: str, group: int, **of: Any) -> None:
-    """Record that something happened to a prompt group now, if this process records.
+    """Record that something happened to a prompt group now. Do nothing if this process has no recorder.
 
-    ``event`` is a `GroupEvent`, and ``group`` is the group's id. ``of`` has the keyword arguments of `Recorder.stamp`.
+    ``event`` is a `GroupEvent`. ``group`` is the group's id. ``of`` are further arguments of `Recorder.stamp`.
     """
     if _recorder is not None:
         _recorder.stamp(event, group, **of)

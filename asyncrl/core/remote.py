@@ -88,9 +88,9 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
     (SIGSTOP) does not count.
 
     Raises:
-        DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. For
-            references and futures, the message also names the late workers and ends with the log of the first late
-            worker.
+        DeadlineError: at the deadline. The message contains ``what``, such as ``"the update of step 7"``. If
+            ``pending`` has Ray references (`refs_of`), the message also names the late workers, and ends with the log
+            of the first late worker.
     """
     call, left_s = asyncio.ensure_future(pending), timeout_s
     try:

@@ -126,7 +126,9 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryGroup:
-    """G trajectories of one prompt, as arrays over their M turns (with the prompt) and over the N tokens of all turns.
+    """G trajectories of one prompt, as arrays. M is the number of turns, N the number of tokens in all turns.
+
+    The prompt is one of the turns.
 
     Attributes:
         group_id: The prompt's index in the run's prompt order.
@@ -134,8 +136,8 @@ class TrajectoryGroup:
         turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, parents before children.
         token_columns: [N, …] arrays by name. Required: ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled)
             and ``versions`` int32 (-1 where not sampled).
-        trajectory_columns: [G, …] arrays by name. Required: ``rewards`` float32, and ``baseline`` bool if there is a
-            baseline.
+        trajectory_columns: [G, …] arrays by name. Required: ``rewards`` float32. If a trajectory is a baseline (a
+            greedy answer that is not trained on), ``baseline`` bool is required too.
         turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
         image_columns: The distinct images of the group; empty without images.
     """
@@ -366,7 +368,7 @@ class TrajectoryGroup:
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """Return the loss mask of a branch (a path of turns), [T] bool: True at tokens that this branch trains."""
+        """Return the loss mask of a branch (a path of turns), [T] bool: True at tokens that count in its loss."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:

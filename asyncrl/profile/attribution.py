@@ -28,7 +28,7 @@ _RECENT_STEPS = 10
 
 
 class FleetCause(StrEnum):
-    """Why a place on an engine (the capacity for one sample) was idle. The first member that applies is the cause."""
+    """Why a place on an engine (the capacity for one sample) was idle. The first cause that applies counts."""
 
     engine_down = "engine_down"
     start = "start"
@@ -48,9 +48,9 @@ class FleetCause(StrEnum):
 
 
 class LearnerCause(StrEnum):
-    """Why a learner rank was idle. The first member that applies is the cause.
+    """Why a learner rank was idle. The first cause that applies counts.
 
-    For ``batch_tail`` and all later members, the rank waits for a batch.
+    For ``batch_tail`` and all later causes, the rank waits for a batch.
     """
 
     rank_down = "rank_down"
@@ -117,7 +117,7 @@ class PoolTime:
 
     @property
     def idle_total(self) -> int:
-        """Sum of the idle time of all causes, in nanoseconds times places."""
+        """Idle time of all causes together, in nanoseconds, summed over the places of the pool."""
         return sum(self.idle.values())
 
     @property
@@ -189,7 +189,10 @@ class Series:
 
     @classmethod
     def covering(cls, intervals: Iterable[tuple[int, int]]) -> Self:
-        """Return a series that counts, at each time, the pairs (start, end) in ``intervals`` that contain the time."""
+        """Return a series whose value at each time is the number of intervals that contain this time.
+
+        An interval is a pair (start, end).
+        """
         deltas: Counter[int] = Counter()
         for start, end in intervals:
             deltas[start] += 1
@@ -274,7 +277,10 @@ def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]
 
 
 def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield the states of an engine's places, each with its number of places. The numbers sum to the capacity."""
+    """Yield pairs: a state (busy, or a cause of idle time), and the number of the engine's places in this state.
+
+    The numbers sum to the engine's capacity, or to 0 after the engine has left.
+    """
     left = 0 if now[f"span.{LEFT}"] else now[LevelName.capacity]
     for kind, cause in _WHOLE_ENGINE:
         if now[f"span.{kind}"]:
@@ -553,7 +559,8 @@ class OverlapReport:
     Attributes:
         run: Figures from the start of the first step to the end of the last finished step.
         steps: Version and figures of each step, in order of time. A repeated step appears twice.
-        recorded: Number of processes per pool, of lost records and of damaged files, and the largest clock error.
+        recorded: Facts about the record: ``processes`` (number per pool), ``dropped_records`` (number of lost records),
+            ``torn_files`` (number of damaged files), ``clock_error_ns`` (largest clock error of a process).
     """
 
     run: Figures

@@ -168,8 +168,8 @@ def check_dashboard(address: str, token: str) -> None:
     """Check that a dashboard can be served on ``address`` (HOST:PORT) with the secret ``token``.
 
     Raises:
-        ValueError: the address is malformed, it is not loopback and the token is empty, or ``watchfiles`` is not
-            installed.
+        ValueError: ``address`` is malformed; or ``token`` is empty although ``address`` is not loopback; or the package
+            ``watchfiles`` is not installed.
     """
     host, _ = split_address(address, "dashboard_address")
     if importlib.util.find_spec("watchfiles") is None:

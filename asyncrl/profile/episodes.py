@@ -34,8 +34,9 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
         - ``title``, ``failure`` and ``duration_s``;
         - ``rows``: one dict per turn (a message of the dialogue) and per tool call, at most `MAX_ROWS`;
         - ``num_left_out``: number of rows that are left out;
-        - ``waits``: consecutive periods [reason, start, end] from the start of the episode to its end;
-        - ``waits_s``: seconds by reason.
+        - ``waits``: what the episode waited for (one of `WAITS`), as consecutive periods [what, start, end] in seconds
+          from the start of the episode to its end;
+        - ``waits_s``: total seconds of these periods, by what the episode waited for.
     """
     turns = [turn for turn in episode["turns"] if turn["is_sampled"]]
     rows = [*_rows(episode)]

@@ -73,7 +73,10 @@ class _Events:
                 yield {**place, "ph": "X", "name": span.kind, **times, "args": args}
 
     def groups(self) -> Iterator[dict[str, Any]]:
-        """Yield the events of arrows. An arrow leads from a group's lease to a step that trained on the group."""
+        """Yield trace events for each group that a step trained on.
+
+        Perfetto shows them as a bar from lease to last token, and as an arrow from the lease to the step's update.
+        """
         updates = {span.step: span for span in reversed(self._trace.spans_of("update"))}
         for group in (use for life in self._trace.groups.values() for use in life.uses()):
             update = updates.get(group.step)

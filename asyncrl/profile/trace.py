@@ -65,12 +65,13 @@ class Span:
 
     Attributes:
         lane: Name of the rank, engine or other part. Example: ``engine-0``.
+        kind: Name of the activity, a `SpanKind`. Example: ``update``.
         start: Nanoseconds.
         end: Nanoseconds; for an open span, the end of its process or of the trace.
         version: Policy version that the activity concerns, or -1 if none.
         step: Learner step that the activity concerns, or -1 if none.
         group: Id of the group that the activity concerns, or -1 if none.
-        cause: Further detail of ``kind``, or empty.
+        cause: Detail of the activity, such as the name of a phase; empty if none.
         is_open: True if the end of the span is not recorded.
     """
 
@@ -366,9 +367,9 @@ class TraceReader:
         )
 
     def forget(self, before: int) -> None:
-        """Drop the records from before a time in nanoseconds, except the spans that ended after this time.
+        """Drop the records that are older than ``before``, in nanoseconds. Spans that end later are kept.
 
-        This keeps later calls of `read` cheap. The next trace still has the value of each count at the time ``before``.
+        This keeps later calls of `read` cheap. The next trace still has the value that each count had at ``before``.
         """
         for file in self._files.values():
             file.forget(before)

@@ -124,11 +124,12 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         last: StepRecord | None = None,
         earlier: BufferStats | None = None,
     ) -> None:
-        """Prepare the loops. Learner, buffer and engines must have started at the version of ``resumed``.
+        """Prepare the loops. Learner, buffer and engines must have started at the policy version of ``resumed``.
 
-        ``on_step`` gets the record of each finished step. ``evaluate`` evaluates a policy version. Its arguments are
-        the version, and a `PinnedEngines` function that returns the engines that stay on this version. ``last`` is the
-        record of the newest step before ``resumed``. ``earlier`` has the ledger's counts at the start of this process.
+        ``resumed`` is the run's state in the checkpoint from which the run continues; None for a new run. ``last`` is
+        the record of the newest step before this checkpoint. ``earlier`` has the ledger's counts at the start of this
+        process. ``on_step`` gets the record of each finished step. ``evaluate`` evaluates a policy version. Its
+        arguments are the version, and a `PinnedEngines` function that returns the engines that stay on this version.
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate

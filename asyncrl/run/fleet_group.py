@@ -360,7 +360,11 @@ class FleetGroup:
         await asyncio.gather(*coming, return_exceptions=True)
 
     def engines(self) -> list[str]:
-        """Return the names of the engines that take part in training. A name is the engine's rank as text."""
+        """Return the names of the engines that are in the fleet now. A name is the engine's rank as text.
+
+        The list leaves out engines that have not served yet, are leaving, or have left or failed. It also leaves out an
+        engine whose restart waits for free resources.
+        """
         return [str(rank) for rank, member in sorted(self._members.items()) if member.is_there]
 
     async def answer(

@@ -223,8 +223,9 @@ class _HostStore:
 def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:
     """Return a function that makes a `NodeStore` actor in the connected Ray cluster.
 
-    The function takes a node id and the number of the store. ``config`` has the options of the buffer. ``options`` are
-    ``num_clients`` and further options of `BufferSupervisor`.
+    The function takes a node id and the store's number (stores are numbered from 0, in the order of their start).
+    ``config`` has the options of the buffer. ``options`` are keyword arguments: ``num_clients`` of `NodeStore`, and
+    others of `BufferSupervisor`.
     """
     actor_class: Any = ray.remote(NodeStore)
     place: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}

@@ -212,9 +212,10 @@ class LearnerGroup:
         await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
-        """Queue the publish of ``version``, and move the tensors of roles that share GPUs with engines to the host.
+        """Queue the publish of ``version``, and free GPU memory for the engines on the same GPUs.
 
-        Await the result to wait until the engines can load the version.
+        The roles in the actor's pool move tensors from the GPUs to the host's memory. Await the result to wait until
+        the engines can load the version.
         """
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
         return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")

@@ -167,7 +167,10 @@ class NodeFolders:
         self._collecting = asyncio.Lock()
 
     async def open(self) -> None:
-        """Find out which nodes share the run's folder. Lock the run's folder in the shared memory of each node."""
+        """Find out which nodes see the run's folder of the controller.
+
+        Then lock another folder on each node: the run's folder in shared memory (`shared_folder`).
+        """
         await self._enter(self._nodes)
 
     async def supply(self, config: RunConfig, *, keys: str, resumes: bool) -> RunConfig:
@@ -343,7 +346,8 @@ class NodeFolders:
     async def _collect_from(self, address: str) -> None:
         for name, size in (await self._sizes(address, COLLECTED)).items():
             path, begin = self._collected.get((address, name), (self._run_dir / name, 0))
-            if (address, name) not in self._collected:  # a worker that changed its node may repeat a name
+            # A worker that moved to another node writes files with the same names there. Copy them under free names.
+            if (address, name) not in self._collected:
                 others = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
                 path = next(free for free in chain([path], others) if not free.exists())
             if size > begin:

@@ -119,7 +119,7 @@ class Resumed:
     Attributes:
         checkpoint: Folder of the checkpoint.
         state: The run's state in the checkpoint.
-        earlier: The buffer's counts when this process begins to continue the run; None before `take_up`.
+        earlier: The buffer's counts after `take_up` has set the buffer back to the checkpoint; None before.
     """
 
     checkpoint: Path
@@ -162,7 +162,7 @@ class Checkpointer:
         self._copied: list[tuple[Path, list[asyncio.Future[Path]]]] = []
 
     def committed(self) -> None:
-        """Answer the requests for a checkpoint that is complete now. Call this after the buffer has committed a step.
+        """Answer each request (`requested`) whose checkpoint is complete. Call this after the buffer commits a step.
 
         Raises `ReplayBufferError` if the buffer could not write its part of a checkpoint.
         """

@@ -289,11 +289,12 @@ def _num_versions(config: RunConfig) -> int:
 
     These versions are:
 
-    - ``keep_snapshots`` versions, or all versions that engines may still load if these are more;
-    - the full version before the oldest delta, and a version that the next evaluation needs;
+    - ``keep_snapshots`` versions; or ``max_lag + 2`` if that is more, because engines may still load so many;
+    - up to ``full_every - 1`` versions before the oldest delta, from the full version on;
     - one version that is being written, and one that an engine still reads.
 
-    With adapters, only the frozen weights count, because adapters are small.
+    If hosts keep images (complete copies of the weights), the number of images plus two is added. With adapters, only
+    the frozen weights count, because adapters are small.
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1

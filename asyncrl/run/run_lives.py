@@ -98,7 +98,10 @@ def find_runs(folder: Path) -> list[list[Life]]:
 
 
 def life_of(run_dir: Path, record: LifeRecord) -> Life:
-    """Read the life (one ``asyncrl train`` process) in the folder ``run_dir``. ``record`` is the life's record."""
+    """Read the life (one ``asyncrl train`` process) in the folder ``run_dir``.
+
+    ``record`` has the values in the folder's ``life.json``.
+    """
     path = run_dir / "config.yaml"
     try:
         options: Mapping[str, Any] = yaml.safe_load(path.read_text())

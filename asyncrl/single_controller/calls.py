@@ -141,7 +141,8 @@ class Route:
     Attributes:
         remote_name: Name of the actor's method to call.
         role_method: Role and method name that a fused worker gets; None if the worker is called directly.
-        is_worker: Whether the actor's class is a `Worker`, which has helper methods for references and silent calls.
+        is_worker: Whether the actor's class is a `Worker`. A `Worker` can call another method with the results of
+            futures (`_call_chained`), or without returning the method's result (`_call_silently`).
         is_coroutine: Whether the called method is async. An async method awaits the futures in its arguments itself.
         takes_results: Whether the method receives the results of futures instead of the futures.
         is_beside: Whether the method has the decorator `beside`, so that it runs in a second thread of the worker.

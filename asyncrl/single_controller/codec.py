@@ -303,7 +303,10 @@ class Decoder:
         raise WireError(f"message contains an unknown type with the code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
-        """Return the list, or the value that the list encodes if it begins with a mark. msgpack calls this method."""
+        """Return the list. If its first item is a `_Mark`, return the value that the other items encode.
+
+        msgpack calls this method for each list.
+        """
         if not items or type(items[0]) is not _Mark:
             return items
         self.open_marks -= 1

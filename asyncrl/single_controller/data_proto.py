@@ -72,8 +72,8 @@ class DataProtoItem:
 class DataProto:
     """A batch of B rows: tensors and numpy arrays by name, and values for the whole batch.
 
-    Other processes may read the memory of a received batch. Therefore the first read of ``batch`` copies the tensors,
-    and the caller may write to the copies. A batch that arrived through Ray is decoded when an attribute is first read.
+    A batch that arrived through Ray is decoded when an attribute is first read. Other processes may read the memory of
+    such a batch. Therefore the first read of ``batch`` copies the tensors, and the caller may write to the copies.
 
     Args:
         batch: Tensors with first dimension B; None if there are no tensors.

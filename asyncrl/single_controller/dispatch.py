@@ -443,9 +443,10 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Cut the rows of every argument, a `DataProto`, into one part per rank. Return (args, kwargs) of lists of parts.
+    """Cut the rows of each argument into one part per rank. Each argument is a `DataProto`.
 
-    A `DataProto` with padding enabled is padded first.
+    Returns (args, kwargs), a tuple and a dict of lists. Each list has one part per rank. A `DataProto` with padding
+    enabled is padded first.
     """
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
@@ -468,7 +469,7 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise `UsageError`, because a direct rollout method is called on the worker itself."""
+    """Raise `UsageError`: a method with the mode ``DIRECT_ROLLOUT_METHOD`` must be called on the worker itself."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 

@@ -258,8 +258,9 @@ def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
 def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
     """Set the environment variables for this worker's devices. Call this before an accelerator is used.
 
-    ROCm's variables are copied to ``CUDA_VISIBLE_DEVICES``. If Ray did not set the visible devices, the current device
-    is set to the device that Ray assigned. Raises `UsageError` if ROCm's variables conflict.
+    ROCm's variables are copied to ``CUDA_VISIBLE_DEVICES``. If Ray was told not to restrict the visible devices, the
+    worker sees all devices of its node. The current device is then set to the device that Ray assigned to the worker.
+    Raises `UsageError` if ROCm's variables conflict.
     """
     _unify_rocm(env_vars)
     if ray_noset_visible_devices(env_vars):

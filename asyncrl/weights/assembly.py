@@ -150,9 +150,9 @@ class TensorAssembly:
         )
 
     def finish(self) -> Iterator[tuple[str, Tensor]]:
-        """End the assembly: yield (name, tensor) of the tensors that have no values, and therefore no pieces.
+        """End the assembly: yield (name, tensor) of each tensor of size 0. No pieces arrive for such a tensor.
 
-        Raises `WeightsError` if a tensor with values is not complete.
+        Raises `WeightsError` if another tensor is not complete.
         """
         self._threads.shutdown(wait=False)
         for stored in self._tensors:

@@ -144,7 +144,10 @@ def _copy_joined(tensors: list[tuple[Tensor, _TensorCopies]], parameters: Parame
 
 
 def joined(blocks: list[_Block]) -> list[_Block]:
-    """Join copies (blocks) that have equal shapes and equal distances into larger copies.
+    """Join successive copies (blocks) into larger copies.
+
+    Copies are joined if they have equal shapes and strides, if their targets are equally far apart, and if their
+    sources are equally far apart.
 
     Returns the joined blocks and the remaining blocks. The result has no two blocks that can be joined.
 

@@ -118,8 +118,8 @@ class Region:
 class ModelLayout:
     """The layout of a file with the weights of a model, or with a part of these weights.
 
-    All ranks have the same layout, except for ``regions``, ``raw_regions`` and `computed`. Adapters are written in
-    their training dtype, because a smaller dtype would round small updates to zero.
+    All ranks have the same layout. Only ``regions``, ``raw_regions`` and `computed` (the tensors that a rank computes)
+    differ. Adapters are written in their training dtype, because a smaller dtype would round small updates to zero.
 
     Args:
         shards: The model on this rank.
@@ -129,8 +129,8 @@ class ModelLayout:
         head: The safetensors header: all bytes of the file before its data.
         tensor_of: By parameter name: the tensor's name in the file, if the parameter is a whole tensor of the file.
         regions: The values that this rank writes to the file.
-        raw_regions: The values that this rank writes to the raw copy. The *raw copy* is this rank's memory for
-            parameters from which tensors of the file are computed.
+        raw_regions: The values that this rank writes to its *raw copy*: memory for the parameters from which tensors of
+            the file are computed.
         num_bytes: Size of the file in bytes.
         num_raw_bytes: Size of the raw copy in bytes; 0 if no tensor is computed.
 
@@ -274,7 +274,10 @@ class ModelLayout:
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """Yield what this rank writes of one range of a parameter. The range starts at byte ``start`` of the file."""
+        """Yield the parts that this rank writes of ``num_values`` values of a parameter, from the value ``first`` on.
+
+        The value ``first`` has its place at byte ``start`` of the file or of the raw copy.
+        """
         for own_first, held_first, size in self._own_values(name):
             begin, end = max(first, own_first), min(first + num_values, own_first + size)
             if begin < end:

@@ -255,7 +255,8 @@ class WeightPublisher:
         if self._shards.num_ranks == 1:
             return [own]
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
-        self._oldest = gathered[0][1]  # rank 0 got this value from `WeightLog.offer`
+        # Rank 0 knows from the buffer's answer to its latest offer which version is the oldest that engines may load.
+        self._oldest = gathered[0][1]
         if self._sender is not None:
             self._sender.retire(self._oldest)
         # Only rank 0's host keeps the files of versions. A rank on another host sends its part from its memory.

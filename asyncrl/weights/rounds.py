@@ -329,7 +329,8 @@ class RoundCoordinator:
             backend=self._options.backend,
         )
         now_s = asyncio.get_running_loop().time()
-        # Keep the meeting of an earlier round until its own deadline `ends_s`: a receiver may still need the addresses.
+        # In a meeting, the members of a round exchange their network addresses. Keep the meeting of an earlier round
+        # until its deadline `ends_s`, because a receiver may still ask for these addresses.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():
