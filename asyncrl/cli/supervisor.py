@@ -2,7 +2,7 @@
 
 A run that is killed cannot end its own processes. If a Ray daemon dies, Ray ends the run, and this run cannot end them
 either. Therefore the run is a child process. The parent adopts and ends every orphan of the run (Linux child
-subreaper). If the parent is killed, the kernel sends SIGHUP to the run. The run then stops, and ends the orphans itself.
+subreaper). If the parent is killed, the kernel sends SIGHUP to the run. Then the run stops and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
 SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So the scheduler's signal
