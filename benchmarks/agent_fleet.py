@@ -284,7 +284,10 @@ async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None
 
 
 async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
-    """Measure the bare agent and the fleet alternately, so slow minutes of the machine affect both."""
+    """Measure the turns per second of the fleet and of the bare agent, which calls the engine directly.
+
+    The measurements alternate, so slow minutes of the machine affect both. Return the figures by name.
+    """
     record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
     async with AsyncExitStack() as stack:
         stack.callback(record.stop)

@@ -120,11 +120,12 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Measure the milliseconds of a call to the endpoint minus `turn_s` of the call, with 64 concurrent calls.
+    """Measure the milliseconds of a call to the endpoint minus its sampling time (`turn_s`), at 64 concurrent calls.
 
     Returns:
         Milliseconds by name: the median (``endpoint_ms``) and the 99th percentile (``endpoint_p99_ms``), the CPU time
-        of the endpoint per call (``endpoint_cpu_ms``), and the median of a bare server (``bare_ms``).
+        of the endpoint per call (``endpoint_cpu_ms``), and the median of a server that only waits for `turn_s`
+        (``bare_ms``).
     """
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")

@@ -154,7 +154,7 @@ def admission_figures(*, num_ticks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print a table, and the figures of both rules as JSON on the last line."""
+    """Compare the present and the former admission rule: print a table, and the figures as JSON on the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_admission", description=main.__doc__)
     parser.add_argument("--quick", action="store_true", help="simulate 1000 ticks instead of 3000")
     figures = admission_figures(num_ticks=1000 if parser.parse_args().quick else 3000)

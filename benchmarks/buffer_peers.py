@@ -1,6 +1,7 @@
 """Other systems that store a batch and return it, as the buffer does. Benchmarks compare the buffer with these systems.
 
-`ray_queue_round` and `transfer_queue_round` return a function that makes one round and returns its seconds.
+`ray_queue_round` and `transfer_queue_round` return a function. Each call of this function stores a batch, gets the
+batch back, and returns the seconds.
 """
 
 import importlib

@@ -292,10 +292,11 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """Return the mean share (0 to 1) of the engines' places for samples that is occupied, until the last group begins.
+    """Return the mean share (0 to 1) of the engines' places that is occupied, until the last group begins.
 
-    One group in four is ten times longer. All samples of a group have the same length, so a place is empty only while a
-    group is scored, stored and leased. The new leases of groups that are handed over at the end do not count.
+    A place is room for one sample. One group in four is ten times longer. All samples of a group have the same length,
+    so a place is empty only while a group is scored, stored and leased. At the end, engines hand over running groups to
+    other engines. The measurement ends before that: a second lease of a group does not extend it.
     """
 
     def length(prompt_id: int) -> int:
@@ -313,7 +314,7 @@ async def occupancy() -> float:
 
         ledger.on_applied = note
         await run.control.enqueue([_prompt(number) for number in range(OCCUPANCY_GROUPS)])
-        while ledger.groups.num_queued or ledger.groups.num_leased:  # noqa: ASYNC110 - measured from outside
+        while ledger.groups.num_queued or ledger.groups.num_leased:  # noqa: ASYNC110 - the meters have the times
             await asyncio.sleep(0.1)
     return sum(meter.occupied_s for meter in meters) / sum(meter.lasted_s * PLACES * SAMPLES for meter in meters)
 
@@ -333,7 +334,7 @@ async def recovery() -> dict[str, float]:
         epoch = struck.member.epoch
         died_s = time.perf_counter()
         struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]
-        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - measured from outside
+        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - members have no event
             await asyncio.sleep(0.005)
         took_s = time.perf_counter() - died_s
         dropped = (await run.control.stats()).tokens_dropped

@@ -28,8 +28,9 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# A worker's speed depends on the place that the operating system chooses for it. So the workers of asyncrl and of plain
-# Ray are started this many times. Their rounds alternate, and the figure is the median of the ratios.
+# A worker's speed depends on the CPU core on which the operating system runs it. So the workers of asyncrl and of plain
+# Ray are started this many times. After each start, calls of both alternate, which gives one ratio of asyncrl's time to
+# Ray's time. The figure is the median of these ratios.
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",

@@ -84,7 +84,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         _reset_peak()
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
-            # Wait until the file for the next version exists, as it does at the end of a training step.
+            # Wait until the file for the next version exists. In training, the file exists when a step ends.
             publisher._ready.result()
             dist.barrier()
             memcpy_s = _timed(copy)

@@ -58,7 +58,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
     """Return the bytes of a delta file (the changed values of a version), divided by the ideal number of bytes.
 
-    The ideal is `INDEX_BYTES` and the bytes of one value for each changed value. ``share`` of the values change.
+    In the ideal, each changed value takes `INDEX_BYTES` plus its own bytes. ``share`` of the values change.
     """
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
@@ -97,7 +97,7 @@ def publish_memcpys(
     for version in range(1, num_runs + 1):
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
-        # Wait until the file for the next version exists, as it does at the end of a training step.
+        # Wait until the file for the next version exists. In training, the file exists when a step ends.
         publisher._ready.result()
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):

@@ -49,7 +49,10 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
 
 
 async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> float:
-    """Sample, and make updates one after the other. Returns the seconds until the last sample ends."""
+    """Generate samples, and meanwhile load the weights of ``offer`` into the engine ``num_updates`` times.
+
+    Before each load, wait for a token. Returns the seconds until the last sample ends.
+    """
     rng = np.random.default_rng(run + 1)
     options = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
     requests = [

@@ -105,10 +105,11 @@ def spread_of(straggling: float) -> float:
 
 
 def verl_scenario(threshold: float, *, token_s: float, spread: float) -> Scenario:
-    """Return the simulator's scenario for verl's trainer with the staleness threshold ``threshold`` (s).
+    """Return the simulator's scenario for verl's trainer with the staleness threshold ``threshold``.
 
-    The weights are updated after 16 mini-steps of 32 prompts. With each version, (1 + s) × 16 × 32 prompts may begin.
-    ``token_s`` is the seconds of a decoding step, and ``spread`` is the spread of the response lengths.
+    The engines get new weights after 16 learner steps of 32 prompts each. With each version,
+    (1 + ``threshold``) × 16 × 32 prompts may begin. ``token_s`` is the seconds of a decoding step, and ``spread`` is
+    the spread of the response lengths.
     """
     per_sync = 16
     return Scenario(

@@ -174,7 +174,8 @@ async def _until_done_or_stopped(config: RunConfig, folder: Path, version: int) 
 async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     """Evaluate the model ``model.path`` on the held-out prompts, with one engine. Returns the result.
 
-    The result names the policy version ``version``. Logs and samples are written to ``folder``.
+    ``version`` only labels the result: it is the policy version of the model's weights. Logs and samples are written to
+    ``folder``.
 
     Raises:
         ValueError: an option or a file is wrong. The message names it.

@@ -1,12 +1,13 @@
 """The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and leaves no process behind.
 
-A killed run cannot clean up. Neither can a run that Ray ends because a Ray daemon died. Therefore the run is a child
-process. The parent adopts every orphan of the run (Linux child subreaper) and ends it. If the parent is killed, the
-kernel sends SIGHUP to the run. The run then stops, and ends the orphans itself.
+A run that is killed cannot end its own processes. If a Ray daemon dies, Ray ends the run, and this run cannot end them
+either. Therefore the run is a child process. The parent adopts and ends every orphan of the run (Linux child
+subreaper). If the parent is killed, the kernel sends SIGHUP to the run. Then the run stops and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
-SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So all processes live until
-the run has written the policy. Ctrl-C reaches only the parent, because the child has a separate session.
+SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So the scheduler's signal
+ends none of these processes before the run has written the policy. Ctrl-C reaches only the parent, because the child
+has a separate session.
 
 The child reports each fault, and its own end, through a pipe.
 """
@@ -157,8 +158,8 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # If the parent dies, the kernel sends SIGHUP to this process, once per thread of the parent. Another signal than
-    # SIGHUP would be wrong: a second stop signal ends the run at once, but a second SIGHUP has no effect.
+    # If the parent dies, the kernel sends this signal to this process, once per thread of the parent. The signals of
+    # `STOPS` would be wrong here: the second one ends the run at once. A second SIGHUP has no effect.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED

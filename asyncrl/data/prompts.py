@@ -194,7 +194,8 @@ class PromptStream:
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
         if missing := sorted(needed - set(state)):
             raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
-        # The options come first, because the quickstart makes other files for another seed.
+        # Compare the options before the files. With another seed, the quickstart also makes other files, and the error
+        # must name the seed.
         _check_same(state, now, seed="the seed", shuffle="data.shuffle", sampler="data.sampler")
         saved, files = state["files"], now["files"]
         if len(saved) != len(files):

@@ -178,7 +178,10 @@ class DifficultySampler(WeightedSampler):
             pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON values: how many rows were taken of each source, the rows' success rates, and the pools."""
+        """Return as JSON values: how many rows were taken of each source, the rows' success rates, and the pools.
+
+        The pool of a source is a list of its rows with a success rate near ``target``.
+        """
         pools = {name: list(pool) for name, pool in self._pools.items()}
         return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
 

@@ -45,7 +45,10 @@ class Tracker(Protocol):
         ...
 
     def go_on(self, event: Event) -> None:
-        """Take an event from before the checkpoint from which the run continues."""
+        """Receive an event from before the checkpoint from which the run continues.
+
+        W&B and MLflow send the event, as `record` does. Prometheus only notes its totals: the counters begin at 0.
+        """
         ...
 
     def close(self) -> None:

@@ -209,7 +209,8 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # A worker scores and stores its groups one by one, so time in which several groups wait for it counts once.
+        # A worker scores and stores its groups one by one. So if several groups of a worker wait at the same time, this
+        # time counts once.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s

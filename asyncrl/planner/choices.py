@@ -319,8 +319,8 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
     for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
-    # `moved` engines give their devices to ranks, or get their devices from ranks. `moved` is the smallest number of
-    # engines for which the number of ranks stays a multiple of `ranks_at_once`.
+    # The number of engines changes by `moved`. The devices of these engines move to the ranks or come from the ranks.
+    # `moved` is the smallest number with which the number of ranks remains a multiple of `ranks_at_once`.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
         ranks = scenario.num_devices - engines * scenario.devices_per_engine

@@ -168,7 +168,7 @@ class ModelSize:
 
 
 def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
-    """Count the values of each decoder layer. Return () if a layer has no values."""
+    """Return the number of values in the parameters of each decoder layer; () if ``stored`` lacks a layer."""
     sizes = [0] * num_layers
     for name, size in stored.items():
         match = _LAYER.search(name)

@@ -105,8 +105,8 @@ class SimulatedEngine:
         self._prompt_tokens, self._whole_groups = prompt_tokens, whole_groups
         self._running: list[_Running] = []
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
-        self._load = 0.0  # sum of the weights of all running samples
-        self._begun = 0.0  # sum over running samples: weight × progress at the sample's start
+        self._load = 0.0  # sum of `_Running.weight` over all running samples
+        self._begun = 0.0  # sum over running samples: `_Running.weight` × progress at the sample's start
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
         self._is_loading = False

@@ -245,7 +245,10 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """Score and store the next group. On a shared core, the worker handles one group at a time."""
+        """Begin to score and store the next group, if this worker handles no other group.
+
+        Only a simulation in which all engines share a CPU core (``host``) uses this method.
+        """
         host = self._simulation.host
         if self._is_settling or not self._to_settle or host is None:
             return

@@ -260,7 +260,7 @@ class GreedyAccuracy:
     """Measures the accuracy of the current weights with greedy decoding, on rank 0. All ranks get the result."""
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
-        device = EngineDevice(_learner_config(config).device.value)  # rank 0 and this engine share a device
+        device = EngineDevice(_learner_config(config).device.value)  # the engine runs on the device of rank 0
         fleet = replace(config.rollout_fleet, engine=EngineKind.transformers, device=device, reward_processes=1)
         self._held_out = held_out
         self._is_first = int(os.environ.get("RANK", "0")) == 0

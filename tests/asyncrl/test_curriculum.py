@@ -59,7 +59,7 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
                 client = run.client()
                 for end in (start + 3,) if restarts else range(3, 13, 3):
                     await train(client, prompts, range(start, end))
-                    # a checkpoint requests the outcomes of groups in the same way
+                    # without prompts, `enqueue` only returns outcomes of finished groups; a checkpoint makes this call
                     prompts.note(await client.enqueue([], wants_outcomes=True))
                     start = end
             if restarts:

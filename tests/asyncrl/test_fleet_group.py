@@ -39,7 +39,10 @@ ELASTIC = "rollout_fleet.num_engines={min: 1, max: 3}"
 
 @pytest.fixture
 async def running(fleet_of):
-    """Return a function that makes a fleet, its workers and its task `run`. The workers have served for ten seconds."""
+    """Return a function that starts a fleet and `FleetGroup.run`, and waits for ten seconds.
+
+    The function returns the workers, the fleet, and the task of `FleetGroup.run`.
+    """
     runs = []
 
     async def run(takes_s, *options):
@@ -57,7 +60,10 @@ async def running(fleet_of):
 
 @pytest.fixture
 async def started(fleet_of):
-    """Return a function that makes a started elastic fleet, its workers and its task `run`."""
+    """Return a function that starts an elastic fleet and `FleetGroup.run`, and waits for twelve seconds.
+
+    The function returns the workers, the fleet, and the task of `FleetGroup.run`.
+    """
     runs = []
 
     async def start(*options, is_full=False):

@@ -335,9 +335,10 @@ def test_a_group_stopped_in_a_batch_is_returned_at_the_end_of_the_batch():
 
 
 def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token():
-    """Each batch has one row.
+    """The engine runs one sample per batch, so the second group waits for the batch of the first group.
 
-    The second group is stopped before its batch begins. Its batch still makes one token, from 1.5 s to 2.01 s.
+    The second group is stopped while it waits. The engine still runs a batch for this group, from 1.5 s to 2.01 s, and
+    decodes one token.
     """
     simulation, left = Simulation(scenario()), []
     model = EngineModel(step_s=0.01, batch_s=0.5, takes_batches=True, max_running=1)

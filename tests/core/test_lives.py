@@ -12,9 +12,10 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Part:
-    """A part whose calls raise the errors of ``script`` in turn and then finish.
+    """A part of which each call of `begin` or `watch` raises the next error of ``script``.
 
-    `end` returns the next of ``pauses``, or raises the fault if none is left.
+    A call finishes without an error if the next entry is None, or if no entry is left. `end` returns the next of
+    ``pauses``; if no pause is left, it raises the error that it was given.
     """
 
     def __init__(self, script, pauses) -> None:

@@ -98,7 +98,7 @@ _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 
 def _stopped(number: signal.Signals, moment: str) -> Fault:
-    """Return a row for a run that is asked to stop.
+    """Return an entry of `FAULTS` for a run that is asked to stop.
 
     The run reports the signal, and exits with 128 plus the signal's number.
     """
@@ -106,7 +106,7 @@ def _stopped(number: signal.Signals, moment: str) -> Fault:
 
 
 def _replaced(part: str, **changes: Any) -> Fault:
-    """Return a row for a killed member of the fleet.
+    """Return an entry of `FAULTS` for a killed member of the fleet.
 
     The member is replaced, and the run continues until it is stopped.
     """

@@ -190,7 +190,7 @@ def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch):
 
 
 def frozen_and_adapted(model_path: str, num_ranks: int) -> tuple[list[str], list[str], list[np.ndarray]]:
-    """Return the dtypes of a reference's parameters, those of a policy with adapters, and the reference's scores."""
+    """Return the parameter dtypes of a reference and of a policy with adapters, and the reference's log-probs."""
     config = replace(PLAIN, num_ranks=num_ranks, dtype=Dtype.bfloat16)
     reference = PackedModel(config, REFERENCE, model_path=model_path)
     adapted = Trainer(replace(config, lora=LoraConfig(rank=2)), model_path=model_path, total_updates=2)

@@ -108,9 +108,9 @@ def test_options_of_an_own_loss_are_set_on_the_command_line():
 
 
 def test_an_own_loss_by_token_trains_branches_that_do_not_fit_together(model_path):
-    """There are three branches of up to 9 tokens, and the budget is 12.
+    """The trajectory has three branches of up to 9 tokens, and a micro-batch holds at most 12 tokens.
 
-    A loss without the decorator is refused here.
+    The loss gspo is not marked with `by_token`. So it needs all branches in one micro-batch, and raises an error.
     """
     turns = (sampled(3, 0), sampled(4, 1), sampled(4, 1), sampled(4, 0))
     sequences = with_advantages(group_sequences(group_of(1, *turns)))

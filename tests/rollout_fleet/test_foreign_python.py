@@ -108,7 +108,7 @@ async def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
 
 @pytest.mark.slow
 async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path, monkeypatch):
-    """The agent is a program that verifiers starts. uv finds the program's packages."""
+    """The agent is a program. The package `verifiers` starts it with `uv`, which finds the program's packages."""
     (tmp_path / "addition.py").write_text(ADDITION)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")

@@ -15,7 +15,7 @@ ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
 
 
 def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
-    """Return random [bytes] uint8. Read as floats, some values are not-a-number."""
+    """Return random bytes, [num_values * item_bytes] uint8. Read as floats, some values are not-a-number."""
     return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
 
 

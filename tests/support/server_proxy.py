@@ -82,7 +82,7 @@ class ServerProxy:
                     self._do(proxy.start(port=port))
 
     def _called_ports(self, run: RunningTraining) -> set[int]:
-        """Return the ports that workers call. In a server's command, the first ``--port`` is this port."""
+        """Return the ports that workers call: the first ``--port`` in the command line of each SGLang server."""
         ports = set()
         with contextlib.suppress(psutil.Error):
             for child in psutil.Process(run.process.pid).children(recursive=True):

@@ -143,7 +143,8 @@ async def test_two_hosts_with_two_engines_each_receive_one_copy_per_host(tmp_pat
 def print_bytes_on_the_network(folder):
     """Publish 4 MB to two hosts with two engines each.
 
-    Prints the bytes that the kernel counts on loopback, per host and per published byte.
+    Prints the bytes that the kernel counts on loopback, divided by the number of hosts and by the number of published
+    bytes. Prints one such number for each of two versions.
     """
     learner = Network(folder / "published", num_receivers=2, num_values=2_000_000)
     stagers = [
