@@ -48,6 +48,8 @@ from learner.config import GradientSync, LearnerConfig, LoraConfig, sums_each_mi
 from learner.fsdp import with_memory_options
 from learner.heads import WEIGHT_CHUNK_TOKENS
 
+pytestmark = pytest.mark.long
+
 SMALL = model_size("Qwen3-0.6B")
 ON_CUDA = ["learner.device=cuda", "rollout_fleet.device=cuda"]
 

@@ -12,6 +12,8 @@ from asyncrl.cli.evaluate_command import find_policy, main
 from asyncrl.cli.quickstart import make_assets
 from learner.checkpoint_folder import SavedProgress, checkpoint_path, write_progress
 
+pytestmark = pytest.mark.long
+
 OPTIONS = ["rollout_fleet.engine=transformers", "rollout_fleet.sampling.max_new_tokens=6", "evaluation.num_samples=2"]
 
 

@@ -23,7 +23,7 @@ from tests.asyncrl.test_controller import (
 )
 from tests.support.offers import bare_offer
 
-pytestmark = pytest.mark.usefixtures("virtual_time")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("virtual_time")]
 
 
 class RewindingBuffer(ScriptedBuffer):

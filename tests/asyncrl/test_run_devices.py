@@ -30,7 +30,7 @@ from rollout_fleet.config import EngineDevice
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.ray_cluster import away_from_the_shared_cluster
 
-pytestmark = pytest.mark.timeout(600)  # starts about sixty processes on a separate Ray cluster
+pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]  # starts about sixty processes on a separate Ray cluster
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 VARIABLES = ("CUDA_VISIBLE_DEVICES", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -197,6 +197,7 @@ def assign_all(dp_size: int, splits: list[list[list[int]]]) -> list[dict]:
     return [assign_share(dp_size, shares) for shares in splits]
 
 
+@pytest.mark.long
 def test_two_ranks_give_the_advantages_of_one_process_also_for_split_groups_and_an_empty_rank():
     (alone,) = assign_all(1, [[list(range(12))]])
     splits = [

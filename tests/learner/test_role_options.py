@@ -37,6 +37,8 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, save_tiny_model
 from tests.support.trajectories import make_group
 
+pytestmark = pytest.mark.long
+
 ALGORITHM = AlgorithmConfig(advantage="gae", groups_per_step=5, samples_per_prompt=2, kl_coef=0.05, kl_reward_coef=0.1)
 BASE = LearnerConfig(
     num_ranks=2,

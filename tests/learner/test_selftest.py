@@ -26,6 +26,8 @@ from learner.roles import ACTOR, CRITIC, REFERENCE
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import plain_log_probs, random_sequences, save_tiny_model
 
+pytestmark = pytest.mark.long
+
 CPU = LearnerConfig(device=Device.cpu, max_tokens_per_micro_batch=60)
 NAMED = "Qwen3NextGatedDeltaNet (model.layers.0.linear_attn)"
 

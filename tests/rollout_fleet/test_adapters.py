@@ -22,6 +22,8 @@ from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outc
 from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.policy_endpoint import PolicyEndpoint
 
+pytestmark = pytest.mark.long
+
 GAMES = '''
 class Space:
     n, start = 10, 0

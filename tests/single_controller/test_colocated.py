@@ -23,6 +23,8 @@ from asyncrl.single_controller import (
 )
 from asyncrl.single_controller.dispatch import beside
 
+pytestmark = pytest.mark.long
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

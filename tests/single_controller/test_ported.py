@@ -30,6 +30,8 @@ from asyncrl.single_controller import (
     register,
 )
 
+pytestmark = pytest.mark.long
+
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 

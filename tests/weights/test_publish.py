@@ -37,6 +37,8 @@ from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import TRAINED_FAMILIES, random_sequences, save_tiny_model
 from tests.support.whole_weights import gather_weights, save_whole
 
+pytestmark = pytest.mark.long
+
 CONFIG = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=1e-2))
 THREE_EXPERTS = "qwen3_moe with three experts"
 """Two ranks cannot divide three experts, so they divide the experts' second dimension."""
