@@ -27,13 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if not options.folder.is_dir():
         raise ValueError(f"{options.folder} must be a folder with runs, such as outputs; name another one")
-    runs = find_runs(options.folder)
+    runs, damaged = find_runs(options.folder)
     if options.json:
         sys.stdout.write(json.dumps([[asdict(life) for life in run] for run in runs], default=str) + "\n")
-        return 0
-    lines = [line for run in runs for line in _lines(run)]
-    sys.stdout.write("\n".join([*lines, f"{len(runs)} runs in {options.folder}", ""]))
-    return 0
+    else:
+        lines = [line for run in runs for line in _lines(run)]
+        sys.stdout.write("\n".join([*lines, f"{len(runs)} runs in {options.folder}", ""]))
+    for error in damaged:
+        sys.stderr.write(f"error: {error}\n")
+    return 2 if damaged else 0
 
 
 def _lines(run: Sequence[Life]) -> list[str]:

@@ -81,20 +81,27 @@ def end_life(run_dir: Path, status: int) -> None:
         write_life(run_dir, replace(record, ended_s=time.time(), status=status))
 
 
-def find_runs(folder: Path) -> list[list[Life]]:
-    """Return the runs below a folder, in the order of their start. A run is a list of its lives, oldest first.
+def find_runs(folder: Path) -> tuple[list[list[Life]], list[ValueError]]:
+    """Return the runs below a folder, in the order of their start, and the errors of lives with damaged files.
 
-    A life is one ``asyncrl train`` process. If it continues a checkpoint, it belongs to the run of the checkpoint.
-    Several lives may continue one life.
+    A run is a list of its lives, oldest first. A life is one ``asyncrl train`` process. If it continues a checkpoint,
+    it belongs to the run of the checkpoint. Several lives may continue one life. Lives with damaged files are left out.
     """
-    found = [(path, record) for path in life_records(folder) if (record := read_life(path)) is not None]
+    lives: list[Life] = []
+    damaged: list[ValueError] = []
+    for path in life_records(folder):
+        try:
+            if (record := read_life(path)) is not None:
+                lives.append(life_of(path, record))
+        except ValueError as error:
+            damaged.append(error)
     runs: dict[Path, list[Life]] = {}
-    for path, record in sorted(found, key=lambda one: one[1].began_s):
-        run = runs.get(Path(record.before), []) if record.before else []
-        runs[path] = run
-        run.append(life_of(path, record))
+    for life in sorted(lives, key=lambda life: life.record.began_s):
+        run = runs.get(Path(life.record.before), []) if life.record.before else []
+        runs[life.folder] = run
+        run.append(life)
     unique = {id(run): run for run in runs.values()}.values()
-    return sorted(unique, key=lambda run: run[0].record.began_s)
+    return sorted(unique, key=lambda run: run[0].record.began_s), damaged
 
 
 def life_of(run_dir: Path, record: LifeRecord) -> Life:
