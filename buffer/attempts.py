@@ -34,9 +34,9 @@ class Attempts:
         return group
 
     def check_was_leased(self, group_id: int, attempt: int, remedy: str) -> None:
-        """Check that attempt number ``attempt`` at the group was given to a worker.
+        """Check that a worker has leased the group before, as attempt number ``attempt``.
 
-        Raises `UnknownGroup` otherwise. The error's message ends with ``remedy``.
+        Raises `UnknownGroup` otherwise. ``remedy`` is the end of the error's message.
         """
         group = self._groups.get(group_id)
         known = self._history.num_attempts(group_id) if group is None else group.num_attempts

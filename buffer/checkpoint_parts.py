@@ -37,7 +37,10 @@ _MAX_REMEMBERED = 4
 
 
 def store_part(number: int) -> str:
-    """Return the name of a store server's part (files in a checkpoint). Example: ``store0``."""
+    """Return the name of a store server's part of a checkpoint. Example: ``store0``.
+
+    The part ``store0`` consists of the files ``store0.N.log`` and ``store0.N.frames`` in the checkpoint's folder.
+    """
     return f"store{number}"
 
 
@@ -59,8 +62,9 @@ class PartWriter:
         """Begin to write this server's files of a checkpoint: ``PATH.N.log`` and ``PATH.N.frames``.
 
         Returns an awaitable that is done when the files are on the disk. It raises `ReplayBufferError` if a file cannot
-        be written. ``values`` and ``snapshot`` are plain values for the log. ``frames`` yields (kind, group id, frames)
-        for each prompt, saved prefix and payload. Do not change the frames until the awaitable is done.
+        be written. ``values`` and ``snapshot`` are plain values for the log. ``frames`` yields (kind, key, frames) for
+        each prompt, saved prefix and payload. `Journal` describes the keys. Do not change the frames until the
+        awaitable is done.
         """
         held = list(frames)
         number, references = self._linked(path)

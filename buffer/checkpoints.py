@@ -52,7 +52,7 @@ class Mark(Row, frozen=True, kw_only=True):
 
 
 class Marks:
-    """The remembered checkpoints (`Mark`) by learner version. The first mark is the beginning of the run."""
+    """The remembered checkpoints (`Mark`) by learner version. A new object remembers only the run's start."""
 
     def __init__(self, first_version: int) -> None:
         self._by_version = {first_version: Mark(version=first_version, is_reached=True)}
@@ -62,11 +62,14 @@ class Marks:
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
-        """Return the names of the remembered checkpoints, oldest version first. The run's start has the name ''."""
+        """Return the names of the marks, oldest version first. The mark of the run's start has an empty name."""
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:
-        """Remember the checkpoint ``key`` of learner version ``version``. `reach` adds the ledger's counts."""
+        """Remember the checkpoint ``key`` of learner version ``version``. `reach` adds the ledger's counts.
+
+        Only the ``MAX_MARKS`` marks of the newest versions are kept.
+        """
         self._by_version[version] = Mark(version=version, key=key)
         for old in sorted(self._by_version)[:-MAX_MARKS]:
             del self._by_version[old]

@@ -219,9 +219,9 @@ class Missing(Answer, frozen=True):
 
 
 class Removed(Answer, frozen=True):
-    """The answer to `Remove`: the payloads are dropped.
+    """The answer to `Remove`: the store has dropped the payloads.
 
-    ``disk_bytes`` is the size of the store's other payloads that are only on disk.
+    ``disk_bytes`` is the size of the store's remaining payloads that are only on disk.
     """
 
     disk_bytes: int

@@ -326,7 +326,10 @@ def unpack(parts: Sequence[Any]) -> list[Any]:
 
 
 def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield ranges [start, stop) of frames. A range is one large frame, or small adjacent frames that share a part."""
+    """Yield ranges [start, stop) of frame numbers.
+
+    A range has one large frame, or adjacent small frames. `pack` joins the small frames of a range into one part.
+    """
     start = 0
     while start < len(lengths):
         stop, size = start + 1, lengths[start] + _ALIGN

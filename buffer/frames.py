@@ -51,15 +51,14 @@ class FramesOnDisk(Sequence[Any]):
         self.num_bytes = sum(self._lengths)
 
     def move(self, path: Path, written: Written, *, place: int) -> None:
-        """Record that the frames were copied to the file ``path``. Another thread may read the frames meanwhile.
+        """Make `read` use a copy of the frames in the file ``path``. Another thread may call `read` during this call.
 
-        ``written`` is the position of the copy, and ``place`` the number that now identifies the frames in their
-        journal.
+        ``written`` is the position of the copy in the file. ``place`` is the number of the copy in its journal.
         """
         self._at, self.place = (path, written), place
 
     def move_to(self, copy: "FramesOnDisk") -> None:
-        """Read the frames from the file of ``copy`` from now on. ``copy`` holds the same frames."""
+        """Make `read` use the file of ``copy``, which holds the same frames."""
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:

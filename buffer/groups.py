@@ -383,7 +383,10 @@ class StoreSpace:
         self.expected_bytes = max(num_bytes, self.expected_bytes - self.expected_bytes // _FORGETTING)
 
     def set_progress(self, group: Group, progress: Progress | None, num_bytes: int) -> None:
-        """Record the saved prefix (tokens so far) of an unfinished group, and the prefix's size; None for no prefix."""
+        """Record the saved prefix (tokens so far) of an unfinished group.
+
+        ``num_bytes`` is the prefix's size. If the group has no saved prefix, ``progress`` is None and the size is 0.
+        """
         self.prefix_bytes += num_bytes - group.prefix_bytes
         group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
 

@@ -51,8 +51,8 @@ _HEADER = struct.Struct("<QIQ")
 AnyCommand: TypeAlias = reduce(or_, leaves(Command))  # type: ignore
 AnyOutcome: TypeAlias = reduce(or_, leaves(LedgerOutcome))  # type: ignore
 Reference = tuple[str, int, int, tuple[int, ...]]
-"""Kind of frames, group id, place (the number of the frames in the journal), and length of each frame. The lengths are
-empty if another record has the frames. Place 0 drops the group's frames of this kind."""
+"""Kind of frames, key, place (the number of the frames in the journal), and length of each frame. The lengths are empty
+if another record has the frames. Place 0 drops the frames of this kind and key. `Journal` describes the keys."""
 
 
 class Head(Row, frozen=True, tag=True):
@@ -96,7 +96,7 @@ class Recovered:
     Attributes:
         snapshot: The ledger's latest snapshot; None in a new journal.
         commands: The commands after the snapshot, in order, with their outcomes.
-        frames: Frames on disk by kind (``prompt``, ``payload``, ``progress``) and group id.
+        frames: Frames on disk by kind (``prompt``, ``payload``, ``progress``) and key.
         num_lost_prompts: Number of groups without a prompt, because a file is damaged.
     """
 
@@ -251,8 +251,8 @@ class Contents:
 
     Attributes:
         values: The values that `Journal.write` stored.
-        places: Maps (kind, group id) to the place of the frames: the number that identifies them in the journal. The
-            kinds are those of `Recovered.frames`.
+        places: Maps (kind, key) to the place of the frames (their number in the journal). The kinds are those of
+            `Recovered.frames`.
         next_place: The place of the next frames: the largest place so far plus 1.
         recovered: The state that a server continues from.
     """
@@ -280,9 +280,9 @@ class Contents:
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
-    """Update ``places``, a map from (kind, group id) to the place of the frames (their number in the journal).
+    """Update ``places``, a map from (kind, key) to the place of the frames (their number in the journal).
 
-    A reference with place 0 removes its (kind, group id) from ``places``. Returns the list of the references' places,
+    A reference with place 0 removes its (kind, key) from ``places``. Returns the list of the references' places,
     including each 0.
     """
     for name, key, place, _ in references:
@@ -354,7 +354,8 @@ class _Write:
 class Journal:
     """The files ``PATH.N.log`` and ``PATH.N.frames`` of one server.
 
-    A command refers to frames by their *place*, a number that is unique in the journal.
+    A command refers to frames by their *place*, a number that is unique in the journal. The *key* of frames is a group
+    id. In a store server's journal, the key is an integer that `number_of` makes of a group id and an attempt number.
 
     Raises:
         ReplayBufferError: The files cannot be opened, or another server has them open.
@@ -488,8 +489,8 @@ class Journal:
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
         """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the write fails.
 
-        For a put (a finished group), this call only reserves bytes in the file. `flush` or the next command writes the
-        put.
+        For a put (a finished group), this call only reserves bytes in the file. `flush` or the next write to the log
+        writes the put.
         """
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
         for parts in frames.values():
@@ -511,9 +512,10 @@ class Journal:
             self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
-        """Write that the server now holds ``frames``, a map from (kind, group id) to frames.
+        """Record which frames the server now holds, and which frames it has dropped.
 
-        The value 0 records that the frames were dropped. Raises `ReplayBufferError` if the write fails.
+        ``frames`` maps (kind, key) to the frames that the server holds, or to 0 if it has dropped them. Raises
+        `ReplayBufferError` if the write fails.
         """
         references, inline = self._references(frames.items())
         self._write_log([(Head(references=references), inline)])
@@ -635,7 +637,7 @@ class Journal:
     def compact(self, snapshot: dict[str, Any] | None, frames: Iterable[tuple[str, int, Frames]]) -> None:
         """Begin a new pair of files, with a snapshot (plain values) instead of all commands.
 
-        ``frames`` yields (kind, group id, frames) for all frames that the server holds. The journal's thread copies the
+        ``frames`` yields (kind, key, frames) for all frames that the server holds. The journal's thread copies the
         frames later. The old files stay until the copy is complete. If the snapshot cannot be written, the journal
         continues with the old files, and `ReplayBufferError` is raised.
         """

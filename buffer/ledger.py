@@ -38,10 +38,10 @@ from .rule import Room, StalenessRule, choose_batch, dropped_by, find_filters, f
 
 
 class CommandLog(Protocol):
-    """Records commands with their outcomes before they take effect."""
+    """Records commands and their outcomes. The ledger calls `record` before it applies the outcome."""
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome, and its frames (encoded bytes of prompts or trajectories)."""
+        """Record a command with its outcome. ``frames`` has the encoded prompts, saved prefix or trajectories."""
 
 
 class Call(NamedTuple):
@@ -133,8 +133,8 @@ class Ledger:
             command: The command.
             now: Current time in seconds on the buffer server's clock.
             sender: Id of the client that sent the command. None skips the check that the client holds the lease.
-            frames: The encoded prompts or trajectories that came with the command. The log records these frames,
-                except those of a put (a finished group) that is not stored.
+            frames: The encoded prompts, saved prefix or trajectories that came with the command. The log records these
+                frames, except those of a put (a finished group) that is not stored.
 
         Raises:
             ReplayBufferError: The command is refused, and nothing has changed.

@@ -96,7 +96,7 @@ def leaves(base: type) -> list[Any]:
 Frames = Sequence[Any]
 """The encoded bytes of a prompt, a saved prefix or a trajectory group, in memory or as `FramesOnDisk`."""
 LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Maps (kind, group id) to the frames of a command, or to a number that identifies frames in the journal.
+"""Maps (kind, key) to the frames of a command, or to a number that identifies frames in the journal.
 
-The number 0 removes the frames.
+The number 0 removes the frames. `Journal` describes the keys.
 """

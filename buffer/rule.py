@@ -229,9 +229,9 @@ class Room:
         return None
 
     def check_prefix(self, group: Group, num_bytes: int) -> None:
-        """Check that the saved prefix (tokens so far) of a running group fits now, with a size of ``num_bytes``.
+        """Check that ``num_bytes`` bytes are free for a new saved prefix (tokens so far) of a running group.
 
-        Raises `StoreFull` otherwise.
+        The bytes of the group's earlier prefix count as free. Raises `StoreFull` if too few bytes are free.
         """
         if not self._max_bytes:
             return

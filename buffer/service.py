@@ -132,7 +132,10 @@ class BufferService:
         self._replies.fail(request, error)
 
     def _is_written_first(self, num_bytes: int) -> bool:
-        """Return whether the journal writes the payload before its command. Large payloads are written first."""
+        """Return whether the journal writes a payload of ``num_bytes`` bytes before the payload's command.
+
+        The journal writes a payload first if the payload is large, or does not fit within the bound on memory.
+        """
         if self._journal is None:
             return False
         return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
@@ -193,7 +196,10 @@ class BufferService:
             part.close()
 
     def _recover(self, recovered: Recovered) -> None:
-        """Load the prompts, trajectories and leases of an earlier server. Renew the leases for their full time."""
+        """Load the prompts, saved prefixes, trajectories and leases of an earlier server.
+
+        Each lease is renewed for its full time.
+        """
         ledger = self.ledger
         if recovered.snapshot is not None:
             ledger.restore(recovered.snapshot)
@@ -382,7 +388,11 @@ class BufferService:
         self._replies.answer(request, Done())
 
     def on_release(self, request: Message, release: commands.Release) -> Answer:
-        """End a lease (a worker's right to generate a group) without a result, or count a revoked lease's tokens."""
+        """End a lease (a worker's right to generate a group) without a result.
+
+        If the buffer has revoked the lease before, only count the attempt's tokens as dropped. Tokens that were counted
+        before do not count again.
+        """
         released = self.ledger.apply(release, sender=request.client)
         self._admission.ended(request.client, release)
         return released
@@ -539,9 +549,10 @@ class WorkerRequests:
         return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
 
     def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
-        """Record which policy version a worker's engine serves now. Reports about a replaced learner are ignored.
+        """Record which policy version a worker's engine serves now.
 
-        From now on, the buffer may also grant the worker's earlier requests for leases at this version.
+        If the learner has gone back to a checkpoint since it published these weights, the buffer ignores the report.
+        Otherwise the worker's held requests for leases at this version may get leases.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)

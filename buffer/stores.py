@@ -29,7 +29,9 @@ def digest_of(payload: Iterable[Any]) -> bytes:
 
 
 class FrameTable(Generic[Key]):
-    """Maps a group id, or a group id and attempt number, to frames (encoded prompts or trajectories).
+    """Maps a key to frames (encoded prompts, saved prefixes or trajectories).
+
+    A key is a group id, or a (group id, attempt number) pair.
 
     Attributes:
         num_bytes: Total size of the frames in bytes.
