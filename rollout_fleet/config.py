@@ -29,7 +29,7 @@ class EngineKind(StrEnum):
 
 
 class EngineDevice(StrEnum):
-    """Device of an inference engine. ``auto`` is CUDA if an NVIDIA driver and a visible device are present."""
+    """Device of an inference engine. ``auto`` becomes ``cuda`` if there are enough GPUs, else ``cpu``."""
 
     auto = "auto"
     cpu = "cpu"
@@ -232,9 +232,10 @@ class RolloutFleetConfig:
         min_engines: The run ends if failed engines are not replaced and fewer engines than this are left. An elastic
             fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
-        groups_in_flight: Number of prompt groups that one worker generates at once. As many further groups may be
-            scored and stored at the same time. With ``{min: 4, max: 64}``, the number adapts to the load that the
-            engine reports.
+        groups_in_flight: Largest number of prompt groups that one worker generates at once. With ``{min: 4, max: 64}``,
+            this number adapts to the load that the engine reports. In total, a worker has at most twice as many groups,
+            or ``environment.max_groups``. The total includes groups that are being scored or stored, and groups that
+            wait for tools.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).
@@ -244,28 +245,32 @@ class RolloutFleetConfig:
             get ``rewards`` or ``reward``. Example: ``{gsm8k: [math_verify], apps: [code, 0.1*length]}``.
         reward_options: Options of each reward, by the reward's name in reports. Example: ``{length: {max_tokens: 512,
             buffer_tokens: 128}}``.
-        judge_model: Folder of a frozen model for the reward ``judge`` without a ``url``. Each rollout worker serves it
-            with SGLang. ``${model.path}`` names the run's initial model. Only with engines on CPUs.
+        judge_model: Folder of a frozen model for the reward ``judge``, if ``reward_options.judge`` has no ``url``. Each
+            rollout worker serves this model with SGLang on the CPU. ``${model.path}`` names the run's initial model. If
+            the engines compute on GPUs, this option must be empty.
         pass_secrets: Secret environment variables that reward processes and inference servers get. Other secrets are
             withheld: ``*_TOKEN``, ``*_KEY``, ``*_SECRET``, ``*_PASSWORD``, ``AWS_*`` and further names that
             `rollout_fleet.engines.process_guard` lists. Example: ``[OPENAI_API_KEY]`` for a judge.
         reward_processes: Scoring processes per worker and reward; built-in rewards that cannot hang need none.
-        reward_timeout_s: Deadline of scoring one prompt group.
+        reward_timeout_s: Deadline of a scoring process for one prompt group. With ``drop_trajectory``, the deadline
+            starts again for the group's remaining responses after a response that hangs or ends the process.
         on_reward_failure: ``retry_group``: if the reward fails on one response, the attempt at its group fails.
             ``drop_trajectory``: only the response is dropped, and the learner trains on the group's other responses. At
             least two must remain. This may bias training, because a response's content can make the reward fail.
-        max_attempts: A prompt group is dropped and counted after this many failures, on all workers together. A failure
-            is a failed reward, or an abort by the engine itself. Evictions do not count.
-        max_failures_in_a_row: The run ends after this many failures on one worker, without a stored group between them.
-            If the latest failure is an abort by the engine, only this worker ends, and is replaced.
+        max_attempts: A prompt group is dropped and counted after this many failed attempts, on all workers together. An
+            attempt fails if the reward fails, if the engine fails, or if the engine aborts the group by itself.
+            ``environment.on_failure`` says when failed episodes make the attempt fail. Evictions do not count.
+        max_failures_in_a_row: A worker ends after this many failed attempts without a stored group between them. If the
+            reward failed in the last of these attempts, the whole run ends. Otherwise the worker is replaced.
         max_image_pixels: Largest number of pixels of an image. A larger image is scaled down with its aspect ratio. The
             model's own limit also holds. Example: 1048576 gives at most 1,024 tokens for patches of 16 pixels.
         start_timeout_s: Deadline for an engine to start and to generate its first tokens. A run adds a second per 100
             MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation. A second per
             100 MB of weights is added.
-        silence_timeout_s: How long an engine with running requests may produce no token at all. Then the engine must
-            answer a probe. An engine that does not answer, or is silent for three periods in a row, has failed.
+        silence_timeout_s: How long an engine with running requests may produce no token at all. The worker probes a
+            silent engine in the last quarter of this time. An engine has failed if it does not answer the probe in this
+            quarter, or if it is silent for three such times in a row.
         restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. After the next
             failure it is not replaced. Other workers continue the lost worker's prompt groups after the saved tokens,
             unless ``save_progress=never``. 0 replaces nothing.

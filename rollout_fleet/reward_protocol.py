@@ -142,10 +142,10 @@ class BoundReward:
     async def answers(
         self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool = False
     ) -> AsyncIterator[Answer]:
-        """Score the rollouts of one prompt. Yields one `Score` per rollout, in order.
+        """Score the rollouts of one prompt. Yields one `Answer` per rollout, in order.
 
-        A rollout that cannot be scored yields a text with the cause instead. This ends the scoring, unless ``may_fail``
-        is true.
+        If a rollout cannot be scored, its answer is a text with the cause. After the first such text, the scoring ends,
+        unless ``may_fail`` is true.
         """
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):

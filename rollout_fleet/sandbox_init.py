@@ -227,7 +227,7 @@ class Program:
 
     def _become(self) -> None:
         job, limits, scratch = self._job, self._limits, Path(self._job["scratch"])
-        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets the program read its own /proc entries again
+        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets this process write its own oom_score_adj, see below
         given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)

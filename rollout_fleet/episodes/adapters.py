@@ -523,7 +523,7 @@ class McpEnvironment:
 
     async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
-            offered: list[tuple[str, Any, Any]] = []  # one entry per tool: name of its server, session, tool
+            offered: list[tuple[str, Any, Any]] = []  # per tool: name of the server, session with the server, tool
             for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
                 try:

@@ -312,7 +312,8 @@ class Episode:
     def next_requests(self) -> list[SampleRequest]:
         """Make a request for each running turn that has no unanswered request.
 
-        Send these requests to the engine, and pass each answer of the engine to `take`.
+        The caller must send these requests to the engine. Then the caller passes each answer to `take`, and the id of
+        each refused request to `refuse`.
         """
         requests = []
         for index in sorted(self._running.difference(self._outstanding.values())):

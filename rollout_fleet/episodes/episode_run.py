@@ -142,7 +142,10 @@ class EpisodeRun:
         self.episode.forget()
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the environment gets an answer of the policy. The answer calls the tools ``names``, or none."""
+        """Record that the environment gets an answer of the policy, which calls the tools ``names``.
+
+        ``names`` is empty if the answer calls no tool.
+        """
         self.times.called(names)
         self._on_place()
 
@@ -233,16 +236,17 @@ class EpisodeRun:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Let the engine sample a turn, and wait for its end. The turn follows ``new_tokens``.
+        """Append ``new_tokens`` after the turn ``parent``, and let the engine sample a new turn after these tokens.
 
-        The ``new_tokens`` follow the turn ``parent``. Returns the index of the sampled turn. If the caller is
-        cancelled, the turn keeps running.
+        Waits until the new turn is finished, and returns its index. ``new_tokens`` may be empty. If the caller is
+        cancelled, the engine still samples the turn.
 
         Raises:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
-            EpisodeEnded: `end` has been called.
+            EpisodeEnded: `end` was called before the turn was finished.
             RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
-            ValueError: ``parent`` is being sampled or unknown, or ``parent`` is `ROOT` and ``new_tokens`` is empty.
+            ValueError: ``parent`` is being sampled or is not the index of a turn, or ``parent`` is `ROOT` and
+                ``new_tokens`` is empty.
         """
         self._check_running()
         self._check_tokens(new_tokens)

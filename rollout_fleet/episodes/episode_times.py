@@ -63,8 +63,8 @@ class EpisodeTimes:
     def is_in_tool(self) -> bool:
         """Whether a tool runs now, as far as this worker knows.
 
-        A tool runs during a call of `Policy.run_tool`. If the policy calls tools in its answer, they count as running
-        until the environment's next request.
+        A tool runs during a call of `Policy.run_tool`. If the policy calls tools in its answer, these tools count as
+        running until the environment requests the next turn or gets the next answer, or until the episode ends.
         """
         return bool(self._running) or self._called is not None
 
@@ -99,9 +99,11 @@ class EpisodeTimes:
             times.ended_s = self.now_s
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the environment gets an answer that calls the tools ``names``, which may be none.
+        """Record that the environment gets an answer now. The answer calls the tools ``names``.
 
-        The tools count as running from now until the next request or answer.
+        ``names`` is empty if the answer calls no tool. The tools count as running until the environment requests the
+        next turn or gets the next answer, or until the episode ends. If a call of `Policy.run_tool` begins in this
+        time, `tools` has only the entry of that call.
         """
         self._end_calls()
         if names:

@@ -76,14 +76,17 @@ class TurnSampler(Protocol):
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Let the engine sample a turn, and wait for its end. The turn follows ``new_tokens``.
+        """Append ``new_tokens`` after the turn ``parent``, and let the engine sample a new turn after these tokens.
 
-        The ``new_tokens`` follow the turn ``parent``. Returns the index of the sampled turn. If the engine aborts the
-        sample, for example for a weight update, the turn is continued later, and this method still waits.
+        Waits until the new turn is finished, and returns its index. ``new_tokens`` may be empty. If the engine aborts
+        the turn, for example for a weight update, the engine continues the turn later, and this method still waits.
 
         Raises:
             EpisodeOverflow: the episode has used up its budget.
             EpisodeEnded: the rollout worker stopped the episode before its end, and cancels the environment.
+            RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
+            ValueError: ``parent`` is being sampled or is not the index of a turn, or ``parent`` is `ROOT` and
+                ``new_tokens`` is empty.
         """
         ...
 
