@@ -113,8 +113,8 @@ class PackedLayout:
     def padded(self) -> PaddedCalls:
         """The padded batches for torch's ``scaled_dot_product_attention`` (SDPA), one per call.
 
-        Layers without a variable-length kernel use these batches. At most a quarter of a batch is padding, or
-        `FREE_PADDING_TOKENS` if this number is larger than a quarter.
+        Layers without a variable-length kernel use these batches. If the sequences are sorted by length, longest first,
+        at most a quarter of a batch is padding, or `FREE_PADDING_TOKENS` if this number is larger than a quarter.
         """
         sizes = np.asarray(self.lengths)
         starts = np.cumsum(sizes) - sizes
@@ -159,7 +159,8 @@ def packed_layout(
     """Make the layout of sequences that are packed one after the other.
 
     Args:
-        lengths: Number of tokens of each sequence, in packed order. Longest first needs the fewest SDPA calls.
+        lengths: Number of tokens of each sequence, in packed order. Every order is valid. If the sequences are
+            sorted from long to short, each padded batch holds sequences of similar length, and SDPA needs few calls.
         device: Device of the indices.
         kernel: The attention kernel; not ``auto``.
         token_index: [sum of lengths] int64. For each token of each sequence, its position among the packed tokens. A
@@ -303,7 +304,8 @@ def _attended(
         packed = packed.cut(chunk)
     is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
     if packed.kernel is not AttentionKernel.sdpa and is_plain:
-        if packed.token_index is not None:  # one copy of a shared token per sequence: [sum of lengths, H, D]
+        if packed.token_index is not None:
+            # Give each sequence its own copy of a shared token. The results are [sum of lengths, heads, head size].
             q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
         out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
@@ -315,9 +317,10 @@ def _attended(
 
 
 def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:
-    """Return a layer's sliding window and the size of its attention chunks, in tokens; None without one.
+    """Return a layer's sliding window and the size of its attention chunks, in tokens.
 
-    Some models pass these sizes only through the attention mask, which asyncrl does not use.
+    The first value is None if the layer has no window. The second value is None if the layer has no chunks. Some models
+    pass these sizes only through the attention mask, which asyncrl does not use.
     """
     config = getattr(module, "config", None)
     types, index = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
@@ -398,11 +401,10 @@ def _bucketed(
 def _windowed(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Compute causal attention within a window: [count, H, L, Dv].
+    """Compute causal attention within a window.
 
-    q, k and v have the same shapes as in `_capped`. ``sinks`` are [H].
-
-    A block of queries reads only the keys of its window, so no [L, L] mask is needed.
+    The inputs q, k and v and the result have the same shapes as in `_capped`. ``sinks`` are [H]. A block of queries
+    reads only the blocks of keys that overlap the queries' windows, so no [L, L] mask is needed.
     """
     outputs = []
     k, v = _repeated(q, k, v)
@@ -429,10 +431,11 @@ def _repeated(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, window: int, cap: float) -> Tensor:
-    """Compute causal attention with soft-capped scores c · tanh(s / c), in blocks of queries: [count, H, L, Dv].
+    """Compute causal attention within a window. Each score s is replaced by c · tanh(s / c), where c is ``cap``.
 
-    q is [count, H, L, D], k [count, kv heads, L, D], v [count, kv heads, L, Dv]. The backward pass recomputes each
-    block, so that only the scores of one block are in memory.
+    q is [count, H, L, D], k is [count, kv heads, L, D] and v is [count, kv heads, L, Dv]. The result is
+    [count, H, L, Dv]. The forward pass computes blocks of `CAPPED_QUERIES` queries, one after the other. The backward
+    pass recomputes each block. Therefore only the scores of one block are in memory.
     """
     k, v = _repeated(q, k, v)
 

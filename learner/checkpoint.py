@@ -129,7 +129,7 @@ class ShardedCheckpointer:
         self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
-        """Wait for the background save. Then return the path of the newest complete checkpoint, or None without one."""
+        """Wait for the background save. Then return the result of `newest_checkpoint` for the folder."""
         self.finish()
         return newest_checkpoint(self._directory)
 
@@ -263,7 +263,7 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    state: Any = np.random.get_state()  # always a tuple here, although numpy's annotation also allows a dict
+    state: Any = np.random.get_state()  # numpy returns a tuple by default; the annotation also allows a dict
     kind, keys, *rest = state
     plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}

@@ -1,8 +1,8 @@
 """A folder of checkpoints on disk: finds, renames and removes checkpoints, and stores the `SavedProgress` of each.
 
 ``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
-so a folder with the final name is complete. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
-checkpoint is whole if all its parts have final names.
+so a folder with the final name has all its files. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
+checkpoint is complete if the checkpoint and all its parts have final names.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class SavedProgress:
 
 
 def checkpoint_path(directory: Path, version: int) -> Path:
-    """Return the path of the complete checkpoint of a policy version. Example: ``c/v00000012`` in folder ``c``."""
+    """Return the final path of a policy version's checkpoint. Example: ``c/v00000012`` in folder ``c``."""
     return directory / f"v{version:08d}"
 
 
@@ -66,7 +66,7 @@ def partial_path(final: Path) -> Path:
 
 
 def unfinished_checkpoints(directory: Path) -> list[Path]:
-    """Return the paths of incomplete checkpoints, left by processes that died during a save.
+    """Return the paths of partly written checkpoints. A process that dies during a save leaves such a folder.
 
     Call this only while no process saves to the folder.
     """
@@ -98,9 +98,10 @@ def read_progress(checkpoint: Path) -> SavedProgress:
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return the path of the newest complete checkpoint in a folder, or None without one.
+    """Return the path of the newest complete checkpoint in the folder ``path``.
 
-    If ``path`` is itself a checkpoint, return ``path``.
+    If the folder has no complete checkpoint, return None. If ``path`` is itself a checkpoint, return ``path``, even if
+    parts of the checkpoint are missing.
     """
     if (path / _PROGRESS).is_file():
         return path
@@ -149,7 +150,7 @@ def _version(checkpoint: Path) -> int:
 
 
 def put_in_place(final: Path) -> None:
-    """Rename a written checkpoint to its final name ``final``. It replaces an older checkpoint of that name."""
+    """Rename a written checkpoint to its final name ``final``. Remove an older checkpoint of that name."""
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if final.exists():
@@ -169,7 +170,7 @@ def lineage_of(checkpoint: Path) -> str:
 def keep_newest(newest: Path, keep: int) -> None:
     """Remove old checkpoints of the run that saved the checkpoint ``newest``.
 
-    Of the checkpoints that have all parts, ``newest`` and the ``keep - 1`` checkpoints before it stay. If ``keep`` is
+    Of the complete checkpoints, ``newest`` and the ``keep - 1`` checkpoints before ``newest`` stay. If ``keep`` is
     -1, all checkpoints stay. Checkpoints of other runs stay. Checkpoints with a later version than ``newest`` stay too;
     they exist if the run returned to an earlier version. If a removal is interrupted, the next call completes it.
     """

@@ -385,11 +385,16 @@ def _logits_gradient(
     by_log_prob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the loss with respect to the logits: the sum of two terms, [n, V].
+    """Return the gradient of the loss with respect to the input of ``shape``, [n, V].
 
-    The term of the log-prob is g (1[target] - p), and the term of the entropy is -e p (log p + H). g is the gradient of
-    the loss with respect to the log-prob, and e with respect to the entropy H. p are the probabilities. ``by_log_prob``
-    is g / temperature and ``by_entropy`` is e / temperature, [n] float32. Without ``by_entropy``, the second term is 0.
+    Without a soft cap, this input is the logits, and the gradient is the sum of two terms. With a soft cap, the sum is
+    multiplied by `LogitShape.slope`.
+
+    - The term of the log-prob is g (1[target] - p). p are the probabilities. g is ``by_log_prob`` [n] float32: the
+      gradient of the loss with respect to the log-prob, divided by the temperature.
+    - The term of the entropy H is -e p (log p + H). e is ``by_entropy`` [n] float32: the gradient of the loss with
+      respect to H, divided by the temperature. Without ``by_entropy``, this term is 0.
+
     The result overwrites ``logits`` [n, V] to save memory.
     """
     slope = None if shape.soft_cap is None else shape.slope(logits)

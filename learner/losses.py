@@ -525,8 +525,8 @@ def value_objective(clip: float) -> Objective:
 def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
     """Compute the squared error of the values with PPO's clipping (arXiv 2005.12729, section 3; OpenAI's ppo2).
 
-    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that moved by more than c towards the
-    return gets no gradient.
+    The loss is half of max((v - R)², (clip(v, old - c, old + c) - R)²). A value that moved by more than c gets
+    no gradient if the clipped value is farther from the return.
 
     Args:
         values: v, [M] float32, with gradient.

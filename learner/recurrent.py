@@ -86,7 +86,11 @@ class RecurrentLayers:
         self._layout = kwargs.get("packed", self._layout)
 
     def _forward(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Replace a layer's ``forward``. The first argument is this rank's tokens, [1, n, h]."""
+        """Run a layer on packed sequences. This method replaces the layer's ``forward``.
+
+        ``forward`` is the layer's original method. ``args`` and ``kwargs`` are the model's arguments for the layer. The
+        hidden states of this rank's tokens [1, n, h] are ``args[0]``, or ``hidden_states`` in ``kwargs``.
+        """
         if self._layout is None:
             return forward(*args, **kwargs)
         hidden, others = (args[0], args[1:]) if args else (kwargs.pop("hidden_states"), ())

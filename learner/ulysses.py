@@ -283,8 +283,9 @@ class _SeqAllToAll(torch.autograd.Function):
 class _Gather(torch.autograd.Function):
     """Gathers all ranks' tokens.
 
-    The gradient for this rank's tokens is unchanged (``part``), multiplied by sp (``scaled``), or summed over the ranks
-    (``sum``).
+    The argument ``gradient`` selects the gradient of this rank's tokens. ``part`` takes the gradient that this rank
+    computes for these tokens. ``scaled`` multiplies this gradient by the number of ranks. ``sum`` takes the sum of the
+    gradients that all ranks compute for these tokens.
     """
 
     @staticmethod
