@@ -150,8 +150,8 @@ class Audit:
 def audited_lives(run_dir: Path) -> list[Life]:
     """Return the life in ``run_dir`` and the lives that it continues, oldest first.
 
-    A life is one ``asyncrl train`` process. Raises `ValueError` if ``run_dir`` is not the folder of a life, or if the
-    folder of an earlier life is missing.
+    A life is one ``asyncrl train`` process. Raises `ValueError` if ``run_dir`` is not the folder of a life, or if an
+    earlier life has no ``life.json``.
     """
     found = lives_until(run_dir)
     if not found:
@@ -165,11 +165,14 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Return the other lives that continued from a checkpoint of ``lives``, oldest first.
+    """Return the lost lives: other lives that continued directly from a checkpoint of ``lives``, oldest first.
 
-    The steps of the returned lives are lost: they are not part of the audited run. But groups that the engines of a
-    returned life sampled may have stayed in the buffer's files on disk. If a later life of ``lives`` trained on these
-    groups, the audit needs the engines' receipts. A life that began after the newest of ``lives`` is left out.
+    The steps of a lost life are not part of the audited run. But its engines may have sampled groups that stayed in the
+    buffer's files on disk. A later life of ``lives`` may have trained on these groups. So the audit needs the receipts
+    that the engines of the lost life wrote.
+
+    The search covers the folders beside those of ``lives``. A life reads the files of earlier lives when it begins. So
+    a lost life that began after the newest of ``lives`` is left out.
     """
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
@@ -221,7 +224,11 @@ def audit(lives: Sequence[Life]) -> Audit:
 
 
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
-    """Find missing steps, and prompts that more than ``max_uses`` steps trained on."""
+    """Find missing steps, and groups whose uses (steps that trained on the group) are wrong.
+
+    The uses of a group are wrong if they are more than ``max_uses``, if a ``planned`` receipt counts them differently,
+    or if a later use has another attempt or digest.
+    """
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]
         yield BadReceipt(life=before[-1].folder, step=step, what="the step", expected="on record", found="no receipt")

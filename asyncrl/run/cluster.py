@@ -286,7 +286,10 @@ def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the node labels for placement. In a joined cluster, a run with one node stays on this node."""
+    """Return the labels that a node must have to get the run's workers: ``labels``, or the id of the controller's node.
+
+    If a run with one node joins a cluster, only the controller's node may get workers.
+    """
     if config.placement.num_nodes > 1 or not config.ray.address:
         return dict(labels)
     return {NODE_ID_LABEL: ray.get_runtime_context().get_node_id()}

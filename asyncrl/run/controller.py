@@ -1,48 +1,54 @@
 """The training loops of a run, in one asyncio process. Tokens and weights do not pass through this process.
 
-The five loops of `Controller`, what each waits for, and who wakes it::
+The five loops of `Controller`, what each waits for, and who wakes it (B is ``algorithm.groups_per_step``)::
 
     feed      waits for room in the buffer's queue    ── woken by the buffer, when a worker takes a group
-    plan      waits for a place in the pipeline       ── woken by complete, when it commits a step
+    plan      waits for a place in the pipeline       ── woken by complete, after the commit of a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
-    complete  waits for the oldest queued update      ── woken by the learner ranks
-    follow    waits for a version that all engines serve ── woken by the buffer, when the last engine has loaded it
-    examine   waits for engines that serve the version to be evaluated ── woken by the buffer, when one has loaded it
-              then for their answers                  ── woken by the rollout workers
+              then for the reward model, if any       ── woken by the learner ranks
+    complete  waits for the oldest queued step        ── woken by the learner ranks
+    follow    waits until all engines serve a newer version ── woken by the buffer, after the load of the last engine
+    examine   waits until an engine serves the version to evaluate ── woken by the buffer, after the load of an engine
+              then for the answers of such engines    ── woken by the rollout workers
 
     prompts ─feed─▶ buffer ─plan─▶ [at most 2 steps] ─complete─▶ buffer (commits)
 
 While the learner computes step v, it sends the weights of version v, and the fleet generates. The controller queues
-step v + 1 on the ranks, and threads of the ranks fetch and pack its batch.
+step v + 1 on the ranks. Threads of the ranks fetch and pack the batch of step v + 1.
 
 No step waits until the engines have loaded weights. After the commit of a step, the buffer offers the version that the
-step made, and each worker loads the newest offered version when it can. If loading is slower than training, workers
-skip versions, and admission (the buffer's rule for when a worker may begin a group) slows generation down.
+step made, if this version is published (``weights.publish_every``). Each worker loads the newest offered version when
+it can. If loading is slower than training, workers skip versions. Then admission (the buffer's rule for when a worker
+may begin a group) slows generation down.
 
 `_Training.stop` cancels feed, follow and examine, and ends plan. Then complete commits and reports the queued steps.
 
 A deadlock needs a cycle of waits. These are the waits:
 
-- feed, plan and follow wait for the buffer. plan waits there for rollouts, which need admission.
-- complete waits for the learner, and the learner waits for a batch from plan.
+- feed, plan and follow wait for the buffer. plan waits there for finished groups.
+- plan also waits for a place in the pipeline, and for the scores of a reward model. Neither wait needs
+  a later batch: complete and the learner finish the steps that are already queued.
+- complete waits for the learner. If no step is queued, complete and the learner wait for a batch from plan.
 - examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
-- Admission waits for commits (complete) and for engines to load newer weights.
-- Engines wait for commits. Engines that are pinned to a version also wait for the end of this version's evaluation.
+- A rollout worker waits for admission before it begins a group. Admission waits for commits by complete, or until the
+  worker's engine has loaded a newer version.
+- An engine waits for a commit before it loads a newer version. A pinned engine stays on the version that examine
+  evaluates, until this evaluation ends.
 
-Only one cycle could block: plan waits for rollouts, rollouts wait for admission, admission waits for a commit by
-complete, and complete waits for a batch from plan. This cycle cannot block, because the groups of a batch for the
-learner's current version are admitted without a further commit (docs/staleness.md).
+Only one cycle could block: plan waits for finished groups, these groups wait for admission, admission waits for a
+commit by complete, and complete waits for a batch from plan. In this cycle no step is queued. The buffer then admits
+all groups of the next batch without a further commit (proof in docs/staleness.md). So the cycle cannot block.
 
-plan queues a checkpoint on the ranks between two updates; the ranks write it while they train. After the death of a
-rank, the loops begin again at the newest checkpoint. If a store, which holds finished groups, dies before the ranks
-have fetched a batch from it, the loops begin again at the step of this batch, with a new plan.
+plan queues a checkpoint on the ranks between two updates. The ranks write the checkpoint while they train. After the
+death of a rank, the loops begin again at the newest checkpoint. A store of the buffer holds finished groups. If a store
+dies before the ranks have fetched a batch from it, the loops begin again at the step of this batch, with a new plan.
 
 `ColocatedController` is for a learner and engines that share devices. It has feed and one more loop. Each action of
 this loop waits for the previous action::
 
     buffer fills a batch ─▶ engines finish, and release the device ─▶ learner loads, and updates
           ▲                                                                             │
-          └── engines load the weights, and go on ◀── learner publishes them, and offloads
+          └── engines load the weights, and go on ◀── learner publishes the weights, and offloads
 
 After the death of a rank, the engines release the devices, and the loop begins again at the newest checkpoint. Groups
 that are unfinished when a batch is full are finished under the old weights. The learner trains on them one or more
@@ -129,7 +135,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         ``resumed`` is the run's state in the checkpoint from which the run continues; None for a new run. ``last`` is
         the record of the newest step before this checkpoint. ``earlier`` has the ledger's counts at the start of this
         process. ``on_step`` gets the record of each finished step. ``evaluate`` evaluates a policy version. Its
-        arguments are the version, and a `PinnedEngines` function that returns the engines that stay on this version.
+        arguments are the version, and a `PinnedEngines` function that returns the engines that stay on this version
+        (None: all engines stay on it).
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -288,7 +295,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def following_loops(self) -> Sequence[Loop]:
         """Return the coroutine functions that run in parallel with the steps. `stop` cancels them.
 
-        They end when the engines serve the final version.
+        They end when the engines serve the final version and no further version is to be evaluated.
         """
         return ()
 

@@ -186,7 +186,7 @@ class LearnerGroup:
         return finish()
 
     def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the critic's step on the batch of the latest `update`. Await the result to get its metrics.
+        """Queue the critic's step on the batch of the latest `update`. Await the result to get the step's metrics.
 
         Without a critic, there are no metrics.
         """
@@ -322,9 +322,10 @@ class LearnerGroup:
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
         """Queue the call that computes the scores ``column``.
 
-        If every role that reads the scores runs in the processes that compute them, these processes keep the scores and
-        do not send them. Then this method appends the call to the list ``unsent``. `update` awaits the calls in this
-        list, and raises their errors.
+        A reader is a role (actor or critic) whose step uses the scores. If the processes of each reader compute the
+        scores of their own batches (`RoleGroups.keeps_scores_for`), the processes do not send the scores. No step then
+        awaits the call, so this method appends the call to the list ``unsent``. `update` awaits the calls in
+        ``unsent``, and raises the errors of these calls.
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
@@ -377,8 +378,11 @@ class LearnerGroup:
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
-    Raises `LearnerDiedError` if a rank died or missed the deadline, otherwise the error of the ranks. After a death,
-    calls on other ranks may fail before Ray notices the death. So a failed call waits up to `_DEATH_NOTICED_S`.
+    After the death of a rank, calls on other ranks may fail before Ray reports the death. So after a failure, this
+    function waits up to `_DEATH_NOTICED_S` seconds for Ray's report of a death.
+
+    Raises `LearnerDiedError` if a rank died, if the ranks missed the deadline, or if Ray itself failed. Otherwise
+    raises the error of the ranks.
     """
     try:
         return await result

@@ -189,9 +189,10 @@ class NodeFolders:
                 little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # An image is a copy of the weights in the host's memory. With `Carrier.host_stream` (weights over the network
-        # to a host) a node needs two images: of the loaded version and of the next one. With files, each engine of the
-        # node needs one image. The number of engines per node is not known here, so two images are required then too.
+        # An image is a copy of the weights in the host's memory. `Carrier.host_stream` sends the weights over the
+        # network to each host. The host then needs two images: of the loaded version and of the next version. With
+        # files, each engine needs one image. Ray may choose how many engines a node gets, so their number may be
+        # unknown here. So this check requires room for two images in both cases.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -292,7 +293,7 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Copy to this node the logs and samples that other nodes wrote since the previous call.
+        """Copy to the controller's node what other nodes wrote into the folders `COLLECTED` since the previous call.
 
         Skip a node that does not answer.
         """
@@ -304,17 +305,18 @@ class NodeFolders:
                     logger.warning("logs and samples of node %s cannot be copied: %s", address, error)
 
     async def fetch(self, folder: Path) -> None:
-        """Copy a folder inside the run's folder from the other nodes to this node."""
+        """Copy a folder inside the run's folder from the other nodes to the controller's node."""
         part = str(folder.relative_to(self._run_dir))
         for address in list(self.apart):
             for name, size in (await self._sizes(address, [part])).items():
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Copy the logs and samples that other nodes wrote since `collect`, for at most `CLOSE_S` seconds per node.
+        """Copy what other nodes wrote into the folders `COLLECTED` since `collect`, and remove the run's folders there.
 
-        Remove the copies of models that `bring` made. Remove the run's folder on nodes that do not see this node's
-        folder. Remove the run's folder in shared memory on all nodes.
+        The copy and the removal may take at most `CLOSE_S` seconds per node. The run's folder in shared memory is
+        removed on every other node. The run's folder on disk is removed on the nodes that do not see the controller's
+        folder. The copies of models that `bring` made are removed too.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
@@ -358,7 +360,7 @@ class NodeFolders:
         return (await self._ask([address], "sizes", str(self._run_dir), list(parts))).get(address, {})
 
     async def _read(self, address: str, name: str, begin: int, end: int, path: Path) -> None:
-        """Append the new bytes of a node's growing file to this node's copy, or copy a complete file."""
+        """Append the new bytes of a node's growing file to the controller's copy, or copy a complete file."""
         grows = path.suffix in APPENDED
         target = path if grows else path.with_name(f".{path.name}.partial")
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ class RunState:
         lineage: Random name of the run. It stays the same if the run is continued.
         prompts: State of the prompt stream. Its ``position`` is the number of prompts that the stream has handed out.
         tokens_generated: Number of tokens that all engines have generated since the run first began.
-        options: The options that influence learning (`learning_options`), as the checkpoint was saved.
+        options: The result of `learning_options` at the time of the save: the options that influence learning.
     """
 
     version: int = 0

@@ -119,7 +119,7 @@ class Training:
             async with answered_requests(
                 self._run_dir, checkpoint=self._controller.checkpoint, keys=self._replace_keys
             ):
-                await asyncio.shield(training)  # not cancelled by a signal: `_keep` finishes the running steps
+                await asyncio.shield(training)  # a signal ends this wait, not the training; see `_keep`
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
             await self._watching.last_advice()  # before `_explain`, because its report shows the advice
