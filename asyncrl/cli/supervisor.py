@@ -194,7 +194,8 @@ def _wait_for(child: int) -> int:
 def _end_orphans(grace_s: float) -> None:
     """Wait ``grace_s`` seconds for the orphans of the run to end, then kill them. Kill caretakers last.
 
-    Caretakers clean up after the other processes: the guard of an SGLang server, and Python's resource tracker.
+    Caretakers clean up after the other processes: the guard of an SGLang server, and Python's resource tracker. All
+    other processes that ignore SIGINT count as caretakers too.
     """
     release_resource_tracker()
     orphans = psutil.Process().children(recursive=True)
@@ -213,7 +214,10 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _is_caretaker(process: psutil.Process) -> bool:
-    """Return whether a process is a caretaker: it ignores Ctrl-C, or is a resource tracker that has just started."""
+    """Return whether a process counts as a caretaker: it ignores SIGINT, or it is Python's resource tracker.
+
+    The check of the name is necessary because a resource tracker that has just started does not ignore SIGINT yet.
+    """
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
         ignored = next(int(line.split(":")[1], 16) for line in lines if line.startswith("SigIgn"))

@@ -120,15 +120,18 @@ class SpanKind(StrEnum):
 class LevelName(StrEnum):
     """The name of a count that changes over time. A recorded value is valid until the next value."""
 
-    # Per engine, in samples. ``capacity`` is the largest number of samples that the engine handles at the same time;
-    # the sum of the counts from ``running`` to ``parked`` is at most ``capacity``.
+    # Per engine, in samples. ``capacity`` is the worker's current limit of samples on the engine. The samples in
+    # ``running`` and ``parked`` use capacity, and so do the single answers in ``tail``. Their sum may exceed
+    # ``capacity`` after the limit has shrunk, or if many environments request turns at once. The samples in
+    # ``settling``, ``tool`` and ``environment`` use no capacity, and neither do the episodes in ``tail``. The worker
+    # counts these samples only up to the unused capacity.
     capacity = "capacity"
-    running = "running"  # samples with a request in the engine
+    running = "running"  # requests that the engine has not answered; each request samples one turn
     tail = "tail"  # finished samples of groups with unfinished samples
-    settling = "settling"  # unused capacity while finished groups wait for rewards or storage
-    tool = "tool"  # unused capacity while episodes wait for a tool
-    environment = "environment"  # unused capacity while environments of episodes have not asked for a turn
-    parked = "parked"  # samples that are interrupted while the engine loads new weights
+    settling = "settling"  # samples of groups that the worker scores, stores or gives back
+    tool = "tool"  # episodes without a running turn, in which a tool runs
+    environment = "environment"  # episodes without a running turn, in which no tool runs
+    parked = "parked"  # unfinished turns without a request: their group waits for new weights, or leaves the worker
     asking = "asking"  # 1 while the worker waits for permission to generate further groups
     version = "version"  # policy version of the engine; on the buffer's lane, the learner's policy version
     # Buffer: lane ``buffer``, in groups unless another unit is given
@@ -137,7 +140,7 @@ class LevelName(StrEnum):
     stored = "stored"
     planned = "planned"
     budget = "budget"  # number of groups that workers may start now
-    full = "full"  # 1 while workers may not start groups, because the buffer's limit on bytes is reached
+    full = "full"  # 1 while workers may not start groups, because one more group may exceed the buffer's limit on bytes
     bytes = "bytes"  # bytes of stored trajectories and of saved unfinished groups
     # Per member, on the lanes of `SpanKind.member`
     epoch = "epoch"  # number of faults so far

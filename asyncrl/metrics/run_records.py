@@ -25,7 +25,7 @@ FOR_TRACKERS = ("groups", "lags", "tokens_dropped_by_reason", "groups_dropped_by
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """The metrics of one learner step: a line of ``metrics.jsonl``. Policy tokens are tokens that the policy sampled.
+    """The metrics of one learner step. Policy tokens are tokens that the policy sampled.
 
     Attributes:
         step: Number of the learner step, from 0.
@@ -112,7 +112,10 @@ class StepRecord:
     groups_dropped_by_reason: Mapping[str, int] = field(default_factory=dict)
 
     def flat(self) -> dict[str, float]:
-        """Return the numbers of this step by dotted name, a line of ``metrics.jsonl``. Example: ``learner.loss``."""
+        """Return the numbers of this step by dotted name, without the fields in `FOR_TRACKERS`.
+
+        Example of a name: ``learner.loss``. `MetricsWriter` writes the numbers as one line of ``metrics.jsonl``.
+        """
         numbers = asdict(self)
         for name in FOR_TRACKERS:
             del numbers[name]

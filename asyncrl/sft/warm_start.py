@@ -49,7 +49,7 @@ def policy_path(config: RunConfig) -> Path:
 def needs_fine_tuning(config: RunConfig) -> bool:
     """Return whether the run must fine-tune a policy first.
 
-    Raises `ValueError` if ``sft.output_path`` contains other files, or a policy of other settings.
+    Raises the errors of `finished_warm_start` if ``sft.enabled``.
     """
     return config.sft.enabled and finished_warm_start(config) is None
 
@@ -58,7 +58,7 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
     """Return the content of `RESULT` if a policy with the settings of ``config`` exists; otherwise None.
 
     Raises:
-        ValueError: ``sft.output_path`` contains other files, or a policy of other settings.
+        ValueError: ``sft.output_path`` contains other files, or a policy that was made with other settings.
     """
     folder = warm_start_path(config)
     result = json.loads((folder / RESULT).read_text()) if (folder / RESULT).is_file() else None
@@ -181,12 +181,14 @@ async def warm_start(
     *,
     visible_devices: str = "",
 ) -> Path:
-    """Return the directory of the run's initial policy. If ``sft.enabled``, fine-tune the policy first.
+    """Return the directory of the run's initial policy.
 
+    If ``sft.enabled``, fine-tune the policy first, or reuse a policy that was made with the same settings.
     ``overrides`` is the command line of the run. ``visible_devices`` names the GPUs for ``asyncrl sft``, as in
     ``CUDA_VISIBLE_DEVICES``; empty for none. The output of ``asyncrl sft`` goes to ``log_path``.
 
     Raises:
+        ValueError: ``sft.output_path`` contains other files, or a policy that was made with other settings.
         WorkerDiedError: ``asyncrl sft`` failed. The message ends with the last lines of its output.
         DeadlineError: this or another run's ``asyncrl sft`` made no progress for ``sft.progress_timeout_s``.
     """
