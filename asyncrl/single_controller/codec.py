@@ -303,9 +303,9 @@ class Decoder:
         raise WireError(f"message contains an unknown type with the code {code}")
 
     def sequence(self, items: list[Any]) -> Any:
-        """Return the list. If its first item is a `_Mark`, return the value that the other items encode.
+        """Return the value that a list of a message encodes. msgpack calls this method for each list.
 
-        msgpack calls this method for each list.
+        If the first item of the list is a `_Mark`, the other items encode the value. Otherwise the value is the list.
         """
         if not items or type(items[0]) is not _Mark:
             return items

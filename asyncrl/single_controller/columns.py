@@ -44,8 +44,8 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
 def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
     """Return the selected rows of a column: an array, a dense tensor or a nested tensor.
 
-    ``rows`` is a slice, or [n] int64 positions. Positions give a copy. A slice with step > 0 of a dense column gives a
-    view.
+    ``rows`` is a slice, or [n] int64 positions. A slice of an array or of a dense tensor gives a view. All other
+    selections give copies. Raises `ValueError` for a slice of a dense tensor with step < 1.
     """
     if isinstance(column, np.ndarray):
         return column[rows]

@@ -252,7 +252,8 @@ class DataProto:
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> DataProto:
         """Return a batch with the rows ``start:end:step``.
 
-        The rows share memory with this batch; if ``step`` is negative, they are copies.
+        The rows share memory with this batch, except rows of nested tensors. If ``step`` is negative, all rows are
+        copies.
         """
         rows = slice(start, end, step)
         positions = range(*rows.indices(len(self)))
@@ -413,7 +414,9 @@ class DataProto:
         self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut the rows into a list of ``chunks`` batches of equal size, which share memory with this batch.
+        """Cut the rows into a list of ``chunks`` batches of equal size.
+
+        The batches share memory with this batch, except rows of nested tensors.
 
         If padding is enabled, the parts may differ in size. A batch with tensors is then cut as by ``torch.chunk``,
         with empty parts at the end. A batch without tensors is cut as by ``numpy.array_split``.
@@ -431,7 +434,8 @@ class DataProto:
     def split(self, split_size: int) -> list[DataProto]:
         """Cut the rows into a list of batches of ``split_size`` rows. The last batch may be shorter.
 
-        The batches share memory with this batch. Raises `BatchError` if ``split_size`` is below 1.
+        The batches share memory with this batch, except rows of nested tensors. Raises `BatchError` if ``split_size``
+        is below 1.
         """
         if split_size < 1:
             raise BatchError(f"split_size must be >= 1, got {split_size}")
@@ -493,9 +497,12 @@ class DataProto:
         return (mini_batch for _ in range(epochs) for mini_batch in loader)
 
     def get_data_info(self) -> str:
-        """Return a text that describes the batch, with one line per entry.
+        """Return a text that describes the batch. The text has three headings, each followed by one line per entry.
 
-        A line has the name of a column, and its shape, dtype and device. For meta information, it has name and type.
+        - ``batch``: name, shape, dtype and device of each tensor. For a nested tensor, the line has the number of rows
+          and the layout instead of the shape.
+        - ``non_tensor_batch``: name, shape and dtype of each array.
+        - ``meta_info``: name of each entry, and type of its value.
         """
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))

@@ -443,18 +443,19 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Cut the rows of each argument into one part per rank. Each argument is a `DataProto`.
+    """Cut the rows of each argument into one part per rank. Return (args, kwargs) of lists with one entry per rank.
 
-    Returns (args, kwargs), a tuple and a dict of lists. Each list has one part per rank. A `DataProto` with padding
-    enabled is padded first.
+    An argument is a `DataProto`, a `DataProtoFuture` or a TensorDict. A `DataProto` with padding enabled is padded
+    first. ``kwargs`` then also has the number of appended rows, under `_padding_size_key`.
     """
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
 
 def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Repeat the first argument, a function, for every rank. Cut the rows of the other arguments into parts.
+    """Repeat the first argument for every rank. Cut the rows of the other arguments into one part per rank.
 
-    Returns (args, kwargs) of lists with one entry per rank.
+    Returns (args, kwargs) like `dispatch_dp_compute_data_proto`. Raises `UsageError` if the first argument is not a
+    function.
     """
     if not args or not isinstance(args[0], FunctionType):
         raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
@@ -480,6 +481,7 @@ def dispatch_nd_compute(
 
     Every argument is a list of ``dp_size`` parts. ``dp_rank_mapping`` has the index of the part that each rank gets,
     such as ``[0, 0, 1, 1]``. Each part is stored once in Ray's object store, even if several ranks get the part.
+    Parts of a `DataProtoFuture` are not stored.
     """
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
@@ -494,7 +496,7 @@ def dispatch_nd_compute(
 
 
 def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Return a list of the results of some ranks: those for which ``collect_mask``, one bool per rank, is True."""
+    """Return a list of the results of the ranks that ``collect_mask`` selects. The mask has one bool per rank."""
     collect_dp_compute(worker_group, output)
     return [result for result, is_collect in zip(output, collect_mask, strict=True) if is_collect]
 
@@ -502,10 +504,10 @@ def collect_nd_compute(collect_mask: list[bool], worker_group: Any, output: Any)
 def dispatch_nd_compute_dataproto(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Cut the rows of every argument, a `DataProto`, into ``dp_size`` parts, and give each rank one of the parts.
+    """Cut the rows of each argument into ``dp_size`` parts, and give each rank one of the parts.
 
-    ``dp_rank_mapping`` has the index of the part that each rank gets. A `DataProto` with padding enabled is padded
-    first. Returns (args, kwargs) of lists with one entry per rank.
+    ``dp_rank_mapping`` has the index of the part that each rank gets. The arguments, the padding and the
+    result are like in `dispatch_dp_compute_data_proto`.
     """
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
@@ -516,9 +518,9 @@ def dispatch_nd_compute_dataproto(
 
 
 def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, output: Any) -> Any:
-    """Concatenate the rows of the results of the ranks for which ``collect_mask``, one bool per rank, is True.
+    """Concatenate the rows of the results of the ranks that ``collect_mask`` selects.
 
-    If the results are references, return a `DataProtoFuture`.
+    The mask has one bool per rank. If the results are references, return a `DataProtoFuture`.
     """
     return _concat_data_proto_or_future(collect_nd_compute(collect_mask, worker_group, output))
 
@@ -526,8 +528,8 @@ def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, ou
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Cut the rows of every argument into one part per dp rank, and give each rank the part of its dp rank.
 
-    The workers must have registered the mesh ``mesh_name``, which gives each worker its dp rank. Returns (args,
-    kwargs) of lists with one entry per rank.
+    The workers must have registered the mesh ``mesh_name``. The mesh gives each worker its dp rank. Returns (args,
+    kwargs) like `dispatch_dp_compute_data_proto`.
     """
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
@@ -538,8 +540,8 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
     """Concatenate the rows of the results of some workers: one worker for each dp rank.
 
-    The workers must have registered the mesh ``mesh_name``, which says which workers' results are used. If the results
-    are references, return a `DataProtoFuture`.
+    The workers must have registered the mesh ``mesh_name``. The mesh selects the workers whose results are used. If the
+    results are references, return a `DataProtoFuture`.
     """
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
@@ -605,10 +607,11 @@ def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
 def register_dispatch_mode(
     dispatch_mode_name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> Dispatch:
-    """Add the mode ``Dispatch.NAME`` and return it. Raises `ValueError` if the name exists already.
+    """Add a mode to `Dispatch`, and return the mode. Raises `ValueError` if the name exists already.
 
     Args:
-        dispatch_mode_name: Name of the new mode.
+        dispatch_mode_name: Name of the new mode, in upper or lower case. The mode gets the name in upper case. Example:
+            ``"mine"`` adds ``Dispatch.MINE``.
         dispatch_fn: Turns ``(group, *args, **kwargs)`` into ``(args, kwargs)``. Each new argument is a list with one
             entry per rank.
         collect_fn: Turns ``(group, results)`` into the caller's result.

@@ -322,7 +322,7 @@ class RayWorkerGroup(WorkerGroup):
     async def node_of(self, rank: int) -> str:
         """Wait until Ray has reserved the resources of a rank, and return the id of the node with these resources.
 
-        If a node dies, Ray reserves its ranks' resources on other nodes.
+        If a node dies, Ray reserves the resources of the node's ranks on other nodes.
         """
         slot = self._slots[rank]
         there = PlacementGroupSchedulingStrategy(
@@ -435,7 +435,7 @@ class RayWorkerGroup(WorkerGroup):
             setattr(self, role, group)
 
     def execute_rank_zero_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call the method ``method_name`` of the worker of rank 0. Return a reference to the result at once."""
+        """Call the method ``method_name`` of the worker of rank 0. Return a reference to the result without waiting."""
         return PendingResult(self._execute_remote_single_worker(self._running()[0], method_name, *args, **kwargs))
 
     def execute_rank_zero_sync(self, method_name: str, *args: Any, **kwargs: Any) -> Any:
@@ -445,14 +445,14 @@ class RayWorkerGroup(WorkerGroup):
     execute_rank_zero = execute_rank_zero_async
 
     def execute_rank_async(self, rank: int, method_name: str, *args: Any, **kwargs: Any) -> PendingResult:
-        """Call the method ``method_name`` of the worker of one rank. Return a reference to the result at once."""
+        """Call the method ``method_name`` of one rank's worker. Return a reference to the result without waiting."""
         return PendingResult(self._execute_remote_single_worker(self._running()[rank], method_name, *args, **kwargs))
 
     def execute_all_async(self, method_name: str, *args: Any, **kwargs: Any) -> PendingResults:
-        """Call the method ``method_name`` of every worker. Return a list of references to the results at once.
+        """Call the method ``method_name`` of every worker. Return references to the results without waiting.
 
-        If every argument is a list with one entry per rank, each rank receives its entry. Otherwise every rank receives
-        all arguments unchanged.
+        The references are a list in rank order. If every argument is a list with one entry per rank, each rank receives
+        its entry of each list. Otherwise every rank receives all arguments unchanged.
         """
         return self._execute_all(method_name, args, kwargs)
 

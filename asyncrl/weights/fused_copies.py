@@ -47,11 +47,14 @@ Parameters = Mapping[str, Tensor]
 class _Block:
     """A copy from a view of a tensor to a view of a parameter. Both views have the same shape.
 
-    Offsets and strides count values. A block can also describe that a constant was written into the parameter.
+    Offsets and strides count values.
+
+    A block can also describe that a constant was written into the parameter. A constant has no source. ``source`` and
+    ``source_strides`` then equal ``start`` and ``strides``, so that `joined` compares only the targets.
 
     Attributes:
-        source: Offset of the source in its tensor. During `FusedCopies.take`, offset in the storage of this tensor. A
-            constant has no offset; ``source`` then equals ``start``, because `joined` needs equal distances in both.
+        source: Offset of the source from the first value of its tensor. In the blocks that `FusedCopies.take` joins,
+            offset of the source in the tensor's storage.
         start: Offset of the target in the parameter's storage.
     """
 
@@ -146,10 +149,13 @@ def _copy_joined(tensors: list[tuple[Tensor, _TensorCopies]], parameters: Parame
 def joined(blocks: list[_Block]) -> list[_Block]:
     """Join successive copies (blocks) into larger copies.
 
-    Copies are joined if they have equal shapes and strides, if their targets are equally far apart, and if their
-    sources are equally far apart.
+    Copies are joined if all of these conditions hold:
 
-    Returns the joined blocks and the remaining blocks. The result has no two blocks that can be joined.
+    - The copies have equal shapes and strides.
+    - Their targets are equally far apart.
+    - Their sources are equally far apart, in ascending order.
+
+    Returns the joined blocks and the remaining blocks. No two successive blocks of the result can be joined.
 
     Args:
         blocks: Blocks of one parameter, sorted by ``start``, without overlap.
@@ -201,12 +207,14 @@ class LoadObserver:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # By address of a storage: a weak reference, and the published tensors as (first byte, end, name). While the
-        # weak reference exists, no other storage gets the same address.
+        # Maps the address of a storage to a weak reference to the storage, and to the published tensors in the storage.
+        # Each tensor is a tuple: first byte in the storage, end, name. While the weak reference exists, no other
+        # storage gets the same address.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
-        # By name of the parameter: the written blocks, each with its source (name of a tensor, or a constant).
+        # Maps the name of a parameter to the written blocks. Each block has a source: a constant, or a tensor's name.
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
-        self._excluded: set[str] = set()  # names of tensors and parameters that only the loader may load
+        # Names of tensors and parameters. `copies` leaves them out, so that the model's loader loads them every time.
+        self._excluded: set[str] = set()
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Yield each (name, tensor) to the model's loader unchanged, and remember where the tensor's bytes are."""

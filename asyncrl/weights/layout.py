@@ -54,16 +54,16 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return the parameter shards and stored buffers from which this rank makes its part of a file, by name.
+        """Return this rank's shards of the parameters and stored buffers that a file needs, by name.
 
-        ``part`` is the content of the file.
+        ``part`` says what the file contains. Example: for ``Part.adapters``, only the adapters are returned.
         """
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert whole (unsharded) weights to the tensors of a checkpoint. Returns the tensors by checkpoint name.
 
-        ``weights`` has parameters and buffers by the names that `held` returns. ``part`` is the content of the file.
+        ``weights`` has parameters and buffers by the names that `held` returns. ``part`` says what the file contains.
         """
         ...
 

@@ -183,9 +183,10 @@ class Meeting:
     pending: list[tuple[Any, str, int]] = field(default_factory=list)
 
     def take(self, member: Any, message: Mapping[str, Any]) -> list[Any]:
-        """Process a message of a member, which stores a value or asks for a key.
+        """Process a member's message. The message stores a value, or asks for the value of a key.
 
-        Returns the connections of the members that can now get an answer, because the wanted keys are stored.
+        Returns the connections of the members that must now get an answer. For each of these members, the store now has
+        the value and as many keys as the member requires.
         """
         if message["kind"] == "leave":
             self.values[message["key"]] = message["value"]

@@ -1,4 +1,4 @@
-"""One learner rank's part of a published version: a copy of the rank's shards in a file, with digests.
+"""One learner rank's part of a published version: copied shards and computed tensors in a file, with digests.
 
 The file is created in advance, so that a publish only has to copy.
 """
@@ -153,10 +153,10 @@ class WritableFile:
 
 
 class RankPart:
-    """This rank's part of one version: values that are copied, and tensors that are computed.
+    """This rank's part of one version: values that the rank copies from its shards, and tensors that the rank computes.
 
-    If ``is_full`` is False, the version is a delta. The copied data then stays in memory, and a file in ``folder``
-    holds the changes from the previous version.
+    If ``is_full`` is True, these data are in the file ``name`` in ``folder``. If ``is_full`` is False, the version is a
+    delta. The data are then only in memory, and `finish` writes the changes since the previous version to ``folder``.
     """
 
     def __init__(
