@@ -148,7 +148,7 @@ class _Reading:
     def _written(self) -> list[Stamp]:
         """The recorded events that have the response lengths of a finished group.
 
-        Finished groups that a filter of the buffer dropped are included.
+        Some of these groups were not stored: a filter of the buffer dropped them, or their policy version was too old.
         """
         stamps = (stamp for stamp in self._trace.stamps if stamp.time >= self._start)
         return [stamp for stamp in stamps if stamp.details.get("lengths")]
@@ -175,7 +175,10 @@ class _Reading:
         return sum(stamp.details["bytes"] for stamp in stored) / max(1, num_tokens)
 
     def equal_rewards(self) -> float:
-        """Return the share of finished groups that were dropped because all samples had the same reward, 0 to 0.99."""
+        """Return the share of finished groups that the buffer's filter ``equal_rewards`` dropped.
+
+        The share is at most 0.99, because `Scenario` does not allow a share of 1.
+        """
         dropped = sum(stamp.details.get("reason") == "equal_rewards" for stamp in self._written)
         return min(0.99, dropped / len(self._written))
 
@@ -236,7 +239,7 @@ class _Reading:
         )
 
     def _cpu_s(self, pool: str) -> float:
-        """Return the CPU seconds per step of the processes of a pool."""
+        """Return the CPU seconds per step of a pool, as the sum over its processes."""
         total_s = 0.0
         for lane in {level.lane for level in self._trace.levels if level.name == LevelName.cpu}:
             levels = [level for level in self._trace.levels_of(LevelName.cpu, lane) if level.time >= self._start]
@@ -404,9 +407,11 @@ class _Reading:
         return batches
 
     def _prefill_s_per_token(self) -> float:
-        """Return the seconds to recompute the KV cache of a token.
+        """Return the seconds to recompute the KV cache of one token after a weight update.
 
-        The method assumes that responses are half written at an update.
+        The record does not have the lengths of unfinished responses at an update. So the method assumes that the KV
+        cache of each running sample has the prompt and half of a response of mean length. The result is 0 if the record
+        has no recomputation.
         """
         spans = self._during(SpanKind.re_prefill)
         if not spans:

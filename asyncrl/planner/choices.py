@@ -164,7 +164,8 @@ def predict(scenario: Scenario, *, replicates: int = NUM_REPLICATES, seed: int =
     Each simulation after the first one has another seed, and response lengths that are drawn from the recorded lengths.
 
     Raises:
-        ReplayBufferError: the scenario cannot run, because the buffer would refuse a request of a real run too.
+        ReplayBufferError: the scenario cannot run. The simulated buffer refuses a request, as the buffer of a real run
+            would. For example, a batch does not fit into the buffer.
     """
     outcome = simulate(scenario, seed=seed)
     outcomes = [outcome]
@@ -203,7 +204,7 @@ def make_plan(
     others = [scenario for scenario in choices.of(base) if scenario != base]
     for number, scenario in enumerate(others, start=1):
         on_progress(f"choice {number} of {len(others)}")
-        with suppress(ReplayBufferError):  # leave out a choice for which the buffer would refuse a request
+        with suppress(ReplayBufferError):  # leave out a choice that cannot run (see `predict`)
             found.append(predict(scenario, replicates=1, seed=seed))
     fast = [one for one in _as_fast(found) if one is not current]
     for number, one in enumerate(fast, start=1):
@@ -282,7 +283,7 @@ def advise(
         return None
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
-        with suppress(ReplayBufferError):  # leave out a change for which the buffer would refuse a request
+        with suppress(ReplayBufferError):  # leave out a change that cannot run (see `predict`)
             # One simulation shows the gain. Only if it is large enough, more simulations give the interval.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)

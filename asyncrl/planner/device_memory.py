@@ -178,9 +178,9 @@ def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
 
 
 def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Return ``query``, ``key``, ``cached`` and ``cache_heads`` of `ModelSize`.
+    """Return the attributes ``query``, ``key``, ``cached`` and ``cache_heads`` of `ModelSize` as a dict.
 
-    Raises `KeyError` for a missing size.
+    Raises `KeyError` if ``settings``, the content of ``config.json``, lacks a size that has no default.
     """
     heads = settings["num_attention_heads"]
     head_dim = settings.get("head_dim") or settings["hidden_size"] // heads
@@ -259,8 +259,9 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as a dict from kind to bytes.
 
-    The kinds up to ``gathered root unit`` are held during the whole update. The other kinds are temporary, and change
-    during the backward pass. The dict has their bytes at one moment: when the sum of all temporary kinds is largest.
+    The first kinds, from ``parameters`` to ``gathered root unit``, count during the whole update. All other kinds are
+    temporary: their bytes change during the backward pass. The dict has the bytes of the temporary kinds at the moment
+    when their sum is largest. Kinds of 0 bytes are left out.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)

@@ -106,7 +106,9 @@ class SimulatedEngine:
         self._running: list[_Running] = []
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
         self._load = 0.0  # sum of `_Running.weight` over all running samples
-        self._begun = 0.0  # sum over running samples: `_Running.weight` × progress at the sample's start
+        # Sum over all running samples: `_Running.weight` times the engine's progress at the start of the sample.
+        # `_loaded` needs this sum to compute the number of cached tokens.
+        self._begun = 0.0
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
         self._is_loading = False
@@ -239,7 +241,7 @@ class SimulatedEngine:
         self._begun += weight * self._progress
 
     def _begin_batch(self) -> None:
-        """Start a batch with all samples that fit. All its samples end with the longest one."""
+        """Start a batch with all samples that fit. All samples of the batch end at the same time as the longest one."""
         longest = 0
         while self._waiting and self._load < self._model.max_running:
             group, length, weight = self._waiting.popleft()
@@ -251,7 +253,11 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Return how many tokens each sample had at ``moment``. Call this at the end of the batch."""
+            """Return the number of decoding steps from the start of this batch to the simulated time ``moment``.
+
+            At ``moment``, each sample that still runs has this number of new tokens. Call the function when the batch
+            ends, because the function takes the present time as the end of the batch. ``moment`` is in seconds.
+            """
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
 

@@ -406,7 +406,7 @@ def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -
     return Series(changes)
 
 
-# Spans and stretches
+# Helper functions for spans, levels and stretches (`Stretch`)
 
 
 def _edges(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
@@ -575,7 +575,8 @@ class OverlapReport:
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
         for group in (use for life in trace.groups.values() for use in life.uses()):
-            # Skip a group that was stored before the run was resumed: it has no event `stored`.
+            # Skip a group without a recorded `stored` event, because the lag of the group is unknown. For example, the
+            # group was stored before the run was resumed.
             if group.step in lags and group.last(GroupEvent.stored) is not None:
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}

@@ -134,8 +134,8 @@ class GroupLife:
     def uses(self) -> list[GroupLife]:
         """Return one `GroupLife` for each learner step that trained on the group, with the stamps up to that step.
 
-        A return of the learner to a checkpoint may cause a group to be generated and stored again. Steps before the
-        group's latest ``stored`` event do not count. A step that the learner repeated counts once.
+        A group may be stored more than once, for example if the learner returned to a checkpoint. Then only the steps
+        after the latest ``stored`` event count. If the learner repeated a step, only the repetition counts.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):
@@ -150,7 +150,7 @@ class GroupLife:
     def lag(self) -> int:
         """Number of learner steps from the group's oldest token to the step that trained on the group.
 
-        It is -1 if no step trained on the group.
+        The lag is -1 if no step trained on the group. If a step did, the lag is only valid with a ``stored`` event.
         """
         return NONE if self.step == NONE else self.lag_before_queue + self.lag_in_queue
 
