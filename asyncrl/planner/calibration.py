@@ -141,8 +141,7 @@ class _Reading:
     @cached_property
     def trained(self) -> list[GroupLife]:
         """The recorded events of trained groups: one entry for each step after the warm-up that trained on a group."""
-        uses = (use for life in self._trace.groups.values() for use in life.uses())
-        return [use for use in uses if use.step >= self._first_step]
+        return [use for use in self._trace.trained_groups if use.step >= self._first_step]
 
     @cached_property
     def _written(self) -> list[Stamp]:

@@ -574,10 +574,8 @@ class OverlapReport:
         attribution = Attribution.of(trace)
         steps = [step for step in trace.steps if not step.is_open]
         lags: dict[int, list[tuple[int, int, int]]] = {step.version: [] for step in steps}
-        for group in (use for life in trace.groups.values() for use in life.uses()):
-            # Skip a group without a recorded `stored` event, because the lag of the group is unknown. For example, the
-            # group was stored before the run was resumed.
-            if group.step in lags and group.last(GroupEvent.stored) is not None:
+        for group in trace.trained_groups:
+            if group.step in lags:
                 lags[group.step].append((group.lag, group.lag_before_queue, group.lag_in_queue))
         num_lanes = {pool: attribution.num_lanes(pool) for pool in POOLS}
 

@@ -99,7 +99,7 @@ def fill(trace: Trace) -> Chart:
     0 seconds; earlier times are negative. ``tail`` is the index of the point at which the last 5% begin.
     """
     stored: dict[int, list[int]] = defaultdict(list)
-    for life in trained_groups(trace):
+    for life in trace.trained_groups:
         moment = life.time(GroupEvent.stored)
         if moment is not None:
             stored[life.step].append(moment)
@@ -123,7 +123,7 @@ def lag(trace: Trace, *, bound: int) -> Chart:
     Each number is split by when the lag arose: before the buffer stored the group, or while the group waited for a
     batch. ``bound`` is the largest allowed lag.
     """
-    lives = trained_groups(trace)
+    lives = trace.trained_groups
     parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}
     for life in lives:
         parts["none"][life.lag] += life.lag == 0
@@ -134,16 +134,6 @@ def lag(trace: Trace, *, bound: int) -> Chart:
         "lags": list(range(len(parts["none"]))),
         **{name: [_rounded(value) for value in values] for name, values in parts.items()},
     }
-
-
-def trained_groups(trace: Trace) -> list[GroupLife]:
-    """Return the trained groups: one entry for each step that trained on a group.
-
-    Groups that the buffer stored before the run was resumed are left out, because the record does not have the
-    ``stored`` events of these groups.
-    """
-    uses = (use for life in trace.groups.values() for use in life.uses())
-    return [use for use in uses if use.last(GroupEvent.stored) is not None]
 
 
 def lengths(trace: Trace) -> Chart:
@@ -340,7 +330,7 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
     """Return an array [bins]: for each bin, the mean lag of the latest batch whose step ended by the end of the bin."""
     lags: dict[int, list[int]] = defaultdict(list)
-    for life in trained_groups(trace):
+    for life in trace.trained_groups:
         lags[life.step].append(life.lag)
     ends = {step.version: step.end for step in trace.steps if not step.is_open}
     known = [(ends[step], statistics.fmean(values)) for step, values in sorted(lags.items()) if step in ends]

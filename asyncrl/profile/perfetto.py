@@ -93,9 +93,8 @@ class _Events:
 
     def lags(self) -> Iterator[dict[str, Any]]:
         lags: dict[int, list[int]] = defaultdict(list)
-        for group in (use for life in self._trace.groups.values() for use in life.uses()):
-            if group.last(GroupEvent.stored) is not None:
-                lags[group.step].append(group.lag)
+        for group in self._trace.trained_groups:
+            lags[group.step].append(group.lag)
         for step in self._trace.steps:
             if found := lags.get(step.version):
                 place = {"pid": _POOLS[Pool.controller], "ph": "C", "name": "lag"}

@@ -65,7 +65,7 @@ class RunReport:
         """
         run_dir, trace = self._run_dir, trace or self._reader.read()
         overlap, options = overlap or OverlapReport.of(trace), _options(run_dir)
-        largest = max((life.lag for life in charts.trained_groups(trace)), default=0)
+        largest = max((life.lag for life in trace.trained_groups), default=0)
         bound = options.get("buffer", {}).get("max_lag", largest)
         causes = dict.fromkeys(cause for pool in overlap.run.pools.values() for cause in pool.idle)
         predictions = _or_reason(lambda: read_json(run_dir / "plan.json", "curves")) or _NO_PREDICTIONS

@@ -150,9 +150,10 @@ class GroupLife:
     def lag(self) -> int:
         """Number of learner steps from the group's oldest token to the step that trained on the group.
 
-        The lag is -1 if no step trained on the group. If a step did, the lag is only valid with a ``stored`` event.
+        The lag is -1 if no step trained on the group, or if the group has no ``stored`` event.
         """
-        return NONE if self.step == NONE else self.lag_before_queue + self.lag_in_queue
+        lags = self.lag_before_queue, self.lag_in_queue
+        return NONE if NONE in lags else sum(lags)
 
     @property
     def lag_before_queue(self) -> int:
@@ -254,6 +255,16 @@ class Trace:
         for stamp in self.stamps:
             stamps[stamp.group].append(stamp)
         return {group: GroupLife(group=group, stamps=tuple(own)) for group, own in stamps.items()}
+
+    @cached_property
+    def trained_groups(self) -> tuple[GroupLife, ...]:
+        """The trained groups: one entry for each step that trained on a group.
+
+        Groups without a recorded ``stored`` event are left out, because their lag is unknown. The buffer may have
+        stored them before the run was resumed.
+        """
+        uses = (use for life in self.groups.values() for use in life.uses())
+        return tuple(use for use in uses if use.last(GroupEvent.stored) is not None)
 
     def lanes(self, pool: str) -> tuple[str, ...]:
         """Return the names of the engines or ranks of a pool, sorted by number. Example: ``learner-0``.

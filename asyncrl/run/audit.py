@@ -165,7 +165,7 @@ def audited_lives(run_dir: Path) -> list[Life]:
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Return the lost lives: other lives that continued directly from a checkpoint of ``lives``, oldest first.
+    """Return the lost lives, oldest first: other lives that continued from a checkpoint of ``lives`` or of a lost life.
 
     The steps of a lost life are not part of the audited run. But its engines may have sampled groups that stayed in the
     buffer's files on disk. A later life of ``lives`` may have trained on these groups. So the audit needs the receipts
@@ -177,9 +177,12 @@ def lives_beside(lives: Sequence[Life]) -> list[Life]:
     folders = {life.folder for life in lives}
     others = {path.parent.resolve() for folder in folders for path in folder.parent.glob("*/life.json")} - folders
     found = [life_of(path, record) for path in others if (record := read_life(path)) is not None]
-    found = [life for life in found if life.record.before and Path(life.record.before) in folders]
-    newest_s = lives[-1].record.began_s
-    return sorted((one for one in found if one.record.began_s < newest_s), key=lambda life: life.record.began_s)
+    lost: list[Life] = []
+    for life in sorted(found, key=lambda life: life.record.began_s):
+        if Path(life.record.before) in folders and life.record.began_s < lives[-1].record.began_s:
+            folders.add(life.folder)
+            lost.append(life)
+    return lost
 
 
 def audit(lives: Sequence[Life]) -> Audit:

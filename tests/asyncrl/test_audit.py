@@ -149,17 +149,25 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 
 
 @pytest.mark.long
-def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys):
-    """An engine of the killed life sampled group 3. The next life finds the group in the journal and trains it."""
+@pytest.mark.parametrize("num_killed", [1, 2])
+def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys, num_killed):
+    """An engine of the killed life sampled group 3. The next life finds the group in the journal and trains it.
+
+    With two killed lives, the second of them continued the first, and sampled the group.
+    """
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
-    killed = write_life(run.parent / "1b", {2: group_of(3, [2] * 4)}, resumed=checkpoint)
+    start = checkpoint
+    if num_killed == 2:
+        first = write_life(run.parent / "1a", {2: group_of(4, [2] * 4)}, resumed=checkpoint)
+        start = save(first / "checkpoints", 2)
+    killed = write_life(run.parent / "1b", {2: group_of(3, [2] * 4)}, resumed=start)
     (killed / "summary.json").unlink()
     newest = {2: group_of(2, [2] * 4), 3: group_of(3, [2] * 4)}
     before = {step: group_of(step, [0] * 4) for step in range(2)}
     last = write_life(run.parent / "3", newest, resumed=checkpoint, before=before.items())
     change(last, Act.sampled, {"group": 3}, group=99)
     assert main([str(last)]) == 0, capsys.readouterr().out
-    assert "2 lives (and engines of 2 more, whose steps were lost)" in capsys.readouterr().out
+    assert f"2 lives (and engines of {num_killed + 1} more, whose steps were lost)" in capsys.readouterr().out
     change(killed, Act.loaded, {"version": 2}, digest="d0")
     assert main([str(last)]) == 1
     assert "the digest of version 2 that engine-0 of life 1b verified" in capsys.readouterr().out

@@ -7,6 +7,7 @@ import pytest
 
 from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run, dump_yaml, read_config
+from asyncrl.core.record import GroupEvent
 from asyncrl.planner.calibration import calibrate, fair_shares, united
 from asyncrl.planner.choices import Choices, Prediction, advise, make_plan, predict, recommend, splits_of
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario, configured
@@ -160,6 +161,12 @@ def test_the_replay_of_a_recorded_run_matches_the_run(tmp_path, max_lag):
     assert replayed.step_s == pytest.approx(calibration.step_s, rel=0.1)
     assert replayed.lag_mean == pytest.approx(calibration.lag_mean, abs=0.3)
     assert calibration.num_faults == 0
+
+
+def test_groups_that_were_stored_before_the_run_was_resumed_do_not_count_in_the_mean_lag(tmp_path):
+    trace = record_run(tmp_path, max_lag=0, **RECORDED)
+    stamps = [stamp for stamp in trace.stamps if stamp.group % 3 or stamp.event != GroupEvent.stored]
+    assert calibrate(replace(trace, stamps=tuple(stamps)), recorded_config(0)).lag_mean == 0.0
 
 
 @pytest.mark.long
