@@ -1,8 +1,8 @@
 """Compares the planner's predictions with real runs: ``python -m benchmarks.plan``.
 
 The benchmark records one quickstart on the in-process engine at ``buffer.max_lag=0``. The engine and the learner rank
-are each pinned to a core. From this record the benchmark predicts the runs at max_lag 1, 2 and 4 and with two engines.
-Then it makes these runs. In the simulation all engines share one core, the rank has the second core, and other
+are each pinned to a core. The benchmark also makes runs at max_lag 1, 2 and 4 and with two engines. It predicts these
+runs from the record. In the simulation all engines share one core, the rank has the second core, and other
 processes use both (`HostModel`). ``--again DIR`` compares the runs that an earlier ``--keep DIR`` kept.
 
 A machine's speed changes within minutes by more than the bounds of the figures. So there are several rounds. Each round

@@ -91,7 +91,7 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
 @pytest.mark.parametrize(
     ("family", "culprit"),
     [
-        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # Bloom uses its biases only with a mask
+        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # without a mask Bloom's attention is not causal
         ("falcon_h1", "FalconH1Attention"),  # Falcon-H1 passes no sequence boundaries
         ("nemotron", "AttentionInterface"),
     ],
