@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Self
 
-from asyncrl.core.record import GroupEvent, LevelName, Pool, SpanKind
+from asyncrl.core.record import LevelName, Pool, SpanKind
 from asyncrl.metrics import BUSY, PoolUse, RunUse
 from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow, Trace, TraceReader
 

@@ -18,7 +18,7 @@ import numpy as np
 from asyncrl.core.record import NONE, GroupEvent, LevelName, Pool, SpanKind
 from asyncrl.metrics import in_words
 from asyncrl.profile.attribution import BUSY, LEFT, NOT_UP, Attribution, PoolTime, Stretch
-from asyncrl.profile.trace import GroupLife, Span, StepWindow, Trace
+from asyncrl.profile.trace import Span, StepWindow, Trace
 
 Chart = dict[str, Any]
 
