@@ -33,7 +33,7 @@ def merge(parts: Sequence[Any]) -> Any:
     return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
-@dataclass
+@dataclass(eq=False)  # ``asyncio.gather`` needs a hash
 class DataProtoFuture:
     """The result of a call that may still be running.
 
