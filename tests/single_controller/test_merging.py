@@ -7,7 +7,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from asyncrl.core.errors import BatchError
+from asyncrl.core.errors import BatchError, UsageError
 from asyncrl.single_controller import (
     DataProto,
     list_of_dict_to_dict_of_list,
@@ -16,6 +16,7 @@ from asyncrl.single_controller import (
     union_two_dict,
 )
 from asyncrl.single_controller.columns import deep_equal, facts_equal
+from asyncrl.single_controller.dispatch import merge
 
 
 def objects(*values):
@@ -121,6 +122,14 @@ def test_facts_are_equal_by_their_own_comparison_too():
         assert not facts_equal(one, other)
         with pytest.raises(AssertionError, match="the meta information 'a' differs between the first and "):
             union_two_dict({"a": one}, {"a": other})
+
+
+def test_a_batch_is_not_joined_with_another_kind_of_result():
+    data, columns = DataProto.from_dict({"a": torch.zeros(1)}), TensorDict({"a": torch.zeros(1)}, [1])
+    for results in ([data, None], [None, data], [columns, None], [data, columns], [columns, data]):
+        kinds = ", ".join(type(result).__name__ for result in results)
+        with pytest.raises(UsageError, match=f"got {kinds}; return a batch on every rank"):
+            merge(results)
 
 
 def test_nested_tensors_are_equal_by_their_rows():
