@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from asyncrl.core.errors import BatchError, WireError
 from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, parse
@@ -318,7 +318,10 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Return whether two values have equal types and values. Containers may be cyclic. NaN equals NaN."""
+    """Return whether two values have equal types and values. Containers may be cyclic. NaN equals NaN.
+
+    TensorDicts and dataclasses such as `DataProto` are compared entry by entry.
+    """
     return _equal(a, b, frozenset())
 
 
@@ -328,7 +331,7 @@ def facts_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # a comparison of arrays has no single result
+    except (TypeError, ValueError, RuntimeError, LookupError):  # a comparison of arrays has no single result
         return False
 
 
@@ -340,18 +343,25 @@ def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
         return tensors_equal(a, b)
     if type(a) is not type(b):
         return False
-    if isinstance(a, TensorDictBase):
-        return bool((a == b).all())
     if isinstance(a, float | np.floating):
         return bool(a == b or (a != a and b != b))
-    if not isinstance(a, np.ndarray | Mapping | list | tuple):
+    if isinstance(a, type) or not (isinstance(a, _CONTAINERS) or is_dataclass(a)):
         return bool(a == b)
     if (id(a), id(b)) in open_pairs:
         return True
     return _containers_equal(a, b, open_pairs | {(id(a), id(b))})
 
 
+_CONTAINERS = (np.ndarray, Mapping, list, tuple, TensorDictBase)
+
+
 def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
+    if isinstance(a, NonTensorStack):
+        return _equal(list(a.tolist()), list(b.tolist()), open_pairs)
+    if isinstance(a, TensorDictBase):
+        return a.batch_size == b.batch_size and _equal(dict(a.items()), dict(b.items()), open_pairs)
+    if is_dataclass(a):
+        return all(_equal(getattr(a, each.name), getattr(b, each.name), open_pairs) for each in fields(a))
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key], open_pairs) for key in a)
     if isinstance(a, list | tuple):

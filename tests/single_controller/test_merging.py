@@ -5,11 +5,12 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from asyncrl.core.errors import BatchError, UsageError
 from asyncrl.single_controller import (
     DataProto,
+    DataProtoItem,
     list_of_dict_to_dict_of_list,
     union_numpy_dict,
     union_tensor_dict,
@@ -122,6 +123,29 @@ def test_facts_are_equal_by_their_own_comparison_too():
         assert not facts_equal(one, other)
         with pytest.raises(AssertionError, match="the meta information 'a' differs between the first and "):
             union_two_dict({"a": one}, {"a": other})
+
+
+def test_batches_are_equal_by_their_entries():
+    def columns(number=1.0, name="x"):
+        rows = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+        words = NonTensorStack.from_list([NonTensorData(name), NonTensorData("b")])
+        return TensorDict({"nan": torch.tensor([number, torch.nan]), "rows": rows, name: words}, [2])
+
+    def batch(number=1.0, kind=DataProto):
+        return kind(columns(number), {"s": np.array([None, "b"])}, {"inner": columns()})
+
+    for make in (columns, batch):
+        assert deep_equal([make()], [make()])
+        assert not facts_equal(make(), make(2.0))
+    assert not facts_equal(columns(), columns(name="y"))
+    assert not facts_equal(columns(), columns()[:1])
+    assert not facts_equal(batch(), batch(kind=DataProtoItem))
+    assert facts_equal(DataProto, DataProto)
+    assert not facts_equal(DataProto, DataProtoItem)
+    merged = DataProto.concat(parts({"batch": batch()}, {"batch": batch()})).meta_info
+    assert deep_equal(merged, {"batch": batch()})
+    with pytest.raises(BatchError, match="'batch' differs between the first and the second"):
+        parts({"batch": columns()})[0].union(parts({"batch": columns(name="y")})[0])
 
 
 def test_a_batch_is_not_joined_with_another_kind_of_result():
