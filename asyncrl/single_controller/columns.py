@@ -55,6 +55,28 @@ def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
     return nested_of(parts[rows] if isinstance(rows, slice) else [parts[row] for row in rows.tolist()], column)
 
 
+def cat_columns(parts: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Concatenate the rows of tensors or of arrays, for each name. Raises `BatchError` if rows do not fit together."""
+    joined = {}
+    for key, columns in parts.items():
+        try:
+            joined[key] = cat_arrays(columns) if isinstance(columns[0], np.ndarray) else cat_rows(columns)
+        except (RuntimeError, ValueError) as error:
+            raise BatchError(f"the column `{key}` of the batches cannot be joined: {error}") from error
+    return joined
+
+
+def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate the rows of arrays.
+
+    `object_array` gives a part whose lists have equal lengths more dimensions. If the shapes of such parts differ, the
+    result has one list per row.
+    """
+    if len({array.shape[1:] for array in arrays}) == 1 or any(array.dtype != object for array in arrays):
+        return np.concatenate(arrays, axis=0)
+    return _object_column([row for array in arrays for row in array.tolist()])
+
+
 def cat_rows(tensors: Sequence[Any]) -> Any:
     """Concatenate the rows of tensors, which are all dense or all nested. Raises `BatchError` for a mixture."""
     if not any(map(is_nested, tensors)):
@@ -95,10 +117,14 @@ def object_array(values: Any) -> np.ndarray:
     try:
         return np.array(values, dtype=object)
     except ValueError:  # numpy rejects arrays that agree only in their first dimensions
-        column = np.empty(len(values), dtype=object)
-        for index, value in enumerate(values):
-            column[index] = value
-        return column
+        return _object_column(values)
+
+
+def _object_column(values: Any) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        column[index] = value
+    return column
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:

@@ -233,6 +233,24 @@ def test_concat_of_different_columns_is_refused():
                 DataProto.concat(pair)
 
 
+def test_lists_of_equal_length_in_one_part_are_joined_with_others():
+    def lists(*values):
+        return DataProto.from_dict(non_tensors={"s": list(values)})
+
+    for rows in ([[1, 2], [3, 4], [5]], [[1], [2, 3], [4, 5]], [[1, 2], [3, [4]], [5, 6, 7]]):
+        for cut in (0, 1, 2):
+            joined = DataProto.concat([lists(*rows[:cut]), lists(*rows[cut:])])
+            assert joined.non_tensor_batch["s"].tolist() == rows
+    words = DataProto.concat([lists([[1], [2]]), lists("x", None)]).non_tensor_batch["s"]
+    assert words.tolist() == [[[1], [2]], "x", None]
+
+
+def test_a_column_with_other_shapes_is_named():
+    for first, second in ((torch.zeros(1, 2), torch.zeros(1, 3)), (np.zeros((1, 2)), np.zeros((1, 3)))):
+        with pytest.raises(BatchError, match="the column `a` of the batches cannot be joined"):
+            DataProto.concat([DataProto.from_single_dict({"a": first}), DataProto.from_single_dict({"a": second})])
+
+
 def test_subclasses_keep_their_type():
     class Rollouts(DataProto):
         pass
