@@ -42,10 +42,13 @@ class RunLimits:
     Attributes:
         total_steps: Configured number of learner steps.
         max_lag: ``buffer.max_lag``, in learner steps.
+        compares_groups: Whether all advantages compare the samples of a prompt group. If not, a batch teaches something
+            unless all of its rewards are equal.
     """
 
     total_steps: int
     max_lag: int
+    compares_groups: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,14 +178,16 @@ class Alarms:
 # message, or an empty text if there is no alarm.
 
 
-def _equal_rewards(window: Sequence[StepRecord], _: RunLimits) -> str:
+def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
     if any(record.equal_reward_groups < 1 for record in window):
+        return ""
+    if not limits.compares_groups and any(record.reward_std > 0 for record in window):
         return ""
     rewards = [record.reward for record in window]
     which = f"all are {rewards[-1]:g}" if min(rewards) == max(rewards) else f"on average {rewards[-1]:.3g}"
     return (
         f"nothing to learn from: in the last {WINDOW} steps the rewards were equal within every group ({which}), "
-        "so group advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
+        "so advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
     )
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from asyncrl.cli.compose import compose_run
 from asyncrl.metrics import Alarms, Estimate, Evaluation, MetricsWriter, RunLimits, StepRecord, read_alarms
 from asyncrl.run.reporting import slowest_engine
 
@@ -85,6 +86,15 @@ def test_a_condition_below_its_threshold_is_no_alarm(changes):
 def test_a_condition_that_one_step_of_five_does_not_show_is_no_alarm():
     records = [replace(r, equal_reward_groups=0.9 if r.step % 5 == 4 else 1.0) for r in steps(30)]
     assert changes_of(Alarms(LIMITS), records) == []
+
+
+def test_advantages_that_do_not_compare_groups_learn_until_all_rewards_are_equal():
+    alarms = Alarms(replace(LIMITS, compares_groups=False))
+    records = [*steps(6, equal_reward_groups=1.0), *steps(6, 6, equal_reward_groups=1.0, reward_std=0.0)]
+    assert changes_of(alarms, records) == [(10, "equal_rewards", True)]
+    assert compose_run(["algorithm.advantage=turn_grpo"]).algorithm.compares_groups
+    for advantage in ("advantage=gae", "advantage=remax", "advantage_by_source={a: leave_one_out_batch}"):
+        assert not compose_run([f"algorithm.{advantage}"]).algorithm.compares_groups
 
 
 def test_a_disk_that_fills_before_the_last_step_is_an_alarm():
