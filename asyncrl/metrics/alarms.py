@@ -6,6 +6,7 @@ its condition, because a single step may meet the condition by chance.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -191,6 +192,24 @@ def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
     )
 
 
+def _no_update(window: Sequence[StepRecord], _: RunLimits) -> str:
+    for role, prefix in (("policy", ""), ("critic", "critic.")):
+        # The norm is the mean over a step's updates. It is missing while only the critic trains.
+        norms = [record.learner.get(f"{prefix}grad_norm", 1.0) for record in window]
+        if not any(map(math.isfinite, norms)):
+            return (
+                f"the {role} skips updates: in the last {WINDOW} steps its gradients were not finite; check your own "
+                "loss and advantage, look for very large rewards, or set learner.dtype=float32"
+            )
+        if role == "policy" and not any(norms) and all(record.equal_reward_groups < 1 for record in window):
+            return (
+                f"the policy does not change: in the last {WINDOW} steps its gradients were 0 although rewards differ; "
+                "look at learner.masked_fraction and learner.num_tokens, and widen the bounds of algorithm.masks, or "
+                "raise rollout_fleet.sampling.max_new_tokens with algorithm.mask_truncated"
+            )
+    return ""
+
+
 def _engine_gap(window: Sequence[StepRecord], _: RunLimits) -> str:
     gaps = [record.learner["engine_gap"] for record in window if "engine_gap" in record.learner]
     if not gaps or min(gaps) <= MAX_ENGINE_GAP:
@@ -266,6 +285,7 @@ def _disk(window: Sequence[StepRecord], limits: RunLimits) -> str:
 
 _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
     "equal_rewards": _equal_rewards,
+    "no_update": _no_update,
     "engine_gap": _engine_gap,
     "truncation": _truncation,
     "length_bias": _length_bias,
