@@ -103,6 +103,12 @@ def _check_groups(config: RunConfig, options: Mapping[str, LearnerConfig]) -> No
             "algorithm.samples_per_prompt must be >= 2 for a group advantage, "
             f"got {algorithm.samples_per_prompt} with algorithm.advantage={min(compared)}"
         )
+    if algorithm.samples_per_prompt < 2 and "equal_rewards" in config.buffer.filters and not algorithm.greedy_baseline:
+        raise ValueError(
+            "buffer.filters=[equal_rewards] needs algorithm.samples_per_prompt >= 2, got "
+            f"{algorithm.samples_per_prompt}: rewards of a single sample are always equal, so the buffer would drop "
+            "every group; remove the filter"
+        )
     drops = config.rollout_fleet.on_reward_failure is OnRewardFailure.drop_trajectory
     if drops and algorithm.greedy_baseline:
         raise ValueError(

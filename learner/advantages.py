@@ -442,8 +442,9 @@ class BatchAdvantages:
         values = _policy_tokens(sequences, "values") if has_values else torch.zeros_like(token_rewards)
         batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=keys[trajectory, 0], values=values)
         estimated = self._estimator(batch, self._algorithm, self._total)
-        assigned = _with_column(sequences, "advantages", estimated.advantages)
-        return _with_column(assigned, "returns", estimated.returns), metrics
+        for name, values in (("advantages", estimated.advantages), ("returns", estimated.returns)):
+            sequences = _with_column(sequences, name, _one_each(values, len(token_rewards), "policy token"))
+        return list(sequences), metrics
 
     def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
         """Return one row per trajectory, [B, 3] int64: group id, index in the group, number of the estimator to use."""
@@ -473,8 +474,9 @@ class BatchAdvantages:
         shares, own = self._gathered(rows)
         turns, order = joined_turns(shares)
         estimated = estimator(turns, self._algorithm)
+        given = [_one_each(values, len(order), "turn") for values in (estimated.advantages, estimated.returns)]
         each = torch.empty(len(order), 2, dtype=torch.float64)
-        each[order] = torch.stack([estimated.advantages, estimated.returns], dim=1)
+        each[order] = torch.stack(given, dim=1).double()
         advantages, returns = each.split([len(share[0]) for share in shares])[own].unbind(1)
         return advantages, returns
 
@@ -488,7 +490,8 @@ class BatchAdvantages:
             own_rows = order[all_keys[order, 2] == number]
             if len(own_rows):
                 estimator = cast("OutcomeEstimator", self._by_number[number])
-                everything[own_rows] = estimator(all_outcomes[own_rows], all_keys[own_rows, 0])
+                given = estimator(all_outcomes[own_rows], all_keys[own_rows, 0])
+                everything[own_rows] = _one_each(given, len(own_rows), "trajectory")
         return everything.split([len(share[0]) for share in shares])[own]
 
     def _gathered(self, rows: tuple[Tensor, Tensor]) -> tuple[list[tuple[Tensor, Tensor]], int]:
@@ -498,6 +501,17 @@ class BatchAdvantages:
 
     def _total(self, values: Tensor) -> Tensor:
         return self._mesh.sum_over_dp(values.to(self._mesh.device)).cpu()
+
+
+def _one_each(values: Tensor, count: int, unit: str) -> Tensor:
+    """Return the values that an estimator gave. Raises `ValueError` if their number is not ``count``."""
+    if not isinstance(values, Tensor) or values.shape != (count,):
+        got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
+        raise ValueError(
+            f"an estimator of algorithm.advantage must return a tensor with one number per {unit}, of shape [{count}], "
+            f"got {got}"
+        )
+    return values
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:

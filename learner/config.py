@@ -273,6 +273,11 @@ class AlgorithmConfig:
         return self.critic or self.advantage in CRITIC_ADVANTAGES
 
     @property
+    def compares_groups(self) -> bool:
+        """Whether all advantages compare the samples of a prompt group."""
+        return GROUP_ADVANTAGES.issuperset([self.advantage, *self.advantage_by_source.values()])
+
+    @property
     def needs_reference(self) -> bool:
         """Whether a KL penalty needs log-probs of the reference policy."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0

@@ -424,6 +424,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         # ``proximal_logprobs``. Later updates of the step need the column.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
+        _check_terms(terms, inputs, config)
         per_token, metrics = terms.per_token, {**terms.metrics, **behavior_metrics(inputs)}
         if inputs.entropy is not None:
             metrics["entropy"] = inputs.entropy.detach()
@@ -454,6 +455,17 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         ),
         summarize=summarized,
     )
+
+
+def _check_terms(terms: LossTerms, inputs: LossInputs, config: AlgorithmConfig) -> None:
+    """Raise `ValueError` if a loss returns another number of values than tokens, which torch would broadcast."""
+    for name, values in {"per_token": terms.per_token, **terms.metrics}.items():
+        if values.shape != inputs.log_probs.shape:
+            raise ValueError(
+                f"algorithm.loss={config.loss} must return {name} with one number per token, of shape "
+                f"{list(inputs.log_probs.shape)}, got {list(values.shape)}; do not sum or average over tokens, "
+                "algorithm.aggregation does this"
+            )
 
 
 def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:

@@ -146,7 +146,12 @@ def examine(run_dir: Path) -> tuple[list[str], bool]:
     damaged. The message names the file.
     """
     config = read_config(run_dir)
-    alarms = read_alarms(run_dir, RunLimits(total_steps=config.total_steps, max_lag=config.buffer.max_lag))
+    limits = RunLimits(
+        total_steps=config.total_steps,
+        max_lag=config.buffer.max_lag,
+        compares_groups=config.algorithm.compares_groups,
+    )
+    alarms = read_alarms(run_dir, limits)
     lines = [f"{run_dir}: {_state(run_dir)}, {counted(alarms.num_steps, 'step')} of {config.total_steps} recorded"]
     lasting, over = alarms.current, [alarm for alarm in alarms.history if alarm.last_step is not None]
     lines += [f"ALARM  {alarm}" for alarm in lasting] + [f"over   {alarm}" for alarm in over]

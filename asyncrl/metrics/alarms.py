@@ -6,6 +6,7 @@ its condition, because a single step may meet the condition by chance.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -42,10 +43,13 @@ class RunLimits:
     Attributes:
         total_steps: Configured number of learner steps.
         max_lag: ``buffer.max_lag``, in learner steps.
+        compares_groups: Whether all advantages compare the samples of a prompt group. If not, a batch teaches something
+            unless all of its rewards are equal.
     """
 
     total_steps: int
     max_lag: int
+    compares_groups: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +179,35 @@ class Alarms:
 # message, or an empty text if there is no alarm.
 
 
-def _equal_rewards(window: Sequence[StepRecord], _: RunLimits) -> str:
+def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
     if any(record.equal_reward_groups < 1 for record in window):
+        return ""
+    if not limits.compares_groups and any(record.reward_std > 0 for record in window):
         return ""
     rewards = [record.reward for record in window]
     which = f"all are {rewards[-1]:g}" if min(rewards) == max(rewards) else f"on average {rewards[-1]:.3g}"
     return (
         f"nothing to learn from: in the last {WINDOW} steps the rewards were equal within every group ({which}), "
-        "so group advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
+        "so advantages are 0; check the reward on samples/ or choose prompts that the policy solves sometimes"
     )
+
+
+def _no_update(window: Sequence[StepRecord], _: RunLimits) -> str:
+    for role, prefix in (("policy", ""), ("critic", "critic.")):
+        # The norm is the mean over a step's updates. It is missing while only the critic trains.
+        norms = [record.learner.get(f"{prefix}grad_norm", 1.0) for record in window]
+        if not any(map(math.isfinite, norms)):
+            return (
+                f"the {role} skips updates: in the last {WINDOW} steps its gradients were not finite; check your own "
+                "loss and advantage, look for very large rewards, or set learner.dtype=float32"
+            )
+        if role == "policy" and not any(norms) and all(record.equal_reward_groups < 1 for record in window):
+            return (
+                f"the policy does not change: in the last {WINDOW} steps its gradients were 0 although rewards differ; "
+                "look at learner.masked_fraction and learner.num_tokens, and widen the bounds of algorithm.masks, or "
+                "raise rollout_fleet.sampling.max_new_tokens with algorithm.mask_truncated"
+            )
+    return ""
 
 
 def _engine_gap(window: Sequence[StepRecord], _: RunLimits) -> str:
@@ -261,6 +285,7 @@ def _disk(window: Sequence[StepRecord], limits: RunLimits) -> str:
 
 _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
     "equal_rewards": _equal_rewards,
+    "no_update": _no_update,
     "engine_gap": _engine_gap,
     "truncation": _truncation,
     "length_bias": _length_bias,

@@ -25,6 +25,7 @@ from asyncrl.profile.episodes import episode_view
 from asyncrl.profile.page import render
 from asyncrl.profile.trace import FOLDER, Trace, TraceReader
 from asyncrl.samples import read_samples
+from learner.config import GROUP_ADVANTAGES
 from rollout_fleet.sample_log import Decode, load_decoder
 
 REPORT = "report.html"
@@ -185,7 +186,13 @@ def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]
 
 
 def _alarms(run_dir: Path, options: Mapping[str, Any], bound: int) -> list[dict[str, Any]]:
-    limits = RunLimits(total_steps=options.get("total_steps", 0), max_lag=bound)
+    algorithm = options.get("algorithm", {})
+    advantages = [algorithm.get("advantage", "grpo"), *algorithm.get("advantage_by_source", {}).values()]
+    limits = RunLimits(
+        total_steps=options.get("total_steps", 0),
+        max_lag=bound,
+        compares_groups=GROUP_ADVANTAGES.issuperset(advantages),
+    )
     found = _or_reason(lambda: read_alarms(run_dir, limits))
     if isinstance(found, str):
         return [{"text": found, "lasts": True}]
@@ -221,7 +228,8 @@ def _options(run_dir: Path) -> dict[str, Any]:
         got = f"{options!r:.80}"
     except yaml.YAMLError as error:
         options, got = None, " ".join(str(error).split())
-    if not isinstance(options, dict) or not all(isinstance(options.get(n, {}), dict) for n in ("buffer", "model")):
+    sections = ("algorithm", "buffer", "model")
+    if not isinstance(options, dict) or not all(isinstance(options.get(name, {}), dict) for name in sections):
         raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
     return options
 

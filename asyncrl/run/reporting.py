@@ -294,7 +294,12 @@ class Watching:
         self._trackers = Trackers({})
         self._dashboard: asyncio.subprocess.Process | None = None
         self._num_steps = 0
-        self._alarms = Alarms(RunLimits(total_steps=config.total_steps, max_lag=config.buffer.max_lag))
+        limits = RunLimits(
+            total_steps=config.total_steps,
+            max_lag=config.buffer.max_lag,
+            compares_groups=config.algorithm.compares_groups,
+        )
+        self._alarms = Alarms(limits)
         self._stepped = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
 

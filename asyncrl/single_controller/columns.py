@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, ItemsView, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import NonTensorStack, TensorDict, TensorDictBase
 
 from asyncrl.core.errors import BatchError, WireError
 from asyncrl.single_controller.codec import Unsupported, buffer_of, descriptor, parse
@@ -55,6 +55,28 @@ def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
     return nested_of(parts[rows] if isinstance(rows, slice) else [parts[row] for row in rows.tolist()], column)
 
 
+def cat_columns(parts: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Concatenate the rows of tensors or of arrays, for each name. Raises `BatchError` if rows do not fit together."""
+    joined = {}
+    for key, columns in parts.items():
+        try:
+            joined[key] = cat_arrays(columns) if isinstance(columns[0], np.ndarray) else cat_rows(columns)
+        except (RuntimeError, ValueError) as error:
+            raise BatchError(f"the column `{key}` of the batches cannot be joined: {error}") from error
+    return joined
+
+
+def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """Concatenate the rows of arrays.
+
+    `object_array` gives a part whose lists have equal lengths more dimensions. If the shapes of such parts differ, the
+    result has one list per row.
+    """
+    if len({array.shape[1:] for array in arrays}) == 1 or any(array.dtype != object for array in arrays):
+        return np.concatenate(arrays, axis=0)
+    return _object_column([row for array in arrays for row in array.tolist()])
+
+
 def cat_rows(tensors: Sequence[Any]) -> Any:
     """Concatenate the rows of tensors, which are all dense or all nested. Raises `BatchError` for a mixture."""
     if not any(map(is_nested, tensors)):
@@ -95,10 +117,14 @@ def object_array(values: Any) -> np.ndarray:
     try:
         return np.array(values, dtype=object)
     except ValueError:  # numpy rejects arrays that agree only in their first dimensions
-        column = np.empty(len(values), dtype=object)
-        for index, value in enumerate(values):
-            column[index] = value
-        return column
+        return _object_column(values)
+
+
+def _object_column(values: Any) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    for index, value in enumerate(values):
+        column[index] = value
+    return column
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
@@ -318,7 +344,10 @@ def merge_meta_info(meta_infos: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def deep_equal(a: Any, b: Any) -> bool:
-    """Return whether two values have equal types and values. Containers may be cyclic. NaN equals NaN."""
+    """Return whether two values have equal types and values. Containers may be cyclic. NaN equals NaN.
+
+    TensorDicts and dataclasses such as `DataProto` are compared entry by entry.
+    """
     return _equal(a, b, frozenset())
 
 
@@ -328,7 +357,7 @@ def facts_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError):  # a comparison of arrays has no single result
+    except (TypeError, ValueError, RuntimeError, LookupError):  # a comparison of arrays has no single result
         return False
 
 
@@ -340,18 +369,25 @@ def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
         return tensors_equal(a, b)
     if type(a) is not type(b):
         return False
-    if isinstance(a, TensorDictBase):
-        return bool((a == b).all())
     if isinstance(a, float | np.floating):
         return bool(a == b or (a != a and b != b))
-    if not isinstance(a, np.ndarray | Mapping | list | tuple):
+    if isinstance(a, type) or not (isinstance(a, _CONTAINERS) or is_dataclass(a)):
         return bool(a == b)
     if (id(a), id(b)) in open_pairs:
         return True
     return _containers_equal(a, b, open_pairs | {(id(a), id(b))})
 
 
+_CONTAINERS = (np.ndarray, Mapping, list, tuple, TensorDictBase)
+
+
 def _containers_equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
+    if isinstance(a, NonTensorStack):
+        return _equal(list(a.tolist()), list(b.tolist()), open_pairs)
+    if isinstance(a, TensorDictBase):
+        return a.batch_size == b.batch_size and _equal(dict(a.items()), dict(b.items()), open_pairs)
+    if is_dataclass(a):
+        return all(_equal(getattr(a, each.name), getattr(b, each.name), open_pairs) for each in fields(a))
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key], open_pairs) for key in a)
     if isinstance(a, list | tuple):

@@ -447,7 +447,8 @@ class DataProto:
 
         In the meta information, ``metrics`` becomes a dict of lists: for each metric, the values of all batches.
 
-        Raises `BatchError` if the batches differ in their columns, or in meta information other than ``metrics``.
+        Raises `BatchError` if the batches differ in their columns, in the shape of a column's rows, or in meta
+        information other than ``metrics``.
         """
         if not data:
             return DataProto()
@@ -455,11 +456,11 @@ class DataProto:
         batch = None
         batches = [part._batch for part in data if part._batch is not None]
         if batches:
-            joined = {key: columns.cat_rows(parts) for key, parts in tensors.items()}
+            joined = columns.cat_columns(tensors)
             device = batches[0].device if len({part.device for part in batches}) == 1 else None
             batch = UnbuiltBatch(joined, sum(map(len, data)), device)
         array_parts = same_columns([part.non_tensor_batch for part in data], "non_tensor_batch")
-        arrays = {key: np.concatenate(parts, axis=0) for key, parts in array_parts.items()}
+        arrays = columns.cat_columns(array_parts)
         return data[0]._derived(batch, arrays, columns.merge_meta_info([part.meta_info for part in data]))
 
     def make_iterator(

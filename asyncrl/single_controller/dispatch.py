@@ -33,7 +33,7 @@ def merge(parts: Sequence[Any]) -> Any:
     return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
-@dataclass
+@dataclass(eq=False)  # ``asyncio.gather`` needs a hash
 class DataProtoFuture:
     """The result of a call that may still be running.
 
@@ -148,12 +148,16 @@ class BatchData:
             raise ValueError("an empty list of batches cannot be concatenated")
         if _is_reference(data[0]):
             return DataProtoFuture.concat(list(data))
+        if not all(map(_is_batch, data)) or len(set(map(_is_tensordict, data))) > 1:
+            kinds = ", ".join(type(part).__name__ for part in data)
+            raise UsageError(
+                f"results must all be DataProto or all be TensorDict to be joined, got {kinds}; return a batch on "
+                "every rank, without rows if a rank has none"
+            )
         if _is_tensordict(data[0]):
             from asyncrl.single_controller import columns
 
             return columns.concat_tensordict(data)
-        if not _is_batch(data[0]):
-            raise UsageError(f"results must be DataProto or TensorDict to be joined, got {type(data[0]).__name__}")
         return type(data[0]).concat(data)
 
 

@@ -1,10 +1,12 @@
 """Alarms about the records of steps and evaluations, and about the files of a run."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
+from asyncrl.cli.compose import compose_run
 from asyncrl.metrics import Alarms, Estimate, Evaluation, MetricsWriter, RunLimits, StepRecord, read_alarms
 from asyncrl.run.reporting import slowest_engine
 
@@ -47,6 +49,9 @@ def steps(count, first=0, **changes):
     ("name", "changes", "words"),
     [
         ("equal_rewards", {"equal_reward_groups": 1.0, "reward": 0.0}, "all are 0"),
+        ("no_update", {"learner": {"grad_norm": math.nan}}, "the policy skips updates"),
+        ("no_update", {"learner": {"grad_norm": 1.0, "critic.grad_norm": math.inf}}, "the critic skips updates"),
+        ("no_update", {"learner": {"grad_norm": 0.0}}, "the policy does not change"),
         ("engine_gap", {"learner": {"engine_gap": 0.3}}, "differ by 0.3 nats per token"),
         ("truncation", {"truncated_samples": 0.4}, "40% of the samples"),
         ("length_bias", {"dropped_groups": 30, "kept_length": 100.0, "dropped_length": 150.0}, "150 tokens per sample"),
@@ -69,6 +74,7 @@ def test_an_alarm_begins_in_the_fifth_step_of_its_condition_and_ends_with_it(nam
     "changes",
     [
         {"equal_reward_groups": 0.95},
+        {"learner": {"grad_norm": 1e-9, "critic.grad_norm": 0.0}},
         {"learner": {"engine_gap": 0.05}},
         {"truncated_samples": 0.1},
         {"dropped_groups": 30, "kept_length": 100.0, "dropped_length": 110.0},
@@ -85,6 +91,20 @@ def test_a_condition_below_its_threshold_is_no_alarm(changes):
 def test_a_condition_that_one_step_of_five_does_not_show_is_no_alarm():
     records = [replace(r, equal_reward_groups=0.9 if r.step % 5 == 4 else 1.0) for r in steps(30)]
     assert changes_of(Alarms(LIMITS), records) == []
+
+
+def test_equal_rewards_without_a_gradient_are_one_alarm():
+    records = steps(6, equal_reward_groups=1.0, learner={"grad_norm": 0.0})
+    assert changes_of(Alarms(LIMITS), records) == [(4, "equal_rewards", True)]
+
+
+def test_advantages_that_do_not_compare_groups_learn_until_all_rewards_are_equal():
+    alarms = Alarms(replace(LIMITS, compares_groups=False))
+    records = [*steps(6, equal_reward_groups=1.0), *steps(6, 6, equal_reward_groups=1.0, reward_std=0.0)]
+    assert changes_of(alarms, records) == [(10, "equal_rewards", True)]
+    assert compose_run(["algorithm.advantage=turn_grpo"]).algorithm.compares_groups
+    for advantage in ("advantage=gae", "advantage=remax", "advantage_by_source={a: leave_one_out_batch}"):
+        assert not compose_run([f"algorithm.{advantage}"]).algorithm.compares_groups
 
 
 def test_a_disk_that_fills_before_the_last_step_is_an_alarm():

@@ -176,6 +176,10 @@ def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run
     [
         (["algorithm.samples_per_prompt=1"], ["algorithm.samples_per_prompt must be >= 2", "grpo"]),
         (
+            ["algorithm.samples_per_prompt=1", "algorithm.advantage=gae", "buffer.filters=[equal_rewards]"],
+            ["buffer.filters=[equal_rewards] needs algorithm.samples_per_prompt >= 2, got 1", "remove the filter"],
+        ),
+        (
             ["total_steps=5", "profile.torch_steps=[4,5,10]"],
             [
                 "profile.torch_steps must be below total_steps=5",

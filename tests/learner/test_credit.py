@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from learner.advantages import ADVANTAGES, BatchAdvantages
+from learner.advantages import ADVANTAGES, BatchAdvantages, TokenAdvantages, token_level, turn_level
 from learner.config import (
     CRITIC_ADVANTAGES,
     TOKEN_ADVANTAGES,
@@ -16,6 +16,7 @@ from learner.config import (
     LearnerConfig,
 )
 from learner.fsdp import open_mesh
+from learner.turn_advantages import TurnAdvantages
 from learner.types import TokenSequence, TurnSpan
 from tests.support.ranks import run_on_ranks
 from tests.support.trajectories import runs
@@ -140,6 +141,34 @@ def random_batch() -> tuple[list[TokenSequence], dict[tuple[int, int], float]]:
     return sequences, {
         one.trajectory: float(reward) for one, reward in zip(sequences, rng.normal(size=12), strict=True)
     }
+
+
+def one_for_all(rewards, group_ids):
+    return rewards.mean()
+
+
+@token_level
+def one_per_trajectory(batch, config, total):
+    return TokenAdvantages(advantages=batch.group_ids.double(), returns=batch.rewards)
+
+
+@turn_level
+def one_column(batch, config):
+    return TurnAdvantages(advantages=batch.rewards, returns=batch.rewards[:, None])
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("one_for_all", r"per trajectory, of shape \[2\], got \[\]"),
+        ("one_per_trajectory", r"per policy token, of shape \[6\], got \[2\]"),
+        ("one_column", r"per turn, of shape \[4\], got \[4, 1\]"),
+    ],
+)
+def test_an_own_estimator_returns_one_number_for_each_trajectory_token_or_turn(function, words):
+    advantages = computed_by(advantage=f"{__file__}:{function}")
+    with pytest.raises(ValueError, match=f"algorithm.advantage must return a tensor with one number {words}"):
+        assign(advantages, [sequence(MULTI_TURN), sequence(MULTI_TURN)], [1.0, 0.0], [1, 1])
 
 
 def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict, dict[str, float]]]:

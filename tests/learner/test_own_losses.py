@@ -36,6 +36,13 @@ def anchored(inputs, config):
     )
 
 
+def shaped(inputs, config):
+    losses = -inputs.columns["advantages"] * inputs.log_probs
+    changes = {"mean": losses.mean(), "column": losses[:, None], "metric": losses}
+    metrics = {"size": losses.detach().mean()} if config.options["kind"] == "metric" else {}
+    return LossTerms(per_token=changes[config.options["kind"]], metrics=metrics)
+
+
 def sampled(length: int, parent: int, **columns: np.ndarray) -> Turn:
     return sampled_turn(RNG, length, parent, vocabulary=VOCABULARY, version=5, columns=columns)
 
@@ -84,6 +91,21 @@ def test_an_own_loss_gets_every_token_column_under_its_name(model_path, seen):
 def test_a_built_in_loss_does_not_get_unused_columns():
     (sequence,) = group_sequences(group_of(1, sampled(3, 0, experts=np.zeros((3, 2), dtype=np.int16))))
     assert set(sequence.columns) == {"behavior_logprobs"}
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("mean", r"per_token .* \[3\], got \[\]"),
+        ("column", r"per_token .* got \[3, 1\]"),
+        ("metric", r"size .* got \[\]"),
+    ],
+)
+def test_an_own_loss_returns_one_number_per_token(model_path, kind, words):
+    sequences = with_advantages(group_sequences(group_of(1, sampled(3, 0)), all_columns=True))
+    step = policy_step(Trainer(CONFIG, model_path=model_path, total_updates=1), own("shaped", options={"kind": kind}))
+    with pytest.raises(ValueError, match=words):
+        step.run(sequences)
 
 
 def test_options_reach_an_own_loss_and_are_refused_without_one(model_path):

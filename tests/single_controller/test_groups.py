@@ -220,6 +220,17 @@ def test_results_that_do_not_block_can_be_awaited(group):
     assert asyncio.run(control()) == ([13] * 4, (0, 3), [0, 1, 2, 3])
 
 
+def test_results_that_do_not_block_can_be_gathered(group):
+    async def control():
+        return await asyncio.gather(
+            group.one_to_all_later(1, b=2), group.rank_zero_later(3), *(group.add_rank_later(zeros(4)) for _ in "ab")
+        )
+
+    many, one, *batches = asyncio.run(control())
+    assert (many, one) == ([13] * 4, (0, 3))
+    assert [data.batch["a"].tolist() for data in batches] == [[0, 1, 2, 3]] * 2
+
+
 def test_a_single_reference_is_one_for_ray_too(group):
     pending = group.rank_zero_later("x")
     assert ray.wait([pending], timeout=30)[0] == [pending]

@@ -5,17 +5,19 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from asyncrl.core.errors import BatchError
+from asyncrl.core.errors import BatchError, UsageError
 from asyncrl.single_controller import (
     DataProto,
+    DataProtoItem,
     list_of_dict_to_dict_of_list,
     union_numpy_dict,
     union_tensor_dict,
     union_two_dict,
 )
 from asyncrl.single_controller.columns import deep_equal, facts_equal
+from asyncrl.single_controller.dispatch import merge
 
 
 def objects(*values):
@@ -123,6 +125,37 @@ def test_facts_are_equal_by_their_own_comparison_too():
             union_two_dict({"a": one}, {"a": other})
 
 
+def test_batches_are_equal_by_their_entries():
+    def columns(number=1.0, name="x"):
+        rows = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+        words = NonTensorStack.from_list([NonTensorData(name), NonTensorData("b")])
+        return TensorDict({"nan": torch.tensor([number, torch.nan]), "rows": rows, name: words}, [2])
+
+    def batch(number=1.0, kind=DataProto):
+        return kind(columns(number), {"s": np.array([None, "b"])}, {"inner": columns()})
+
+    for make in (columns, batch):
+        assert deep_equal([make()], [make()])
+        assert not facts_equal(make(), make(2.0))
+    assert not facts_equal(columns(), columns(name="y"))
+    assert not facts_equal(columns(), columns()[:1])
+    assert not facts_equal(batch(), batch(kind=DataProtoItem))
+    assert facts_equal(DataProto, DataProto)
+    assert not facts_equal(DataProto, DataProtoItem)
+    merged = DataProto.concat(parts({"batch": batch()}, {"batch": batch()})).meta_info
+    assert deep_equal(merged, {"batch": batch()})
+    with pytest.raises(BatchError, match="'batch' differs between the first and the second"):
+        parts({"batch": columns()})[0].union(parts({"batch": columns(name="y")})[0])
+
+
+def test_a_batch_is_not_joined_with_another_kind_of_result():
+    data, columns = DataProto.from_dict({"a": torch.zeros(1)}), TensorDict({"a": torch.zeros(1)}, [1])
+    for results in ([data, None], [None, data], [columns, None], [data, columns], [columns, data]):
+        kinds = ", ".join(type(result).__name__ for result in results)
+        with pytest.raises(UsageError, match=f"got {kinds}; return a batch on every rank"):
+            merge(results)
+
+
 def test_nested_tensors_are_equal_by_their_rows():
     def nested(*sizes, layout=torch.jagged):
         return torch.nested.nested_tensor([torch.ones(size) for size in sizes], layout=layout)
@@ -198,6 +231,24 @@ def test_concat_of_different_columns_is_refused():
         for pair in ([first, second], [second, first]):
             with pytest.raises(AssertionError, match=f"same keys in {part}"):
                 DataProto.concat(pair)
+
+
+def test_lists_of_equal_length_in_one_part_are_joined_with_others():
+    def lists(*values):
+        return DataProto.from_dict(non_tensors={"s": list(values)})
+
+    for rows in ([[1, 2], [3, 4], [5]], [[1], [2, 3], [4, 5]], [[1, 2], [3, [4]], [5, 6, 7]]):
+        for cut in (0, 1, 2):
+            joined = DataProto.concat([lists(*rows[:cut]), lists(*rows[cut:])])
+            assert joined.non_tensor_batch["s"].tolist() == rows
+    words = DataProto.concat([lists([[1], [2]]), lists("x", None)]).non_tensor_batch["s"]
+    assert words.tolist() == [[[1], [2]], "x", None]
+
+
+def test_a_column_with_other_shapes_is_named():
+    for first, second in ((torch.zeros(1, 2), torch.zeros(1, 3)), (np.zeros((1, 2)), np.zeros((1, 3)))):
+        with pytest.raises(BatchError, match="the column `a` of the batches cannot be joined"):
+            DataProto.concat([DataProto.from_single_dict({"a": first}), DataProto.from_single_dict({"a": second})])
 
 
 def test_subclasses_keep_their_type():
