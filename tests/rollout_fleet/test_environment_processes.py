@@ -25,7 +25,10 @@ from tests.support.policy_endpoint import PolicyEndpoint
 
 AGENTS = '''
 import asyncio, multiprocessing, os, subprocess, sys, tempfile, threading, time
+from concurrent.futures import ThreadPoolExecutor
 from rollout_fleet.episodes import EpisodeFailure, FailureKind, Outcome, ToolError
+
+POOL = ThreadPoolExecutor(32)
 
 class Talker:
     """Two turns; the reward is the number of letters."""
@@ -79,9 +82,14 @@ async def main(prompt, policy, how="", path=""):
         return {"reward": 1.0, "metrics": {"tool_\\ud800": 1.0}, "answer": "a\\udfffb"}
     if how == "no answer":
         return {"reward": 1.0, "answer": None}
-    if how == "leak by fork":
-        process = multiprocessing.get_context("fork").Process(target=leak, args=(path,))
-        process.start()
+    ways = {
+        "leak by fork": lambda: multiprocessing.get_context("fork").Process(target=leak, args=(path,)).start(),
+        "leak by thread": lambda: threading.Thread(target=leak, args=(path,)).start(),
+        "leak by executor": lambda: asyncio.get_running_loop().run_in_executor(None, leak, path),
+        "leak by pool": lambda: POOL.submit(leak, path),
+    }
+    if how in ways:
+        ways[how]()
         while not os.path.exists(path):
             await asyncio.sleep(0.05)
         return 1.0
@@ -127,6 +135,9 @@ async def main(prompt, policy, how="", path=""):
             file.write(" ".join(map(str, [*programs, pid])))
         asyncio.create_task(slow_tool())
         threading.Thread(target=time.sleep, args=(1,)).start()
+        return 1.0
+    if how == "use a pool":
+        list(POOL.map(time.sleep, [0.1] * 32))
         return 1.0
     if how == "leak a thread":
         threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
@@ -322,11 +333,11 @@ async def test_what_an_episode_leaves_behind_is_ended_and_its_process_goes_on(ag
         assert (await environments.run(prompt("other"), endpoint.open(), sample=0)).metrics["pid"] == pid
 
 
-@pytest.mark.parametrize("how", ["leak by fork", "leak by system", "leak by spawn"])
+@pytest.mark.parametrize("how", ["fork", "system", "spawn", "thread", "executor", "pool"])
 async def test_programs_of_an_episode_are_ended_however_they_were_started(agents, tmp_path, how):
     path = tmp_path / "pid"
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
-        await environments.run(prompt(how), endpoint.open(), sample=0, options={"path": str(path)})
+        await environments.run(prompt(f"leak by {how}"), endpoint.open(), sample=0, options={"path": str(path)})
         await asyncio.to_thread(assert_ended, [int(path.read_text())])
 
 
@@ -353,6 +364,13 @@ async def test_a_process_in_which_threads_pile_up_is_replaced(agents):
         assert environments.counts["processes_retired"] == 1
         assert (await environments.run(prompt("other"), endpoint.open(), sample=0)).metrics["pid"] != pid
         await asyncio.to_thread(assert_ended, [int(pid)])
+
+
+async def test_a_process_keeps_the_idle_threads_of_a_pool(agents):
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
+        for _ in range(2):
+            await environments.run(prompt("use a pool"), endpoint.open(), sample=0)
+        assert environments.counts["processes_retired"] == 0
 
 
 async def test_a_cancelled_episode_ends_at_once_and_gives_its_place_back(agents):
