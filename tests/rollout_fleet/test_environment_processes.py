@@ -6,6 +6,7 @@ import asyncio
 import fcntl
 import os
 import shlex
+import signal
 import sys
 import tempfile
 import time
@@ -261,18 +262,25 @@ async def test_temporary_files_of_a_process_that_crashes_are_removed(agents, tmp
     assert [*scratch.iterdir()] == []
 
 
-async def test_temporary_files_of_a_worker_that_was_killed_are_removed_by_the_next(agents, tmp_path, monkeypatch):
+async def test_files_and_programs_of_a_worker_that_was_killed_are_ended_by_the_next(agents, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    left, held, new = (tmp_path / f"asyncrl-child-{name}" for name in ("left", "held", "new"))
-    for folder in (left, held, new):
+    left, held = (tmp_path / f"asyncrl-child-{name}" for name in ("left", "held"))
+    for folder in (left, held):
         (folder / "files").mkdir(parents=True)
+    left_program, held_program = [
+        await asyncio.create_subprocess_exec("sleep", "600", env={"ASYNCRL_CHILD": name}) for name in ("left", "held")
+    ]
     lock = os.open(held, os.O_RDONLY)
     fcntl.flock(lock, fcntl.LOCK_SH)
-    for folder in (left, held):
-        os.utime(folder, (0, 0))
-    async with processes(f"{agents}:main"):
-        assert (left.exists(), held.exists(), new.exists()) == (False, True, True)
-    os.close(lock)
+    try:
+        async with processes(f"{agents}:main"):
+            assert (left.exists(), held.exists()) == (False, True)
+            assert await asyncio.wait_for(left_program.wait(), 5) == -signal.SIGKILL
+            assert held_program.returncode is None
+    finally:
+        os.close(lock)
+        held_program.kill()
+        await held_program.wait()
 
 
 async def test_raw_tokens_are_sampled_below_a_turn(agents):
