@@ -267,6 +267,7 @@ class EnvironmentChild:
             prompt = _prompt(question["prompt"])
             environment = self._environment(question["name"], question["options"])
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
+            body.add_done_callback(lambda body: body.cancelled() or body.exception())  # may fail after a cancellation
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
         except BaseException as error:  # raised by the user's code, or by the parent's cancellation of this task

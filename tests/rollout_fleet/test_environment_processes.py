@@ -121,6 +121,11 @@ async def main(prompt, policy, how="", path=""):
                 await asyncio.sleep(600)
             except asyncio.CancelledError:
                 pass
+    if how == "fail at the end":
+        try:
+            await asyncio.sleep(600)
+        finally:
+            raise KeyError("board")
     if how == "block":
         time.sleep(600)
     if how == "hog":
@@ -389,6 +394,17 @@ async def test_a_cancelled_episode_ends_at_once_and_gives_its_place_back(agents)
         with pytest.raises(asyncio.CancelledError):
             await running
         assert (await environments.run(prompt(), endpoint.open(), sample=0)).reward == 1.0
+
+
+async def test_a_cancelled_episode_that_fails_at_its_end_leaves_no_traceback(agents, capfd):
+    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
+        running = asyncio.create_task(environments.run(prompt("fail at the end"), endpoint.open(), sample=0))
+        await asyncio.sleep(0.5)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+        assert (await environments.run(prompt(), endpoint.open(), sample=0)).reward == 1.0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 async def test_a_secret_is_withheld_unless_it_is_passed_and_the_failure_names_the_option(agents, monkeypatch):
