@@ -10,7 +10,6 @@ import pickle
 import shutil
 import signal
 import tempfile
-import time
 import uuid
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -27,38 +26,39 @@ from .config import RolloutFleetConfig
 from .engines.process_guard import without_secrets
 
 _SCRATCH = "asyncrl-child-"
-_UNLOCKED_S = 60.0  # younger folders without a lock are kept, because their process may be about to lock them
 _THIS_HOST = ("127.0.0.1", "localhost")
 
 
 class _Scratch:
-    """A folder for a child's temporary files. This process holds a lock on it.
+    """A folder for a child's temporary files. Its name has the child's mark. This process holds a lock on it.
 
-    If this process is killed, the folder stays without a lock. `remove_unlocked` of another process removes it.
+    If this process is killed, the folder stays without a lock. `clear_up_unlocked` of another process removes it.
     """
 
-    def __init__(self) -> None:
-        self.path = tempfile.mkdtemp(prefix=_SCRATCH)
+    def __init__(self, mark: str) -> None:
+        new = tempfile.mkdtemp(prefix="asyncrl-new-")
+        self.path = os.path.join(os.path.dirname(new), _SCRATCH + mark)
         # A program in a sandbox may run as another user. That user must traverse this folder to reach
         # the program's folder, which is inside.
-        os.chmod(self.path, 0o711)
-        self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        os.chmod(new, 0o711)
+        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH)
+        os.rename(new, self.path)  # after the lock, because another process removes an unlocked folder of this name
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
     @staticmethod
-    def remove_unlocked() -> None:
+    def clear_up_unlocked() -> None:
+        """Kill the programs of children whose owners were killed, and remove the folders of these children."""
         for folder in Path(tempfile.gettempdir()).glob(_SCRATCH + "*"):
             with suppress(OSError):
-                if time.time() - folder.stat().st_mtime < _UNLOCKED_S:
-                    continue
                 lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
                 try:
                     fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    kill_marked(MARK, folder.name.removeprefix(_SCRATCH))
                     shutil.rmtree(folder, ignore_errors=True)
                 finally:
                     os.close(lock)
@@ -91,8 +91,9 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
-        await asyncio.to_thread(_Scratch.remove_unlocked)  # large folders take seconds
-        mark, scratch = uuid.uuid4().hex, _Scratch()
+        await asyncio.to_thread(_Scratch.clear_up_unlocked)  # large folders take seconds
+        mark = uuid.uuid4().hex
+        scratch = _Scratch(mark)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,

@@ -9,13 +9,14 @@ import asyncio
 import gc
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from asyncrl.config import RunConfig
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError, root_cause
+from asyncrl.core.errors import AsyncRLError, WeightsGone, root_cause
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
@@ -234,6 +235,9 @@ class Training:
     async def _evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
         if not self._config.evaluation.enabled:
             return None
+        if pinned is not None:
+            with suppress(WeightsGone):  # `evaluate_pinned` logs it
+                await pinned(())  # until engines serve the version
         self._view.say(f"evaluating policy version {version} on the held-out prompts")
         evaluator = self._evaluator
         work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)

@@ -113,8 +113,8 @@ def _kill_fork(pid: int) -> bool:
     return True
 
 
-class _TracedThreads(ThreadPoolExecutor):
-    """The thread pool for ``asyncio.to_thread``. The pool records the episode of each call."""
+class _DefaultThreads(ThreadPoolExecutor):
+    """The thread pool for ``asyncio.to_thread``."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         def without_stop_iteration() -> Any:
@@ -123,15 +123,31 @@ class _TracedThreads(ThreadPoolExecutor):
             except StopIteration as error:  # a future of asyncio would never get it
                 raise RuntimeError("a call in a thread raised StopIteration") from error
 
+        return super().submit(without_stop_iteration)
+
+
+def _call_in(traces: _Traces | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function in this thread for the episode of ``traces``."""
+    token = _current.set(traces)
+    try:
+        return function(*args, **kwargs)
+    finally:
+        _current.reset(token)
+
+
+def _submitting(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
+    """Make a thread pool run each call for the episode that submits it."""
+
+    @functools.wraps(submit)
+    def submitting(pool: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         # The pool may start a thread here. Later episodes use this thread too, so do not record it for this episode.
-        traces, token = _current.get(), _current.set(None)
-        try:
-            call = super().submit(without_stop_iteration)
-        finally:
-            _current.reset(token)
+        traces = _current.get()
+        call = _call_in(None, submit, pool, _call_in, traces, fn, *args, **kwargs)
         if traces is not None:
             traces.calls.add(call)
         return call
+
+    return submitting
 
 
 def _noting_pid(start: Callable[..., int]) -> Callable[..., int]:
@@ -165,8 +181,11 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
 
     @functools.wraps(start_thread)
     def start(thread: threading.Thread) -> None:
+        traces = _current.get()
+        if traces is not None:
+            thread.run = functools.partial(_call_in, traces, thread.run)  # type: ignore[method-assign]
         start_thread(thread)
-        if (traces := _current.get()) is not None:
+        if traces is not None:
             traces.threads.add(thread)
 
     @functools.wraps(start_program)
@@ -181,8 +200,9 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
         return status << 8
 
     loop.set_task_factory(make_task)  # type: ignore[arg-type]
-    loop.set_default_executor(_TracedThreads(_THREADS))
+    loop.set_default_executor(_DefaultThreads(_THREADS))
     threading.Thread.start = start  # type: ignore[method-assign]
+    ThreadPoolExecutor.submit = _submitting(ThreadPoolExecutor.submit)  # type: ignore[method-assign]
     subprocess.Popen.__init__ = init  # type: ignore[method-assign]
     os.system = system
     os.posix_spawn, os.posix_spawnp = _marking(os.posix_spawn), _marking(os.posix_spawnp)
@@ -247,6 +267,7 @@ class EnvironmentChild:
             prompt = _prompt(question["prompt"])
             environment = self._environment(question["name"], question["options"])
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
+            body.add_done_callback(lambda body: body.cancelled() or body.exception())  # may fail after a cancellation
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
         except BaseException as error:  # raised by the user's code, or by the parent's cancellation of this task

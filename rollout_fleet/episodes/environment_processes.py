@@ -272,16 +272,11 @@ class EnvironmentProcesses:
                 "tool_timeout_s": self._options.tool_timeout_s,
             },
         }
-        try:
-            answer = await self._run(question, on_tool)
-            if "failure" in answer:
-                kind, message = answer["failure"]
-                raise EpisodeFailure(FailureKind(kind), with_remedy(message, self._config, who="environments"))
-            return Outcome.of(answer["outcome"])
-        except EpisodeFailure as failure:
-            self.counts[EpisodeCount(f"failed_{failure.kind}")] += 1
-            logger.warning("environment %s, prompt group %d, sample %d: %s", name, prompt.group_id, sample, failure)
-            raise
+        answer = await self._run(question, on_tool)
+        if "failure" in answer:
+            kind, message = answer["failure"]
+            raise EpisodeFailure(FailureKind(kind), with_remedy(message, self._config, who="environments"))
+        return Outcome.of(answer["outcome"])
 
     async def close(self) -> None:
         """Kill all child processes. Running episodes fail, and later calls of `run` fail."""

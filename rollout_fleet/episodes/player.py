@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from typing import Any
 
@@ -18,6 +19,8 @@ from .episode import PROMPT, EpisodeBudget
 from .episode_run import EpisodeRun
 from .renderer import ChatRenderer, load_renderer
 from .session import Session, SessionCounts
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodePlayer:
@@ -104,6 +107,10 @@ class EpisodePlayer:
             run.outcome = outcome
         except EpisodeFailure as failure:
             run.failure = failure
+            if failure.kind is FailureKind.environment and session.overflow:  # the errors of most clients have no code
+                run.failure = EpisodeFailure(FailureKind.overflow, f"{failure}; its last request: {session.overflow}")
+            self._processes.counts[EpisodeCount(f"failed_{run.failure.kind}")] += 1
+            logger.warning("environment %s, prompt group %d, sample %d: %s", name, prompt.group_id, index, run.failure)
         finally:
             self._endpoint.close_session(access.api_key)
             run.metrics = session_metrics(run, session.counts)

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
+from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.image_files import ImageReader, is_image, place_images, read_bytes, source_of, with_placeholders
 from asyncrl.core.images import Image, PlacedImage, moved
 from asyncrl.core.trajectory import ROOT
@@ -244,6 +245,10 @@ class _Place:
 class Session:
     """Answers the requests of one episode's environment, and keeps its conversations.
 
+    Attributes:
+        overflow: The message of the latest answer to messages or a text, if this answer was an `EpisodeOverflow`;
+            otherwise empty.
+
     Args:
         sampling: The run's sampling options.
         refuses: Whether to refuse requests with options other than the run's. Otherwise the run's options replace them.
@@ -266,6 +271,7 @@ class Session:
         self._images: dict[str, Image] = {}
         self._digests: dict[bytes, str] = {}
         self.counts = SessionCounts()
+        self.overflow = ""
         self.prompt = prompt
         self._sampler = sampler
         self._renderer = renderer
@@ -360,7 +366,7 @@ class Session:
         if call is None:
             self.counts.requests += 1
             call = _Call(task=asyncio.ensure_future(answer()), digest=digest)
-            call.task.add_done_callback(lambda task: task.cancelled() or task.exception())
+            call.task.add_done_callback(self._note_overflow)
             if request.key:
                 self._by_key[request.key] = call
             else:
@@ -369,6 +375,10 @@ class Session:
             self.counts.repeated += 1
         call.num_callers += 1
         return list(await asyncio.shield(call.task))
+
+    def _note_overflow(self, task: asyncio.Task[Any]) -> None:
+        error = None if task.cancelled() else task.exception()
+        self.overflow = str(error) if isinstance(error, EpisodeOverflow) else ""
 
     def _earlier(self, request: ChatRequest | TextRequest, digest: str) -> _Call | None:
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(digest)

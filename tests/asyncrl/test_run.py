@@ -172,6 +172,26 @@ async def test_an_evaluation_is_told_when_it_begins_because_it_may_take_long(tmp
     assert output.getvalue().endswith("evaluating policy version 2 on the held-out prompts\n")
 
 
+async def test_an_evaluation_begins_when_engines_serve_its_version(tmp_path):
+    output, served = io.StringIO(), asyncio.Event()
+    view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
+    evaluated = make_training(tmp_path, view)
+    evaluated._evaluator = SimpleNamespace(evaluate_pinned=lambda version, pinned: asyncio.sleep(3600))
+
+    async def pinned(known):
+        await served.wait()
+        return {"engine-0"}
+
+    evaluating = asyncio.create_task(evaluated._evaluate(2, pinned))
+    await asyncio.sleep(0.01)
+    assert (evaluated._evaluated, output.getvalue()) == (None, "")
+    served.set()
+    await asyncio.sleep(0.01)
+    assert evaluated._evaluated == 2
+    assert output.getvalue().endswith("evaluating policy version 2 on the held-out prompts\n")
+    evaluating.cancel()
+
+
 def test_the_controller_loads_no_torch():
     code = "import sys, asyncrl.run.run; sys.exit('torch' in sys.modules or 'tensorflow' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

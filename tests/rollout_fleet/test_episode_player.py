@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import sys
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -22,7 +23,7 @@ from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgres
 from rollout_fleet.engines.engine import SampleRequest
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
 from rollout_fleet.episodes.chat_tokenizer import ChatTokenizer
-from rollout_fleet.episodes.config import EnvironmentConfig, RendererConfig
+from rollout_fleet.episodes.config import EnvironmentConfig, OnFailure, OnFailureConfig, RendererConfig
 from rollout_fleet.episodes.player import EpisodePlayer
 from rollout_fleet.episodes.renderer import ChatRenderer, load_renderer
 from rollout_fleet.loop import RolloutLoop
@@ -267,6 +268,72 @@ async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they
         num_replayed += len(lives[0]) if len(lives) > 1 else 0
         assert all(lives[-1][: len(life)] == life for life in lives)
     assert num_replayed > 3
+
+
+FULL = """
+import json
+import os
+import sys
+import urllib.request
+
+
+def main(prompt, base_url, api_key):
+    "Send one request too many, with a client whose errors have no code."
+    for _ in range(3):
+        body = json.dumps({"messages": prompt["messages"] if isinstance(prompt, dict) else prompt.messages}).encode()
+        headers = {"Authorization": "Bearer " + api_key}
+        urllib.request.urlopen(urllib.request.Request(base_url + "/chat/completions", body, headers)).read()
+
+
+async def wrong_turn(prompt, policy):
+    await policy.chat(prompt.messages)
+    return {"turn_rewards": {99: 1.0}}
+
+
+if __name__ == "__main__":
+    with open(os.environ["ASYNCRL_PROMPT"]) as file:
+        main(json.load(file), os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
+"""
+
+
+@pytest.mark.parametrize("agent", ["{}:main", "command"])
+async def test_an_episode_that_ends_by_an_overflow_is_scored_whatever_error_its_client_raises(tmp_path, agent):
+    model = save_chat_model(tmp_path / "model", "chatml")
+    path = tmp_path / "agent.py"
+    path.write_text(FULL)
+    renderer = load_renderer(model, RendererConfig())
+    command = {"command": f"{sys.executable} {path}"} if agent == "command" else {}
+    config = RolloutFleetConfig(
+        reward="environment",
+        sampling=SamplingConfig(max_new_tokens=10),
+        environment=EnvironmentConfig(name=agent.format(path), options=command, max_turns=2),
+    )
+    buffer = InMemoryBuffer(questions(renderer, 1))
+    script = writes(by_context(BYTES, renderer.stop_ids[0]), renderer.stop_ids[0])
+    async with playing(config, buffer, script, model) as loop:
+        await buffer.stored(1, within_s=60)
+    counters = loop.counters()
+    assert counters.groups_failed == {"episode_overflow_score": GROUP_SIZE}
+    assert counters.episodes["failed_overflow"] == GROUP_SIZE
+    assert counters.episodes["failed_environment"] == 0
+
+
+async def test_a_reward_of_an_unknown_turn_counts_as_a_failed_episode(tmp_path):
+    model = save_chat_model(tmp_path / "model", "chatml")
+    (tmp_path / "agent.py").write_text(FULL)
+    renderer = load_renderer(model, RendererConfig())
+    config = RolloutFleetConfig(
+        reward="environment",
+        sampling=SamplingConfig(max_new_tokens=10),
+        environment=EnvironmentConfig(
+            name=f"{tmp_path}/agent.py:wrong_turn", on_failure=OnFailureConfig(reward=OnFailure.score)
+        ),
+    )
+    buffer = InMemoryBuffer(questions(renderer, 1))
+    script = writes(by_context(BYTES, renderer.stop_ids[0]), renderer.stop_ids[0])
+    async with playing(config, buffer, script, model) as loop:
+        await buffer.stored(1, within_s=60)
+    assert loop.counters().episodes["failed_reward"] == GROUP_SIZE
 
 
 SEARCHING = """
