@@ -219,12 +219,11 @@ async def test_the_time_in_which_a_loop_stands_still_does_not_count():
 async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cannot_report_is_lost():
     async with running(lease_s=600.0) as run:
         worker, control = run.client(), run.client()
+        worker.count_generated = lambda: 12
         name = await worker.enter()
         await control.enqueue([prompt(0), prompt(1)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        worker.count_generated = lambda: 12
-        worker._send_beat()
         await worker.stats()  # the heartbeat arrived before this request
         for _ in range(2):
             assert await control.bury(name) == 12
@@ -242,12 +241,11 @@ async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
+        worker.count_generated = lambda: 12
         name = await worker.enter()
         await control.enqueue([prompt(i) for i in range(3)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        worker.count_generated = lambda: 12
-        worker._send_beat()
         await worker.stats()
         assert await control.bury(name) == 12
         before = await control.stats()
