@@ -221,6 +221,20 @@ async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
     assert (load["flush_cache"], len(load["serialized_named_tensors"])) == (True, 2)
 
 
+async def test_after_a_load_tokens_of_the_verified_versions_are_accepted_and_of_others_refused(server, tmp_path):
+    async with started_engine(server, tmp_path) as engine:
+        await engine.load_weights(bare_offer(1))
+        for version in ("0", "1", "2"):
+            spans = [{"version": version, "start": 0, "end": 2}]
+            server.events = [[chunk([5, 1], 2, reason="stop", spans=spans, version=version)]]
+            if version == "2":
+                with pytest.raises(EngineError, match="version"):
+                    await answers_of(engine, 1)
+            else:
+                ((_, output),) = await answers_of(engine, 1)
+                assert output.versions.tolist() == [int(version)] * 2
+
+
 async def test_after_a_release_the_weights_come_back_before_the_kv_cache(engine, server):
     await engine.release_memory()
     server.calls.clear()
