@@ -42,8 +42,8 @@ class ActorWorker(ModelWorker):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Return ``old_log_probs`` and ``entropys`` [B, R] float32 of the responses under the current policy."""
         temperature = float(data.meta_info.get("temperature", self._temperature))
-        with self._offload.reading(), self._model.at_temperature(temperature):
-            log_probs, entropies = self._model.log_probs_and_entropies(scored_sequences(data))
+        with self.offload.reading(), self.model.at_temperature(temperature):
+            log_probs, entropies = self.model.log_probs_and_entropies(scored_sequences(data))
         return single_controller.DataProto.from_dict(
             {"old_log_probs": response_rows(data, log_probs), "entropys": response_rows(data, entropies)},
             meta_info={"temperature": temperature},
@@ -55,8 +55,8 @@ class ActorWorker(ModelWorker):
 
         Raises `ValueError` without adapters.
         """
-        with self._offload.reading():
-            return _reference_rows(self._model, data, self._temperature)
+        with self.offload.reading():
+            return _reference_rows(self.model, data, self._temperature)
 
     @register(dispatch_mode=BY_ROWS)
     def update_actor(self, data: DataProto) -> DataProto:
@@ -72,7 +72,7 @@ class ActorWorker(ModelWorker):
         columns = _columns_of(data, self._algorithm)
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
         temperature = float(data.meta_info.get("temperature", self._temperature))
-        with self._offload.updating(), self._model.at_temperature(temperature):
+        with self.offload.updating(), self.model.at_temperature(temperature):
             metrics = self._step.update(sequences)
         self._version = None if self._version is None else self._version + 1
         return single_controller.DataProto(
@@ -81,11 +81,11 @@ class ActorWorker(ModelWorker):
 
     @property
     def _actor_model_offloaded(self) -> bool:
-        return self._offload.model_offloaded
+        return self.offload.model_offloaded
 
     @property
     def _actor_optimizer_offloaded(self) -> bool:
-        return self._offload.optimizer_offloaded
+        return self.offload.optimizer_offloaded
 
 
 class CriticWorker(ModelWorker):
@@ -97,8 +97,8 @@ class CriticWorker(ModelWorker):
     @register(dispatch_mode=BY_ROWS)
     def compute_values(self, data: DataProto) -> DataProto:
         """Return ``values`` [B, R] float32: the critic's value before each token of the responses."""
-        with self._offload.reading():
-            values = self._model.scores(scored_sequences(data))
+        with self.offload.reading():
+            values = self.model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"values": response_rows(data, values)})
 
     @register(dispatch_mode=BY_ROWS)
@@ -110,7 +110,7 @@ class CriticWorker(ModelWorker):
         """
         columns = {"values": "values", "returns": "returns"}
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
-        with self._offload.updating():
+        with self.offload.updating():
             metrics = self._step.update(sequences)
         named = {f"critic/{_VERL_METRICS.get(name, name)}": value for name, value in metrics.items()}
         return single_controller.DataProto(meta_info={"metrics": named})
@@ -125,8 +125,8 @@ class ReferenceWorker(ModelWorker):
     @register(dispatch_mode=BY_ROWS)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """Return ``ref_log_prob`` [B, R] float32: the log-probs of the responses' tokens under the reference."""
-        with self._offload.reading():
-            return _reference_rows(self._model, data, self._temperature)
+        with self.offload.reading():
+            return _reference_rows(self.model, data, self._temperature)
 
 
 class RewardModelWorker(ModelWorker):
@@ -138,8 +138,8 @@ class RewardModelWorker(ModelWorker):
     @register(dispatch_mode=BY_ROWS)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Return ``rm_scores`` [B, R] float32: the score of each row at its last attended token, and 0 elsewhere."""
-        with self._offload.reading():
-            scores = self._model.scores(scored_sequences(data))
+        with self.offload.reading():
+            scores = self.model.scores(scored_sequences(data))
         return single_controller.DataProto.from_dict({"rm_scores": response_rows(data, scores)})
 
 

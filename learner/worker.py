@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from asyncrl.weights.publish import WeightPublisher
 
     from .checkpoint import ShardedCheckpointer
+    from .offload import OffloadPolicy
     from .packed_model import PackedModel
 
 T = TypeVar("T")
@@ -151,7 +152,12 @@ class ModelWorker(Worker):
     Attributes:
         own_cache: The `BatchCache` of this worker. If several roles share a process, all use the `BatchCache` of the
             first role.
+        model: The role's packed model: a `Trainer` if the role is trained. `init_model` sets it.
+        offload: Moves the model and the optimizer state to the host and back. `init_model` sets it.
     """
+
+    model: PackedModel
+    offload: OffloadPolicy
 
     def __init__(
         self,
@@ -208,23 +214,23 @@ class ModelWorker(Worker):
         from .offload import OffloadPolicy
         from .trainer import Trainer
 
-        self._model, optimizer = self._load(), None
-        if isinstance(self._model, Trainer):
-            optimizer = self._model.optimizer
-            self._advantages = BatchAdvantages(self._algorithm, self._model.mesh)
+        self.model, optimizer = self._load(), None
+        if isinstance(self.model, Trainer):
+            optimizer = self.model.optimizer
+            self._advantages = BatchAdvantages(self._algorithm, self.model.mesh)
         # The first rank of each sp group fetches the prompt groups, and sends them to the other ranks of the sp group.
-        if self._connect_buffer is not None and self._model.mesh.sp_rank == 0:
+        if self._connect_buffer is not None and self.model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
-        self._host_mesh = self._model.mesh.on_host() if self._connect_buffer is not None else self._model.mesh
+        self._host_mesh = self.model.mesh.on_host() if self._connect_buffer is not None else self.model.mesh
         if self._snapshot_dir is not None:
             self._publisher = WeightPublisher(
-                PretrainedShards.of(self._model),
+                PretrainedShards.of(self.model),
                 self._snapshot_dir,
                 keep=self._config.keep_snapshots,
                 options=self._publish,
                 log=self._buffer,
             )
-        self._offload = OffloadPolicy(self._config, self._model.head, optimizer)
+        self.offload = OffloadPolicy(self._config, self.model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
         gc.freeze()  # the garbage collector would otherwise scan all loaded objects and delay a step
 
@@ -250,7 +256,7 @@ class ModelWorker(Worker):
         """
         scores = self._scored(batch)
         self.cache.keep_scores(batch.version, self.role.column, scores)
-        return _rows_of(scores, self.role.column) if send and self._model.mesh.sp_rank == 0 else None
+        return _rows_of(scores, self.role.column) if send and self.model.mesh.sp_rank == 0 else None
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
@@ -261,8 +267,8 @@ class ModelWorker(Worker):
         of the trajectory's turns. Raises `BatchLost` if a rank needs a group that the buffer does not have.
         """
         own = self._taken(batch)
-        with self._offload.reading():
-            scores = self._model.scores(own.sequences, own.scored)
+        with self.offload.reading():
+            scores = self.model.scores(own.sequences, own.scored)
         earned = {s.trajectory: float(score[-1]) for s, score in zip(own.sequences, scores, strict=True)}
         return {key: score + float(own.groups[key[0]].turn_sums[key[1]]) for key, score in earned.items()}
 
@@ -301,7 +307,7 @@ class ModelWorker(Worker):
         lag = _largest_lag(batch, own.groups)
         fetched_at = time.time()
         sequences = self._with_columns(batch, own.sequences, sent)
-        with self._offload.updating(), self._torch_trace(batch.version):
+        with self.offload.updating(), self._torch_trace(batch.version):
             sequences, metrics = self._advantages.assign(sequences, batch.rewards, batch.sources)
             readable = self._for_people(batch.version, sequences)
             learn = self._step.measure if batch.version < self._measured_steps else self._step.run
@@ -315,9 +321,9 @@ class ModelWorker(Worker):
         # The negative sign turns the maximum over the ranks into the earliest start (`mesh.largest`).
         times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}
         with record.span(SpanKind.wait_ranks, step=batch.version):
-            slowest = self._model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
+            slowest = self.model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
         times = dict(zip(times, slowest.tolist(), strict=True))
-        return metrics | self._offload.metrics | times | {"started_at": -times["started_at"]}
+        return metrics | self.offload.metrics | times | {"started_at": -times["started_at"]}
 
     def _write_logs(
         self,
@@ -326,8 +332,8 @@ class ModelWorker(Worker):
         sequences: Sequence[TokenSequence],
         readable: Sequence[TokenSequence],
     ) -> None:
-        if self._log is not None and self._model.mesh.sp_rank == 0:
-            self._log.write(batch, groups, sequences, rank=self._model.mesh.dp_rank)
+        if self._log is not None and self.model.mesh.sp_rank == 0:
+            self._log.write(batch, groups, sequences, rank=self.model.mesh.dp_rank)
         if readable and self._token_log_options is not None and self.rank == 0:
             TrajectoryLog(self._token_log_options.directory).write(batch, groups, readable, rank=0)
 
@@ -337,7 +343,7 @@ class ModelWorker(Worker):
         """Write this rank's receipt of the step, and return the digest of the tokens of all ranks."""
         import torch
 
-        trained, mesh = trained_groups(batch, groups, sequences), self._model.mesh
+        trained, mesh = trained_groups(batch, groups, sequences), self.model.mesh
         if mesh.sp_rank == 0:
             receipts.note(receipts.Act.trained, step=batch.version, rank=mesh.dp_rank, groups=trained)
         own = sum(group["digest"] for group in trained) % (1 << receipts.DIGEST_BITS)
@@ -361,7 +367,7 @@ class ModelWorker(Worker):
         assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
-        with record.span(SpanKind.publish_copy, version=version), self._offload.reading():
+        with record.span(SpanKind.publish_copy, version=version), self.offload.reading():
             self._publisher.publish(version, then=then)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -391,15 +397,15 @@ class ModelWorker(Worker):
         engines. All ranks offload before the offer, because engines may load an offered version immediately.
         """
         if self._publisher is None:
-            self._offload.enter_rollout()
+            self.offload.enter_rollout()
         else:
-            self._publish_copy(version, then=self._offload.enter_rollout)
+            self._publish_copy(version, then=self.offload.enter_rollout)
             self.finish_publish()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def trainer_mode(self) -> None:
         """Load the tensors that `rollout_mode` has moved to the host."""
-        self._offload.enter_training()
+        self.offload.enter_training()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_policy(self, directory: str) -> None:
@@ -407,8 +413,8 @@ class ModelWorker(Worker):
         from .model_folder import save_policy
 
         # `persisting` loads the model to the device: it may be on the host while engines use the device
-        with self._offload.persisting(optimizer=False):
-            save_policy(self._model, directory)
+        with self.offload.persisting(optimizer=False):
+            save_policy(self.model, directory)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def save_checkpoint(self, directory: str, version: int = 0, wait: bool = True, **options: Any) -> str:
@@ -420,7 +426,7 @@ class ModelWorker(Worker):
         self._check_turn(version)
         checkpoints = self._checkpoints_in(directory)
         state = {"kl_reward_coef": self._advantages.kl_coefficient.value}
-        with record.span(SpanKind.checkpoint, version=version), self._offload.persisting():
+        with record.span(SpanKind.checkpoint, version=version), self.offload.persisting():
             return str(checkpoints.save(version, wait=wait, role=state, **options))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -433,7 +439,7 @@ class ModelWorker(Worker):
         newest = checkpoints.latest()
         if newest is None:
             return None
-        with self._offload.persisting():
+        with self.offload.persisting():
             version = self._version = checkpoints.load(newest)
         # A fixed coefficient is not restored, because ``algorithm.kl_reward_coef`` may have changed since the save.
         if self._algorithm.kl_target:
@@ -493,9 +499,9 @@ class ModelWorker(Worker):
     def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
         own = self._taken(batch)
         # Only the actor has adapters. It computes the reference policy's log-probs, so its adapters are off here.
-        weights = self._model.frozen() if self.role.adapters else nullcontext()
-        with self._offload.reading(), weights:
-            values = self._model.scores(own.sequences, own.scored)
+        weights = self.model.frozen() if self.role.adapters else nullcontext()
+        with self.offload.reading(), weights:
+            values = self.model.scores(own.sequences, own.scored)
         scores: dict[SampleKey, list[np.ndarray]] = {key: [] for key in batch.sample_keys}
         for sequence, value in zip(own.sequences, values, strict=True):
             scores[sequence.trajectory].append(value[sequence.loss_mask])
@@ -510,7 +516,7 @@ class ModelWorker(Worker):
         if options is None or version % options.every_steps:
             return []
         chosen = sequences[: options.num_sequences]
-        scores = self._model.scores(chosen)
+        scores = self.model.scores(chosen)
         return [sequence.with_column(LEARNER_LOGPROBS, own) for sequence, own in zip(chosen, scores, strict=True)]
 
     def _with_columns(
@@ -535,10 +541,10 @@ class ModelWorker(Worker):
             from .checkpoint import ShardedCheckpointer
             from .trainer import Trainer
 
-            if not isinstance(self._model, Trainer):
+            if not isinstance(self.model, Trainer):
                 name = self.role.name
                 raise ValueError(f"role {name!r} is frozen and has no checkpoints; its model path does not change")
-            self._checkpoints[directory] = ShardedCheckpointer(self._model, directory)
+            self._checkpoints[directory] = ShardedCheckpointer(self.model, directory)
         return self._checkpoints[directory]
 
     def _check_turn(self, version: int) -> None:
@@ -584,11 +590,11 @@ class ModelWorker(Worker):
         import torch
 
         sequences, mesh, step = self._sequences(batch, own.groups), self._host_mesh, None
-        scored = self._model.pack_to_score(sequences, mesh) if self._is_scored else None
+        scored = self.model.pack_to_score(sequences, mesh) if self._is_scored else None
         if self.role.objective is not None:
             step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
-        if self._model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self._model.mesh.device)  # torch locks memory for the thread's current GPU
+        if self.model.mesh.device.type == "cuda":
+            torch.cuda.set_device(self.model.mesh.device)  # torch locks memory for the thread's current GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 

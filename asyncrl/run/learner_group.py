@@ -70,7 +70,10 @@ class LearnerGroup:
 
     Attributes:
         checkpoints: The folder of the learner's checkpoints.
+        roles: The worker group of each role, by role name, and the names of their pools. A restart replaces the groups.
     """
+
+    roles: RoleGroups
 
     def __init__(self, config: RunConfig, *, buffer: BufferConnection, paths: RunPaths) -> None:
         """Start the ranks. `init` loads the models."""
@@ -89,14 +92,12 @@ class LearnerGroup:
         self._announced: dict[str, Awaitable[Any]] = {}  # by role: the newest call to its workers
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
-        self._roles = RoleGroups(
-            self._config, layout=self._layout, connect_buffer=buffer.sync_client, paths=self._paths
-        )
+        self.roles = RoleGroups(self._config, layout=self._layout, connect_buffer=buffer.sync_client, paths=self._paths)
 
     async def init(self) -> None:
         """Load the models on every rank. Raises `LearnerDiedError` if a rank dies or misses the deadline."""
         timeout_s = self._config.learner.start_timeout_s
-        pending = AllOf([group.init_model() for group in self._roles])
+        pending = AllOf([group.init_model() for group in self.roles])
         loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
         await _or_death(loading, pending)
 
@@ -106,7 +107,7 @@ class LearnerGroup:
         Pending calls report the death in more detail, so this call first gives them time to fail.
         """
         try:
-            death: Exception = await self._roles.death()
+            death: Exception = await self.roles.death()
         except Exception as error:  # noqa: BLE001 - without a watch a death would go unnoticed
             death = WorkerDiedError(f"the watch on the learner's ranks failed: {error!r}")
         await asyncio.sleep(_CALLS_FAIL_S)
@@ -114,7 +115,7 @@ class LearnerGroup:
 
     async def end(self) -> None:
         """Kill the remaining ranks after a death. Call `begin_again` or `stop` next."""
-        await asyncio.to_thread(self._roles.shutdown)
+        await asyncio.to_thread(self.roles.shutdown)
 
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from the checkpoint of ``version``, and publish this version.
@@ -138,10 +139,10 @@ class LearnerGroup:
 
         If the run has no reward model, return the same plan.
         """
-        if "rm" not in self._roles:
+        if "rm" not in self.roles:
             return plan
         self._announce(plan, ["rm"])
-        pending = self._roles["rm"].rewards(self._shares(plan, "rm"))
+        pending = self.roles["rm"].rewards(self._shares(plan, "rm"))
         results = await self._in_time(pending, f"the rewards of step {plan.version}", kind="rewards")
         scores = {sample: reward for result in results for sample, reward in result.items()}
         groups = [
@@ -164,11 +165,11 @@ class LearnerGroup:
         tokens than planned.
         """
         unsent: list[Awaitable[Any]] = []
-        readers = [role for role in ("actor", "critic") if role in self._roles]
+        readers = [role for role in ("actor", "critic") if role in self.roles]
         columns = sorted({column for role in readers for column in self._reads(role)})
         self._announce(plan, [*(scored_by(column, self._config.learner).name for column in columns), *readers])
         self._scores = {column: self._score(column, plan, unsent) for column in columns}
-        step = self._roles["actor"].step(*self._step_arguments("actor", plan))
+        step = self.roles["actor"].step(*self._step_arguments("actor", plan))
 
         async def finish() -> Mapping[str, float]:
             found = await self._after(unsent, step, f"the update of step {plan.version}", kind="update")
@@ -190,7 +191,7 @@ class LearnerGroup:
 
         Without a critic, there are no metrics.
         """
-        step = self._roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self._roles else None
+        step = self.roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self.roles else None
 
         async def metrics() -> Mapping[str, float]:
             if step is None:
@@ -205,11 +206,11 @@ class LearnerGroup:
 
         Await the result to wait until the ranks have copied the weights.
         """
-        return self._first(self._roles["actor"].publish_weights(version), f"the weights of version {version}")
+        return self._first(self.roles["actor"].publish_weights(version), f"the weights of version {version}")
 
     async def finish_publish(self) -> None:
         """Wait until the latest published version is offered to the engines."""
-        await self._in_time(self._roles["actor"].finish_publish(), "the offer of the last weights")
+        await self._in_time(self.roles["actor"].finish_publish(), "the offer of the last weights")
 
     def rollout_mode(self, version: int) -> Awaitable[None]:
         """Queue the publish of ``version``, and free GPU memory for the engines on the same GPUs.
@@ -218,7 +219,7 @@ class LearnerGroup:
         the engines can load the version.
         """
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
-        return self._after(others, self._roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
+        return self._after(others, self.roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
 
     async def trainer_mode(self) -> None:
         """Move the tensors that `rollout_mode` offloaded back to the devices."""
@@ -229,13 +230,13 @@ class LearnerGroup:
 
         Raises `LearnerDiedError` if the critic has a separate pool, because the critic may have trained on the batch.
         """
-        if "critic" in self._roles and not self._roles.share_a_pool("critic", "actor"):
+        if "critic" in self.roles and not self.roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
                 "the critic, which has a pool of its own, may have trained on a batch that the actor lost"
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
-        for group in self._roles:  # by now, the ranks have skipped all calls for the lost batch
+        for group in self.roles:  # by now, the ranks have skipped all calls for the lost batch
             lost = await self._in_time(group.forget_batch(), "the groups of a batch that the ranks did not find")
             found.update(group_id for part in lost for group_id in part)
         self._batches, self._scores, self._announced = (None, {}), {}, {}
@@ -247,7 +248,7 @@ class LearnerGroup:
         return self._layout.get_resource_pool(Role.from_string("actor"))
 
     def _on_shared_devices(self) -> list[tuple[str, Any]]:
-        return [(role, self._roles[role]) for role in self._roles.pools if self._roles.share_a_pool(role, "actor")]
+        return [(role, self.roles[role]) for role in self.roles.pools if self.roles.share_a_pool(role, "actor")]
 
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
         """Queue a checkpoint of ``version``. Await the result to get the checkpoint's folder.
@@ -257,12 +258,12 @@ class LearnerGroup:
         when these folders exist too.
         """
         critic = []
-        if "critic" in self._roles:
-            critic = [self._roles["critic"].save_checkpoint(str(self.checkpoints / CRITIC), version, wait)]
+        if "critic" in self.roles:
+            critic = [self.roles["critic"].save_checkpoint(str(self.checkpoints / CRITIC), version, wait)]
             parts = [*parts, CRITIC]
         saved = {"run": run, "life": str(self._paths.logs.parent), "parts": list(parts)}
         keep = self._config.checkpoint.keep
-        actor = self._roles["actor"].save_checkpoint(str(self.checkpoints), version, wait, keep=keep, **saved)
+        actor = self.roles["actor"].save_checkpoint(str(self.checkpoints), version, wait, keep=keep, **saved)
         return self._after(critic, actor, f"the checkpoint of version {version}")
 
     async def load(self, checkpoint: Path) -> int:
@@ -270,25 +271,25 @@ class LearnerGroup:
 
         Raises `ValueError` if the run has a critic and the checkpoint does not.
         """
-        if "critic" in self._roles:
+        if "critic" in self.roles:
             critic = part_of(checkpoint, CRITIC)
             if not critic.is_dir():
                 raise ValueError(
                     f"checkpoint.resume needs the critic of {checkpoint} in {critic}, got none; name a "
                     "checkpoint of a run with a critic, or use the algorithm of the run that saved this checkpoint"
                 )
-            await self._first(self._roles["critic"].load_checkpoint(str(critic)), f"loading {critic}")
-        return await self._first(self._roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
+            await self._first(self.roles["critic"].load_checkpoint(str(critic)), f"loading {critic}")
+        return await self._first(self.roles["actor"].load_checkpoint(str(checkpoint)), f"loading {checkpoint}")
 
     async def save_policy(self, directory: Path) -> None:
         """Write the policy and the tokenizer into ``directory``, in Hugging Face layout."""
-        await self._first(self._roles["actor"].save_policy(str(directory)), "the saved policy")
+        await self._first(self.roles["actor"].save_policy(str(directory)), "the saved policy")
 
     async def stop(self, timeout_s: float) -> None:
         """Ask the ranks to stop, kill them after ``timeout_s`` seconds, and release their reserved resources."""
         try:
             with suppress(Exception):  # ignore errors, because the ranks are killed next
-                stopping = AllOf([group.execute_all_async("stop") for group in self._roles])
+                stopping = AllOf([group.execute_all_async("stop") for group in self.roles])
                 await asyncio.wait_for(stopping, timeout_s)
         finally:
             try:
@@ -301,7 +302,7 @@ class LearnerGroup:
         """Return the batch of each data-parallel rank of a role. Roles of equal dp size get the same batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
-        shares, dp_size = self._batches[1], self._roles.dp_sizes[role]
+        shares, dp_size = self._batches[1], self.roles.dp_sizes[role]
         if dp_size not in shares:
             shares[dp_size] = rank_batches(
                 plan,
@@ -314,7 +315,7 @@ class LearnerGroup:
 
     def _announce(self, plan: Plan, roles: Sequence[str]) -> None:
         """Let the ranks prepare the batches of the next calls. The calls must follow in the order of ``roles``."""
-        self._announced |= {role: self._roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
+        self._announced |= {role: self.roles[role].announce(self._shares(plan, role)) for role in dict.fromkeys(roles)}
 
     def _reads(self, role: str) -> tuple[str, ...]:
         return ROLES[role].reads(self._config.algorithm)
@@ -329,9 +330,9 @@ class LearnerGroup:
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
-        readers = [reader for reader in ("actor", "critic") if reader in self._roles and column in self._reads(reader)]
-        send = not all(self._roles.keeps_scores_for(role, reader) for reader in readers)
-        results = self._roles[role].score(batches, send=send)
+        readers = [reader for reader in ("actor", "critic") if reader in self.roles and column in self._reads(reader)]
+        send = not all(self.roles.keeps_scores_for(role, reader) for reader in readers)
+        results = self.roles[role].score(batches, send=send)
         if not send:
             unsent.append(results)
         return RemoteScores(role=role, batches=batches, results=results)
@@ -346,7 +347,7 @@ class LearnerGroup:
         arguments: list[Sequence[Any]] = [batches]
         for column in self._reads(role):
             scores = self._scores[column]
-            in_process = self._roles.keeps_scores_for(scores.role, role)
+            in_process = self.roles.keeps_scores_for(scores.role, role)
             arguments.append([None] * len(batches) if in_process else scores.needed_by(batches))
         return arguments
 

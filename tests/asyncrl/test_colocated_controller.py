@@ -122,9 +122,9 @@ class DyingLearner(MortalLearner):
         self.device.take("learner", free_of="engines")
         self._reach(("trainer_mode", self.buffer.version))
 
-    async def _update(self, version):
+    async def run_update(self, version):
         self._reach(("update", version))
-        return await super()._update(version)
+        return await super().run_update(version)
 
     async def rollout_mode(self, version):
         self._reach(("before the offer", version))

@@ -123,9 +123,9 @@ class ScriptedLearner:
 
     def update(self, plan):
         self.events.append(("update queued", plan.version))
-        return asyncio.ensure_future(self._update(plan.version))
+        return asyncio.ensure_future(self.run_update(plan.version))
 
-    async def _update(self, version):
+    async def run_update(self, version):
         async with self.turn:
             await asyncio.sleep(0.01)
             if version == self.dies_at:
@@ -135,9 +135,9 @@ class ScriptedLearner:
             return {"started_at": self.spans[-1][0], "ended_at": self.spans[-1][1], "loss": 0.25}
 
     def publish(self, version):
-        return asyncio.ensure_future(self._publish(version))
+        return asyncio.ensure_future(self.run_publish(version))
 
-    async def _publish(self, version):
+    async def run_publish(self, version):
         async with self.turn:
             self.background.add(asyncio.ensure_future(self._offer(version)))
 
@@ -154,9 +154,9 @@ class ScriptedLearner:
     def save(self, version, run, *, wait, parts=()):
         self.events.append(("save queued", version))
         self.saved.append((version, run, wait))
-        return asyncio.ensure_future(self._saved(version))
+        return asyncio.ensure_future(self.run_save(version))
 
-    async def _saved(self, version):
+    async def run_save(self, version):
         if version == self.full_at:
             raise CheckpointError("no space left on device")
         return f"/checkpoints/{version}"
@@ -519,7 +519,7 @@ async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_told_when_
     class Writer(ScriptedLearner):
         """A learner that copies its state at once. The checkpoint on disk is complete two steps later."""
 
-        async def _saved(self, version):
+        async def run_save(self, version):
             folder = tmp_path / f"v{version:08d}"
             asyncio.get_running_loop().call_later(0.02, save, tmp_path, version)
             return str(folder)

@@ -2,6 +2,7 @@
 
 import asyncio
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,9 +62,9 @@ class MortalLearner(ScriptedLearner):
     def save(self, version, run, *, wait, parts=()):
         return _unwatched(super().save(version, run, wait=wait))
 
-    async def _update(self, version):
+    async def run_update(self, version):
         await self._live(version)
-        return await super()._update(version)
+        return await super().run_update(version)
 
     async def _live(self, version=None):
         """Raise the error if ``version`` is the scheduled update. From then on, raise the error in every call."""
@@ -74,7 +75,7 @@ class MortalLearner(ScriptedLearner):
             if self.is_dead:
                 raise self.error
 
-    async def _saved(self, version):
+    async def run_save(self, version):
         await self._live()
         async with self.turn:
             [run] = [run for saved, run, _ in self.saved if saved == version][-1:]
@@ -116,10 +117,13 @@ class RewindingFleet(ScriptedFleet):
 class Run:
     """A run of six steps with a checkpoint every two steps. Its learner dies."""
 
-    def __init__(self, folder: Path, deaths: list[int], *overrides: str, error=None, resumed=None) -> None:
+    def __init__(
+        self, folder: Path, deaths: list[int], *overrides: str, error=None, resumed=None, make_learner=None
+    ) -> None:
         overrides = ("total_steps=6", "checkpoint.every_steps=2", *overrides)
         self.buffer = RewindingBuffer()
-        self.learner = MortalLearner(self.buffer, folder, deaths, error)
+        make_learner = make_learner or partial(MortalLearner, folder=folder, deaths=deaths, error=error)
+        self.learner = make_learner(self.buffer)
         self.fleet = RewindingFleet(self.buffer, 0.0)
         self.controller, *_, self.records = make_controller(
             buffer=self.buffer, learner=self.learner, fleet=self.fleet, overrides=overrides
@@ -191,11 +195,11 @@ class LosingLearner(MortalLearner):
                 self.version = version + 1
                 self.made.append(version)
 
-    async def _publish(self, version):
+    async def run_publish(self, version):
         async with self.turn:
             if version > self.version:
                 raise BatchLost(f"version {version} was not made")
-        await super()._publish(version)
+        await super().run_publish(version)
 
     def publish(self, version):
         return _unwatched(super().publish(version))
@@ -206,11 +210,7 @@ class LosingLearner(MortalLearner):
 
 
 def losing(folder: Path, losses: list[int], *overrides: str, **options) -> Run:
-    run = Run(folder, [], *overrides)
-    learner = LosingLearner(run.buffer, folder, losses, **options)
-    run.learner = run.controller._learner = run.restarts._learner = learner
-    run.controller._checkpointer._learner = learner
-    return run
+    return Run(folder, [], *overrides, make_learner=partial(LosingLearner, folder=folder, losses=losses, **options))
 
 
 @pytest.mark.parametrize("losses", [[0], [3], [2, 2, 2, 5]])
@@ -340,7 +340,7 @@ def test_the_death_of_a_rank_is_told_from_other_faults():
 async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_taken(tmp_path: Path):
     run = Run(tmp_path, [3])
     foreign = replace(RunState(), version=2, tokens_generated=7)
-    save = run.learner._saved
+    save = run.learner.run_save
 
     async def save_foreign(version):
         path = await save(version)
@@ -348,7 +348,7 @@ async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_taken(tmp_p
         write_progress(Path(path), SavedProgress(version=version, run=foreign.to_dict(), **progress))
         return path
 
-    run.learner._saved = save_foreign
+    run.learner.run_save = save_foreign
     with pytest.raises(LearnerDiedError, match="no checkpoint to restart the learner from"):
         await run.train()
 

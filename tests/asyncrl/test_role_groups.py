@@ -163,7 +163,7 @@ async def run_steps(
 
 
 def pids(learner: LearnerGroup) -> dict[str, int]:
-    return {role: learner._roles[role].execute_func_rank_zero(os.getpid) for role in learner._roles.pools}
+    return {role: learner.roles[role].execute_func_rank_zero(os.getpid) for role in learner.roles.pools}
 
 
 def assert_same(got: tuple, want: tuple) -> None:
@@ -303,11 +303,11 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
             plan = await learner.scored(plan_of(version))
             for pending in (learner.update(plan), learner.update_critic(plan)):
                 await pending
-            found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
+            found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
-            found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
+            found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
         await learner.save_policy(tmp_path / "policy")  # while the engines use the device
-        found.append(await asyncio.to_thread(learner._roles["actor"].execute_func_rank_zero, bytes_of_roles))
+        found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
         return found
 
     training, generating, again, *later = asyncio.run(asyncio.wait_for(turns(), DEADLINE_S))
@@ -353,7 +353,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
     only = ["algorithm.critic=true", "algorithm.kl_coef=0", "algorithm.kl_reward_coef=0"]
     learner = learners.start(f"algorithm.advantage={path}:baseline", "learner.critic.warmup_steps=2", *only)
     metrics, weights = asyncio.run(asyncio.wait_for(run_steps(learner, 4), DEADLINE_S))
-    assert set(learner._roles.pools) == {"actor", "critic"}
+    assert set(learner.roles.pools) == {"actor", "critic"}
     assert metrics[0]["critic.value_mean"] == pytest.approx(0.0, abs=0.5)
     assert metrics[0]["critic.grad_norm"] > 0
     assert metrics[3]["critic.value_loss"] < 0.8 * metrics[0]["critic.value_loss"]

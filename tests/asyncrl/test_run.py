@@ -32,13 +32,13 @@ class Learner:
 
 
 class FullDisk(ScriptedLearner):
-    async def _saved(self, version):
+    async def run_save(self, version):
         raise CheckpointError("no space left on device")
 
 
-def make_training(run_dir, view, *overrides, learner=None, records=()):
+def make_training(run_dir, view, *overrides, learner=None, records=(), **others):
     """Make a `Training` that has recorded ``records`` and has not started."""
-    parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "watching", "resumed"))
+    parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "watching", "resumed")) | others
     return training.Training(
         compose_run([*overrides]),
         run_dir,
@@ -129,8 +129,6 @@ async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(
 @pytest.mark.usefixtures("virtual_time")
 async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_path):
     output = io.StringIO()
-    late = make_training(tmp_path, TerminalView(title="run", total_steps=3, console=Console(file=output, width=400)))
-    late._fleet = SimpleNamespace(engines=lambda: ["engine-0"])
     groups = {"queued": 4, "leased": 2, "stored": 1, "planned": 0}
     answers = [
         SimpleNamespace(groups=groups),
@@ -143,7 +141,9 @@ async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_pat
             raise answer
         return answer
 
-    late._buffer = SimpleNamespace(stats=stats)
+    view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=400))
+    fleet = SimpleNamespace(engines=lambda: ["engine-0"])
+    late = make_training(tmp_path, view, fleet=fleet, buffer=SimpleNamespace(stats=stats))
     telling = asyncio.create_task(late._tell_late_steps())
     await asyncio.sleep(61)
     late._evaluated = 3
@@ -164,8 +164,8 @@ async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_pat
 async def test_an_evaluation_is_told_when_it_begins_because_it_may_take_long(tmp_path):
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
-    evaluated = make_training(tmp_path, view)
-    evaluated._evaluator = SimpleNamespace(evaluate_all=lambda version: asyncio.sleep(3600))
+    evaluator = SimpleNamespace(evaluate_all=lambda version: asyncio.sleep(3600))
+    evaluated = make_training(tmp_path, view, evaluator=evaluator)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
             await evaluated._evaluate(2)

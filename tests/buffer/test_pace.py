@@ -17,6 +17,7 @@ from buffer.groups import Group
 from buffer.pace import MOST_CHANGES, WorkerPaces
 from buffer.service import BufferService
 from buffer.sockets import LoopClock
+from buffer.waiting import Replies
 from tests.support.simulated_fleet import SimulatedFleet
 
 FAST, SLOW = 100.0, 10.0
@@ -106,26 +107,26 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
     assert fleet.workers[0].num_handed_on == 0
 
 
-def asked_of(buffer) -> Counter:
+def count_hand_overs(monkeypatch) -> Counter:
     """Return a counter: for each group, how often the buffer asks a worker to hand it over.
 
     It counts from this call on.
     """
     asked: Counter = Counter()
-    push = buffer.service._replies.push
+    push = Replies.push
 
-    def counted(client, message):
+    def counted(replies, client, message):
         asked.update(group_id for group_id, _ in getattr(message, "groups", ()))
-        push(client, message)
+        push(replies, client, message)
 
-    buffer.service._replies.push = counted
+    monkeypatch.setattr(Replies, "push", counted)
     return asked
 
 
 @pytest.mark.parametrize(
     ("num_engines", "max_lag", "spread"), [(16, 4, 0.5), (8, 1, 0.5), (8, 1, 1.0), (40, 1, 1.0), (512, 1, 0.5)]
 )
-def test_equal_engines_hand_over_at_most_one_group_in_twenty(num_engines, max_lag, spread):
+def test_equal_engines_hand_over_at_most_one_group_in_twenty(monkeypatch, num_engines, max_lag, spread):
     scenario = Scenario(
         num_engines=num_engines,
         groups_in_flight=1,
@@ -138,9 +139,8 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(num_engines, max_la
         engine=EngineModel(step_s=0.012, step_s_per_sample=0.0002, prefill_s_per_token=5e-6),
         learner=LearnerModel(step_s=40.0, rank_s_per_token=0.0, copy_s=0.5, publish_s=5.0, load_s=1.0),
     )
-    simulation = Simulation(scenario)
-    asked = asked_of(simulation.buffer)
-    simulation.run()
+    asked = count_hand_overs(monkeypatch)
+    Simulation(scenario).run()
     assert asked.total() <= 0.05 * scenario.num_steps * scenario.groups_per_step
 
 
@@ -158,18 +158,18 @@ def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of
     assert sum(ratios) / len(ratios) >= 0.98
 
 
-def test_no_group_changes_hands_more_than_twice_however_engines_change():
+def test_no_group_changes_hands_more_than_twice_however_engines_change(monkeypatch):
     rng = random.Random(1)
     drawn = [[rng.choice([FAST, SLOW, SLOW / 10]) for _ in range(40)] for _ in range(6)]
     fleet = SimulatedFleet([lambda now, speeds=speeds: speeds[int(now / 3) % 40] for speeds in drawn], max_lag=1)
-    asked = asked_of(fleet.buffer)
+    asked = count_hand_overs(monkeypatch)
     fleet.rate(60.0, warm_up_s=1.0)
     assert 0 < max(asked.values()) <= MOST_CHANGES
 
 
-def test_a_group_of_an_engine_that_hangs_is_asked_for_though_no_message_comes():
+def test_a_group_of_an_engine_that_hangs_is_asked_for_though_no_message_comes(monkeypatch):
     fleet = SimulatedFleet([FAST, lambda now: FAST if now < 5 else 1e-3], groups_per_step=8, max_lag=1)
-    asked = asked_of(fleet.buffer)
+    asked = count_hand_overs(monkeypatch)
     fleet.rate(20.0, warm_up_s=0.1)
     assert asked
 
@@ -361,7 +361,7 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
             pace_s = 0.02 if owner == b"worker-0" else 0.001
-            of.service._admission._paces._running[key[0]].began -= 3 * pace_s  # as after 3 tokens at this pace
+            of.now += 3 * pace_s  # at this pace, a worker writes three tokens
             of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version
@@ -376,9 +376,7 @@ async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, dat
         elif action == "die":
             of.asking.pop(worker, None)
             of.held = {key: value for key, value in of.held.items() if value[0] != worker}
-            of.service._admission.take_from(worker)
-            of.service.settle()
-            of.check()
+            of.ask(worker, commands.Leave(()))
     of.service.close()
 
 

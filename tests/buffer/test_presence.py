@@ -3,27 +3,22 @@
 import asyncio
 import itertools
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
-from buffer import BufferConfig, BufferProcess, Durability
+from buffer import BufferConfig, BufferProcess, Durability, journal
 from buffer.encoding import Message
-from buffer.frames import FramesOnDisk, Written
 from buffer.outcomes import GrantedLease
 from buffer.server import BufferServer
 from buffer.sockets import LoopClock
 from buffer.waiting import FairQueue
-from tests.support.buffer_groups import AnyRole, prompt, rollout, running
-
-
-def fall_silent(client: AnyRole) -> None:
-    """Act like a hanging process. The connection stays open, but no message arrives."""
-    assert client.worker._beat is not None
-    client.worker._beat.cancel()
+from tests.support.buffer_groups import AnyRole, fall_silent, prompt, rollout, running
 
 
 async def until_waiting(control: AnyRole, number: int) -> None:
@@ -32,12 +27,12 @@ async def until_waiting(control: AnyRole, number: int) -> None:
             pass
 
 
-async def test_the_leases_of_a_silent_worker_are_taken_back_long_before_they_run_out():
+async def test_the_leases_of_a_silent_worker_are_taken_back_long_before_they_run_out(monkeypatch):
     async with running(lease_s=600.0, heartbeat_s=0.1) as run:
         hung, other = run.client(), run.client()
         await hung.enqueue([prompt(0)])
         [lost] = await hung.lease(0, 1)
-        fall_silent(hung)
+        fall_silent(hung, monkeypatch)
         [again] = await asyncio.wait_for(other.lease(0, 1), 30)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         assert await asyncio.wait_for(hung.revocation(), 30) == (0, 0)
@@ -54,12 +49,12 @@ async def test_a_worker_that_beats_keeps_its_leases():
         await worker.put(rollout(lease))
 
 
-async def test_nothing_is_granted_to_a_worker_that_fell_silent_while_it_waited():
+async def test_nothing_is_granted_to_a_worker_that_fell_silent_while_it_waited(monkeypatch):
     async with running(heartbeat_s=0.1) as run:
         hung, control = run.client(), run.client()
         wait = asyncio.ensure_future(hung.lease(0, 1))
         await until_waiting(control, 1)
-        fall_silent(hung)
+        fall_silent(hung, monkeypatch)
         await until_waiting(control, 0)
         await control.enqueue([prompt(0)])
         assert (await control.stats()).groups["leased"] == 0
@@ -219,12 +214,11 @@ async def test_the_time_in_which_a_loop_stands_still_does_not_count():
 async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cannot_report_is_lost():
     async with running(lease_s=600.0) as run:
         worker, control = run.client(), run.client()
+        worker.count_generated = lambda: 12
         name = await worker.enter()
         await control.enqueue([prompt(0), prompt(1)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        worker.count_generated = lambda: 12
-        worker._send_beat()
         await worker.stats()  # the heartbeat arrived before this request
         for _ in range(2):
             assert await control.bury(name) == 12
@@ -242,12 +236,11 @@ async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
+        worker.count_generated = lambda: 12
         name = await worker.enter()
         await control.enqueue([prompt(i) for i in range(3)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        worker.count_generated = lambda: 12
-        worker._send_beat()
         await worker.stats()
         assert await control.bury(name) == 12
         before = await control.stats()
@@ -273,7 +266,9 @@ async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its
             assert await control.bury(name, known) == expected
 
 
-async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_counts_as_lost_alone(tmp_path: Path):
+async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_counts_as_lost_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The server receives the put before the worker is declared dead, and processes it afterwards."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0}
     async with running(groups_per_step=4, **options) as run:
@@ -281,16 +276,22 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
         name = await worker.enter()
         await control.enqueue([prompt(0)])
         [lease] = await worker.lease(0, 1)
-        written = []
-        service = run.server.service
-        service._journal.keep = lambda frames, then: written.append(then)
+        is_writing, may_write = threading.Event(), threading.Event()
+
+        def write_late(*call: Any) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                is_writing.set()
+                assert may_write.wait(60)
+            write_all(*call)
+
+        write_all = journal.write_all
+        monkeypatch.setattr(journal, "write_all", write_late)
         putting = asyncio.ensure_future(worker.put(rollout(lease, num_tokens=100_000)))
         async with asyncio.timeout(20):
-            while not written:
+            while not is_writing.is_set():
                 await control.stats()
         assert await control.bury(name, 100_000) == 100_000
-        written[0](FramesOnDisk(Path("journal.1.frames"), Written(0, 0, 0), [1], place=1))
-        service.settle()
+        may_write.set()
         with pytest.raises((LeaseExpired, DeclaredDead)):
             await asyncio.wait_for(putting, 20)
         assert (await control.stats()).tokens_dropped == {"lost": 100_000}

@@ -3,19 +3,22 @@
 import asyncio
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.core.errors import WorkerDiedError
+from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.lives import keep_up
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, BufferSupervisor, Durability, commands, journal
 from buffer.encoding import Message, prompt_frames
 from buffer.journal import Journal
+from buffer.sockets import folder_of
 from buffer.store_servers import StoreService
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 from tests.support.mortal_buffer import MortalServer, MortalWrites
@@ -30,12 +33,12 @@ class Script:
 
     def __init__(self, server: MortalServer) -> None:
         self.server = server
-        self._next_id = 0
+        self.last_id = 0
         self.plans: list[list[int]] = []
 
     def ask(self, client: bytes, operation: commands.Operation, payload: list[Any] | None = None) -> Any:
-        self._next_id += 1
-        request = Message(request_id=self._next_id, body=operation, payload=payload or [])
+        self.last_id += 1
+        request = Message(request_id=self.last_id, body=operation, payload=payload or [])
         return self.server.ask(client, request).body
 
     def run(self) -> None:
@@ -127,7 +130,7 @@ async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_late
     script.ask(CONTROLLER, commands.Enqueue((0,), (len(parts),)), [*parts])
     wanted = commands.LeaseGroups(engine_version=0, max_groups=1)
     assert script.ask(WORKER, wanted).leases[0].key == (0, 0)
-    lease = Message(request_id=script._next_id, body=wanted)
+    lease = Message(request_id=script.last_id, body=wanted)
     server.kill()
     script.ask(WORKER, commands.Release(group_id=0, attempt=0, num_tokens=0, reason="aborted"))
     assert script.ask(other, wanted).leases[0].key == (0, 1)
@@ -138,18 +141,16 @@ async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_late
 
 
 async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were_new(tmp_path: Path):
-    options = {"durability": Durability.disk, "directory": str(tmp_path)}
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "request_timeout_s": 60.0}
     async with running(**options) as run:
-        client = AnyRole(run.server.address, request_timeout_s=20.0)
-        waiting = asyncio.ensure_future(client.plan(0))
-        await client.stats()
-        link = client.connection.link
-        due = max(held.due for held in link._unanswered.values())
-    async with running(**options), asyncio.timeout(10):
-        while min(held.due for held in link._unanswered.values()) <= due:
-            # repeated, because a request may be answered before the client notices the new connection
-            await client.stats()
-        waiting.cancel()
+        client = AnyRole(run.server.address, request_timeout_s=1.4)
+        waiting = asyncio.ensure_future(client.plan(0))  # due after 2.1 s
+        await asyncio.sleep(1.4)
+    async with running(**options):
+        await asyncio.sleep(1.4)
+        assert not waiting.done()
+        with pytest.raises(DeadlineError, match=r"plan.* within 2\.1 s"):
+            await waiting
         await client.close()
 
 
@@ -167,6 +168,13 @@ def supervised(directory: Path, said: asyncio.Queue[str], **options: Any) -> Buf
     return BufferSupervisor(config, groups_per_step=2, log_path=directory / "log", on_restart=said.put_nowait)
 
 
+def kill(server: BufferSupervisor, number: int = signal.SIGKILL) -> None:
+    """Send a signal to the process of a supervised server, the only child that listens at the server's address."""
+    folder = folder_of(server.connection.address)
+    (process,) = [child for child in psutil.Process().children() if folder in " ".join(child.cmdline())]
+    process.send_signal(number)
+
+
 async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by_name(tmp_path: Path):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=1) as server:
@@ -174,14 +182,14 @@ async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
         leases = await client.lease(0, 2)
-        os.kill(server._server.process.pid, signal.SIGKILL)
+        kill(server)
         await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
         assert {group.group_id for group in (await client.plan(0)).groups} == {0, 1}
         assert server.num_restarts == 1
         told = await said.get()
         assert f"died with status -9; it was started again at {server.connection.address} within" in told
         assert "(restart 1 of buffer.restarts=1)" in told
-        os.kill(server._server.process.pid, signal.SIGKILL)
+        kill(server)
         with pytest.raises(WorkerDiedError, match=r"buffer.restarts=1 are used up: the buffer server \(pid \d+\) died"):
             await watching
         await client.close()
@@ -191,15 +199,15 @@ async def test_a_restart_for_which_no_process_can_be_had_is_followed_by_another(
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=3) as server:
         watching = asyncio.ensure_future(keep_up(server))
-        launch, failures = server._launch, [BlockingIOError(11, "Resource temporarily unavailable")] * 2
+        start, failures = subprocess.Popen, [BlockingIOError(11, "Resource temporarily unavailable")] * 2
 
-        def launch_late():
+        def start_late(*command: Any, **options: Any) -> subprocess.Popen:
             if failures:
                 raise failures.pop()
-            return launch()
+            return start(*command, **options)
 
-        monkeypatch.setattr(server, "_launch", launch_late)
-        os.kill(server._server.process.pid, signal.SIGKILL)
+        monkeypatch.setattr(subprocess, "Popen", start_late)
+        kill(server)
         assert "(restart 3 of buffer.restarts=3)" in await said.get()
         assert (failures, watching.done()) == ([], False)
         watching.cancel()
@@ -207,7 +215,7 @@ async def test_a_restart_for_which_no_process_can_be_had_is_followed_by_another(
 
 async def test_a_server_in_memory_is_not_started_again(tmp_path: Path):
     with supervised(tmp_path, asyncio.Queue(), durability=Durability.memory) as server:
-        os.kill(server._server.process.pid, signal.SIGKILL)
+        kill(server)
         with pytest.raises(
             WorkerDiedError, match=r"^the buffer server .* died with status -9; with buffer.durability=disk it would"
         ):
@@ -221,7 +229,7 @@ async def test_a_server_that_hangs_is_killed_and_started_again_before_its_client
         watching = asyncio.ensure_future(keep_up(server))
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(0)])
-        os.kill(server._server.process.pid, signal.SIGSTOP)
+        kill(server, signal.SIGSTOP)
         assert (await client.stats()).groups["queued"] == 1
         words = "answered nothing for 3.0 s (half of buffer.request_timeout_s) and was killed; it was started"
         assert words in await said.get()
@@ -343,13 +351,14 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     kept.close()
     disk.is_full = False
     service, kept = start()
-    if is_restarted_while_full:
-        assert service._payloads.num_bytes == 200
+    held = ask(service, commands.Fetch((0,), (0,)))
+    assert isinstance(held, commands.Payloads if is_restarted_while_full else commands.Failure)
     missing = ask(service, commands.Reconcile(attempts=((1, 0),), finished=((0, 1),))).group_ids
-    assert (missing, service._payloads.num_bytes) == ((), 100)
+    assert missing == ()
     assert ask(service, commands.Fetch((0,), (0,))).name == "UnknownGroup"
     ask(service, commands.PutPayload(0, 0), [b"late"])
-    assert service._payloads.num_bytes == 100, "its group is finished"
+    assert ask(service, commands.Fetch((0,), (0,))).name == "UnknownGroup", "its group is finished"
+    assert ask(service, commands.Fetch((1,), (0,))).counts == (1,)
     service.close()
     kept.close()
 

@@ -17,10 +17,9 @@ from buffer import BufferConfig, commands, journal, outcomes
 from buffer.checkpoint_parts import CheckpointRequests
 from buffer.config import OnStale
 from buffer.encoding import Message, prompt_frames
-from buffer.sockets import LoopClock
 from rollout_fleet.metrics import FleetCounters
 from tests.support.buffer_groups import prompt
-from tests.support.mortal_buffer import MortalServer, MortalWrites, kind_of
+from tests.support.mortal_buffer import ManualClock, MortalServer, MortalWrites, kind_of
 
 CONTROLLER = b"controller"
 LEASE_S = 10.0
@@ -90,7 +89,7 @@ class Life:
     def __init__(self, seed: int, directory: Path) -> None:
         self.rng = rng = random.Random(seed)
         self.now = 0.0
-        self.clock = LoopClock(lambda: self.now)
+        self.clock = ManualClock(lambda: self.now)
         self.size, self.max_lag = rng.randint(1, 4), rng.randint(0, 3)
         num_open = (self.max_lag + 1) * self.size
         self.max_uses = rng.randint(1, min(3, self.max_lag + 1))

@@ -1,9 +1,10 @@
 """Store servers that join from the hosts of rollout workers, and leave."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ import pytest
 from asyncrl.core.errors import DeadlineError, ReplayBufferError, UnknownGroup, VersionTooOld, WireError
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, Durability, StoresOn, make_keys
-from buffer.commands import Put, PutPayload
+from buffer.client import ClientSocket
+from buffer.commands import Fetch, Put, PutPayload, Remove
 from buffer.encoding import group_frames
 from buffer.keys import BufferRole, client_keys
 from buffer.server import StoreServer
-from buffer.stores import FrameTable
+from buffer.sockets import folder_of, make_socket_folder, remove_socket_folder
+from buffer.store_links import StoreLinks
 from tests.support.buffer_groups import AnyRole, Running, prompt, rollout, running
 
 ON_HOSTS = {"stores_on": StoresOn.hosts}
@@ -27,43 +30,58 @@ class Hosts:
 
     run: Running
     control: AnyRole
+    folder: str
     stores: dict[str, StoreServer] = field(default_factory=dict)
 
-    async def join(self, host: str, config: BufferConfig | None = None) -> int:
-        self.stores[host] = StoreServer(config or BufferConfig(), number=len(self.stores))
+    async def join(self, host: str) -> int:
+        number = len(self.stores)
+        self.stores[host] = StoreServer(BufferConfig(socket_folder=self.folder, epoch="run"), number=number)
         return await self.control.add_store(self.stores[host].address, host)
 
     def worker(self, host: str, **options) -> AnyRole:
         return self.run.client(host=host, **options)
 
-    def held_by(self, host: str) -> dict[int, set[int]]:
-        """Return the attempts that the store of a host holds, by group."""
+    async def held_by(self, host: str) -> dict[int, set[int]]:
+        """Return the attempts of groups 0 to 7 that the store of a host holds, by group."""
+        link = self.control.store_link(self.stores[host].address)
         held: dict[int, set[int]] = {}
-        for (group_id, attempt), _ in self.payloads_of(host):
-            held.setdefault(group_id, set()).add(attempt)
+        for group_id, attempt in product(range(8), range(3)):
+            with suppress(UnknownGroup):
+                await link.call(Fetch((group_id,), (attempt,)))
+                held.setdefault(group_id, set()).add(attempt)
         return held
 
-    def payloads_of(self, host: str) -> FrameTable:
-        return self.stores[host]._endpoint._service._payloads
+    def restart(self, host: str, **options) -> None:
+        """Restart the store of a host at its address. Without a journal, the store is then empty."""
+        number = [*self.stores].index(host)
+        self.stores[host].close()
+        self.stores[host] = StoreServer(BufferConfig(socket_folder=self.folder, epoch="run", **options), number=number)
 
-    def lose(self, host: str) -> None:
-        """Remove everything that the store of a host holds."""
-        for key in [key for key, _ in self.payloads_of(host)]:
-            self.payloads_of(host).remove(key)
+
+Step = Callable[[], Awaitable[None]]
+
+
+async def _go_on() -> None:
+    """Do nothing."""
+
+
+def close(store: StoreServer) -> None:
+    """Close a store of `Hosts`, and remove the folder of its socket."""
+    store.close()
+    remove_socket_folder(folder_of(store.address))
 
 
 @asynccontextmanager
 async def hosts(*names: str, groups_per_step: int = 2, **options) -> AsyncIterator[Hosts]:
     async with running(groups_per_step=groups_per_step, **ON_HOSTS, **options) as run:
-        control = run.client()
-        of = Hosts(run, control)
+        of = Hosts(run, run.client(), make_socket_folder())
         try:
             for name in names:
                 await of.join(name)
             yield of
         finally:
             for store in of.stores.values():
-                store.close()
+                close(store)
 
 
 async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_them_at_once():
@@ -72,15 +90,15 @@ async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_t
         await of.control.enqueue([prompt(i) for i in range(4)])
         first, second = await a.lease(0, 2), await b.lease(0, 2)
         await asyncio.gather(*(a.put(rollout(lease)) for lease in first), *(b.put(rollout(lease)) for lease in second))
-        assert set(of.held_by("a")) == {lease.prompt.group_id for lease in first}
-        assert set(of.held_by("b")) == {lease.prompt.group_id for lease in second}
+        assert set(await of.held_by("a")) == {lease.prompt.group_id for lease in first}
+        assert set(await of.held_by("b")) == {lease.prompt.group_id for lease in second}
         ids = [group.group_id for group in (await of.control.plan(0)).groups]
         fetched = await of.control.fetch(ids)
         assert [group.group_id for group in fetched] == ids
         await of.control.commit(0)
         async with asyncio.timeout(10):
             # the server first answers the commit, then tells the stores to drop the groups
-            while of.held_by("a") or of.held_by("b"):
+            while await of.held_by("a") or await of.held_by("b"):
                 await of.control.stats()
 
 
@@ -90,7 +108,7 @@ async def test_a_full_store_sends_what_its_host_makes_next_to_another():
         await of.control.enqueue([prompt(i) for i in range(2)])
         for lease in await a.lease(0, 2):
             await a.put(rollout(lease, num_tokens=50))
-        assert (len(of.held_by("a")), len(of.held_by("b"))) == (1, 1)
+        assert (len(await of.held_by("a")), len(await of.held_by("b"))) == (1, 1)
 
 
 async def test_a_host_is_asked_for_a_store_when_its_first_worker_enters():
@@ -116,7 +134,7 @@ async def test_a_put_waits_until_a_store_has_joined():
         assert not putting.done()
         await of.join("a")
         await putting
-        assert set(of.held_by("a")) == {0}
+        assert set(await of.held_by("a")) == {0}
 
 
 async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counted_and_its_host_goes_on():
@@ -137,7 +155,7 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         [again] = await a.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (2, 1)
         await a.put(rollout(again))
-        assert set(of.held_by("b")) == {2, 3}
+        assert set(await of.held_by("b")) == {2, 3}
         assert (await of.control.commit(0)).tokens_trained == 10, "a batch that its ranks have already counts"
 
 
@@ -206,7 +224,7 @@ async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
             await of.control.stats()
         await of.control.drop_store(0)
         await putting
-        assert set(of.held_by("b")) == {0}
+        assert set(await of.held_by("b")) == {0}
 
 
 async def test_a_put_to_a_store_that_does_not_answer_and_is_not_gone_ends_at_its_deadline():
@@ -219,102 +237,119 @@ async def test_a_put_to_a_store_that_does_not_answer_and_is_not_gone_ends_at_its
             await a.put(rollout(lease))
 
 
+def hold_payloads(worker: AnyRole, monkeypatch, *, before: Step = _go_on, after: Step = _go_on) -> None:
+    """Call ``before`` and ``after`` around each transfer of a payload from a worker to a store."""
+    send = worker.connection.call_with_payload
+
+    async def call_with_payload(operation, *arguments, **options):
+        is_payload = isinstance(operation, PutPayload)
+        await (before() if is_payload else _go_on())
+        answer = await send(operation, *arguments, **options)
+        await (after() if is_payload else _go_on())
+        return answer
+
+    monkeypatch.setattr(worker.connection, "call_with_payload", call_with_payload)
+
+
 async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_sent_again(monkeypatch):
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
-        report = a.worker._report
+        reserved_in, num_sent = of.run.server.service.ledger.groups.leases.reserved_in, 0
 
-        async def report_after_the_store_came_back_empty(*arguments) -> None:
-            monkeypatch.setattr(a.worker, "_report", report)
-            of.lose("a")
-            await of.run.server._requeue_missing(0)
-            await report(*arguments)
+        async def restart_once() -> None:
+            nonlocal num_sent
+            num_sent += 1
+            if num_sent == 1:
+                assert reserved_in(0) == [(0, 0)]
+                of.restart("a")
+                while reserved_in(0):  # until the store has said that it is empty
+                    await of.control.stats()
 
-        monkeypatch.setattr(a.worker, "_report", report_after_the_store_came_back_empty)
+        hold_payloads(a, monkeypatch, after=restart_once)
         await a.put(rollout(lease))
         [group] = await of.control.fetch([0])
-        assert (group.group_id, group.attempt) == (0, 0)
+        assert (group.group_id, group.attempt, num_sent) == (0, 0, 2)
         assert (await of.control.stats()).tokens_dropped == {}
 
 
-def late(reconcile, asked: asyncio.Event, reported: asyncio.Event):
-    """Delay a store's answer about missing groups until a put has been reported to the ledger."""
+def delay_answers(monkeypatch, asked: asyncio.Event, reported: asyncio.Event) -> None:
+    """Delay the stores' answers about missing groups until a put has been reported to the ledger.
 
-    async def answer(*arguments, **known) -> tuple[int, ...]:
-        missing = await reconcile(*arguments, **known)
-        asked.set()
-        await reported.wait()
+    A store's first answer, when it joins, is not delayed.
+    """
+    reconcile, answered = StoreLinks.reconcile, []
+
+    async def answer(*arguments) -> tuple[int, ...]:
+        missing = await reconcile(*arguments)
+        answered.append(missing)
+        if len(answered) > 1:
+            asked.set()
+            await reported.wait()
         return missing
 
-    return answer
+    monkeypatch.setattr(StoreLinks, "reconcile", answer)
 
 
 async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
-    """A restarted ledger asks the stores for their groups.
-
-    Meanwhile workers continue their puts without knowing of the restart.
-    """
+    """A store restarts between a worker's reservation and the payload."""
+    asked, reported = asyncio.Event(), asyncio.Event()
+    delay_answers(monkeypatch, asked, reported)
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
-        server = of.run.server
-        asked, reported, put_reserved = asyncio.Event(), asyncio.Event(), a.connection.call_with_payload
 
-        async def send_when_asked(operation, *arguments, **options):
-            if isinstance(operation, PutPayload):
-                await asked.wait()
-            return await put_reserved(operation, *arguments, **options)
+        async def restart() -> None:
+            of.restart("a")
+            await asked.wait()
 
-        monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
-        monkeypatch.setattr(a.connection, "call_with_payload", send_when_asked)
-        putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while not server.service.ledger.groups[0].num_bytes:
-            await of.control.stats()
-        checking = asyncio.ensure_future(server._requeue_missing(0))
-        await putting
+        hold_payloads(a, monkeypatch, before=restart)
+        await a.put(rollout(lease))
         reported.set()
-        await checking
+        for _ in range(10):
+            await of.control.stats()
         assert (await of.control.stats()).tokens_dropped == {}
         [group] = await of.control.fetch([0])
         assert (group.group_id, group.attempt) == (0, 0)
 
 
 async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(monkeypatch):
+    asked, reported = asyncio.Event(), asyncio.Event()
+    delay_answers(monkeypatch, asked, reported)
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
-        server = of.run.server
-        asked, reported, report = asyncio.Event(), asyncio.Event(), a.worker._report
 
-        async def report_when_the_store_was_asked(*arguments) -> None:
-            of.lose("a")
+        async def restart() -> None:
+            of.restart("a")
             await asked.wait()
-            await report(*arguments)
 
-        monkeypatch.setattr(server._links, "reconcile", late(server._links.reconcile, asked, reported))
-        monkeypatch.setattr(a.worker, "_report", report_when_the_store_was_asked)
-        putting = asyncio.ensure_future(a.put(rollout(lease)))
-        while of.held_by("a") or not server.service.ledger.groups[0].num_bytes:
-            await of.control.stats()
-        checking = asyncio.ensure_future(server._requeue_missing(0))
-        await putting
+        hold_payloads(a, monkeypatch, after=restart)
+        await a.put(rollout(lease))
         reported.set()
-        await checking
-        assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
-        [again] = await a.lease(0, 1)
+        [again] = await asyncio.wait_for(a.lease(0, 1), 20)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
+        assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
 
 
 async def send_and_fall_silent(of: Hosts, worker: AnyRole, *, num_tokens: int = 50) -> Lease:
     """Send a payload to a store, and do not report it to the ledger."""
     [lease] = await worker.lease(0, 1)
-    payload = group_frames(rollout(lease, num_tokens=num_tokens))
-    await worker.worker._put_in_store((lease.prompt.group_id, lease.attempt), payload)
-    assert of.held_by("a")[lease.prompt.group_id] == {lease.attempt}
+    sent = asyncio.Event()
+
+    async def stop() -> None:
+        sent.set()
+        await asyncio.Event().wait()
+
+    with pytest.MonkeyPatch.context() as patch:
+        hold_payloads(worker, patch, after=stop)
+        putting = asyncio.ensure_future(worker.put(rollout(lease, num_tokens=num_tokens)))
+        await sent.wait()
+        putting.cancel()
+    assert (await of.held_by("a"))[lease.prompt.group_id] == {lease.attempt}
     return lease
 
 
@@ -332,7 +367,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         if end == "buried":
             await of.control.bury(await a.enter())
         elif end == "silent":
-            a.worker._beat.cancel()
+            await a.connection.close()  # without the message that a worker sends when it leaves
         elif end == "released":
             await a.release(lease, num_tokens=50, reason="failed")
         elif end == "too old":
@@ -345,7 +380,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         [again] = await asyncio.wait_for(other.lease(0, 1), 20)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
-        assert of.held_by("a") == {0: {1}}
+        assert await of.held_by("a") == {0: {1}}
         assert [group.attempt for group in await of.control.fetch([0])] == [1]
 
 
@@ -362,7 +397,7 @@ async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
         await of.control.bury(await a.enter())
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
-        assert of.held_by("a")[0] == {1}
+        assert (await of.held_by("a"))[0] == {1}
 
 
 async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
@@ -375,27 +410,47 @@ async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
         await of.control.stats()
         sender = of.worker("a").connection
         await sender.call_with_payload(PutPayload(0, 0), late, (0, 0), link=sender.store_link(address))
-        assert of.held_by("a") == {}
+        assert await of.held_by("a") == {}
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
 
 
-async def test_a_store_that_was_away_hears_which_attempts_ended_when_it_is_reached(monkeypatch):
-    async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
+async def test_a_store_that_was_away_hears_which_attempts_ended_when_it_is_reached(monkeypatch, tmp_path: Path):
+    reconcile, post, answered = StoreLinks.reconcile, ClientSocket.post, []
+
+    async def noted(*arguments) -> tuple[int, ...]:
+        answered.append(await reconcile(*arguments))
+        return answered[-1]
+
+    def lose_removals(link, operation, *arguments) -> None:
+        if not isinstance(operation, Remove):
+            post(link, operation, *arguments)
+
+    monkeypatch.setattr(StoreLinks, "reconcile", noted)
+    on_disk = {"durability": Durability.disk, "directory": str(tmp_path)}
+    async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of, asyncio.timeout(60):
         a, other = of.worker("a"), of.worker("a")
+
+        async def restart() -> None:
+            num_answered = len(answered)
+            of.restart("a", **on_disk)
+            while len(answered) == num_answered:
+                await of.control.stats()
+
+        await restart()
         await of.control.enqueue([prompt(0)])
         await send_and_fall_silent(of, a)
-        server = of.run.server
-        monkeypatch.setattr(server._links._links[0], "post", lambda *_: None)  # messages to this store do not arrive
-        await of.control.bury(await a.enter())
-        await of.control.stats()
-        assert of.held_by("a").keys() == {0}
-        await server._requeue_missing(0)
-        assert of.held_by("a") == {}
+        with monkeypatch.context() as patch:
+            patch.setattr(ClientSocket, "post", lose_removals)
+            await of.control.bury(await a.enter())
+            await of.control.stats()
+        assert (await of.held_by("a")).keys() == {0}
+        await restart()
+        assert await of.held_by("a") == {}
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
-        await server._requeue_missing(0)
-        assert of.held_by("a").keys() == {0}, "the attempt that is stored stays"
+        await restart()
+        assert (await of.held_by("a")).keys() == {0}, "the attempt that is stored stays"
 
 
 async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attempts():
@@ -411,23 +466,28 @@ async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attemp
         sender, late = of.worker("a"), group_frames(rollout(lease))
         link = sender.connection.store_link(of.stores["a"].address)
         await sender.connection.call_with_payload(PutPayload(0, 0), late, (0, 0), link=link)
-        assert of.held_by("a") == {}
+        assert await of.held_by("a") == {}
         sender.connection.incarnation = 1
         [again] = await sender.lease(0, 1)
         await sender.put(rollout(again))
-        assert of.held_by("a")[0] == {1}
+        assert (await of.held_by("a"))[0] == {1}
 
 
-async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them():
+async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them(monkeypatch):
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
+        send = a.connection.call_with_payload
+
+        async def damage(operation, payload, *arguments, **options):
+            if isinstance(operation, PutPayload):
+                *whole, last = payload
+                payload = [*whole, bytes(last)[:-1] + bytes([bytes(last)[-1] ^ 1])]
+            return await send(operation, payload, *arguments, **options)
+
+        monkeypatch.setattr(a.connection, "call_with_payload", damage)
         await a.put(rollout(lease))
-        held = of.payloads_of("a")
-        payload = bytearray(b"".join(held.get((0, 0))))
-        payload[-1] ^= 1
-        held.put((0, 0), [bytes(payload)])
         with pytest.raises(WireError, match="sent other bytes for group 0 than were put"):
             await of.control.fetch([0])
 
@@ -450,7 +510,7 @@ async def test_a_ledger_that_is_started_again_knows_its_stores_and_those_that_ar
             assert [group.group_id for group in await again.fetch([0, 1])] == [0, 1]
     finally:
         for store in stores.values():
-            store.close()
+            close(store)
 
 
 async def test_stores_join_only_where_the_buffer_is_made_for_them():
@@ -502,4 +562,4 @@ async def test_a_ledger_that_is_started_again_after_the_learner_went_back_knows_
         async with running(**ON_HOSTS, **options) as run:
             assert (await run.client().stats()).groups == stats.groups
     finally:
-        store.close()
+        close(store)

@@ -1,6 +1,7 @@
 """The stack traces that the processes of a run write to the run's folder when a deadline is missed."""
 
 import asyncio
+import math
 import os
 import re
 import signal
@@ -54,7 +55,7 @@ def child(tmp_path, listening):
 
 
 async def test_a_missed_deadline_leaves_the_stacks_of_both_sides(child, listening, monkeypatch):
-    monkeypatch.setattr(stacks, "_asked_s", -stacks._REST_S)
+    monkeypatch.setattr(stacks, "_asked_s", -math.inf)
     with pytest.raises(DeadlineError, match=re.escape(f"the stacks of this host's processes are in {listening}")):
         await within(asyncio.sleep(10), 0.1, "the update of step 7", "learner.step_timeout_s")
     theirs = (listening / f"learner-0-{child.pid}.log").read_text()
@@ -66,7 +67,7 @@ async def test_a_missed_deadline_leaves_the_stacks_of_both_sides(child, listenin
 
 
 def test_a_process_that_does_not_write_its_stacks_is_named_with_its_state(child, listening, monkeypatch):
-    monkeypatch.setattr(stacks, "_asked_s", -stacks._REST_S)
+    monkeypatch.setattr(stacks, "_asked_s", -math.inf)
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED | os.WNOWAIT)
     assert f"(no answer of learner-0-{child.pid} (T (stopped)))" in str(stacks.missed("waited 1 s"))
@@ -74,7 +75,7 @@ def test_a_process_that_does_not_write_its_stacks_is_named_with_its_state(child,
 
 
 def test_files_of_processes_that_have_ended_are_not_asked_and_go_if_they_are_empty(child, listening, monkeypatch):
-    monkeypatch.setattr(stacks, "_asked_s", -stacks._REST_S)
+    monkeypatch.setattr(stacks, "_asked_s", -math.inf)
     stranger = listening / f"engine-0-{os.getppid()}.log"  # this process id now belongs to another process
     stranger.touch()
     assert "no answer" not in str(stacks.missed("waited 1 s"))

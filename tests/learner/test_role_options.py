@@ -266,8 +266,8 @@ def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
     Buffer.lost = set()
     process.scores("critic")
     critic.step(process.batch("critic"))
-    assert isinstance(critic._model, Trainer)
-    return lost, critic._model.optimizer.num_updates
+    assert isinstance(critic.model, Trainer)
+    return lost, critic.model.optimizer.num_updates
 
 
 def test_a_batch_that_one_role_of_a_process_loses_is_lost_for_the_others_too(directory):
@@ -286,7 +286,7 @@ def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
     process = Process(directory, config, ["ref", "critic", "actor"])
 
     def now() -> dict[str, int]:
-        return {role: worker._offload.device_bytes() for role, worker in process.roles.items()}
+        return {role: worker.offload.device_bytes() for role, worker in process.roles.items()}
 
     found = [now()]
     for role in ("ref", "critic"):
@@ -316,7 +316,7 @@ def test_each_role_offloads_by_its_own_options_and_all_at_the_hand_over(director
 def gathered_after_scoring(directory: str) -> list[bool]:
     process = Process(directory, with_own("ref", resharding=Resharding.update), ["ref"])
     process.scores("ref")
-    modules = process.roles["ref"]._model.head.modules()
+    modules = process.roles["ref"].model.head.modules()
     units: list[Any] = [module for module in modules if isinstance(module, FSDPModule)]
     return [module._get_fsdp_state()._fsdp_param_group.is_unsharded for module in units]
 

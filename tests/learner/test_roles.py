@@ -121,7 +121,7 @@ def test_log_probs_and_entropies_equal_a_plain_forward(models, tmp_path):
         np.testing.assert_allclose(got.batch["old_log_probs"].numpy(), log_probs, atol=2e-5)
         np.testing.assert_allclose(got.batch["entropys"].numpy(), entropies, atol=2e-5)
         assert got.meta_info["temperature"] == temperature
-    assert worker._model.head.temperature == TEMPERATURE
+    assert worker.model.head.temperature == TEMPERATURE
 
 
 def test_the_reference_is_a_frozen_copy_and_equals_a_plain_forward(models):
@@ -201,7 +201,7 @@ def test_two_updates_a_step_start_from_the_old_log_probs_that_were_handed_in(mod
     data.batch["old_log_probs"], data.batch["advantages"] = old, torch.ones(4, RESPONSE)
     data.batch["rollout_log_probs"] = old - 0.5
     metrics = worker.update_actor(data).meta_info["metrics"]
-    assert worker._model.optimizer.num_updates == 2
+    assert worker.model.optimizer.num_updates == 2
     assert metrics["actor/importance_weight"] == pytest.approx(np.exp(0.5), rel=1e-4)
 
 
@@ -302,10 +302,10 @@ def test_the_critic_is_offloaded_and_loaded_by_the_options(models):
     data.batch["values"], data.batch["returns"] = before, torch.ones(4, RESPONSE)
     worker.update_critic(data)
     worker.rollout_mode(1)
-    assert (worker._offload.model_offloaded, worker._offload.optimizer_offloaded) == (True, True)
-    assert worker._offload.metrics["rollout_device_bytes_after"] == 0
+    assert (worker.offload.model_offloaded, worker.offload.optimizer_offloaded) == (True, True)
+    assert worker.offload.metrics["rollout_device_bytes_after"] == 0
     values = worker.compute_values(data).batch["values"]
-    assert (worker._offload.model_offloaded, worker._offload.optimizer_offloaded) == (False, True)
+    assert (worker.offload.model_offloaded, worker.offload.optimizer_offloaded) == (False, True)
     assert not torch.equal(values, before)
     worker.trainer_mode()
-    assert (worker._offload.model_offloaded, worker._offload.optimizer_offloaded) == (False, False)
+    assert (worker.offload.model_offloaded, worker.offload.optimizer_offloaded) == (False, False)

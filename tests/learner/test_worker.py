@@ -222,7 +222,7 @@ def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> 
             return super().fetch(group_ids)
 
     worker = start(directory, num_ranks, connect_buffer=Buffer, sp_size=sp_size)
-    share = int(os.environ["RANK"]) // sp_size
+    share, sp_rank = divmod(int(os.environ["RANK"]), sp_size)
     first = [batch([1, 2, 3]), batch([4])][share]
     second = replace([batch([5]), batch([2, 6, 7])][share], version=8, max_lag=3)
     if announces:
@@ -230,12 +230,14 @@ def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> 
         worker.announce(second)
     metrics = [worker.step(first)]
     if announces:
-        worker.cache.preparer._thread.submit(lambda: None).result(30)  # waits until the preparing thread is idle
-        assert set(fetched) == (set(first.group_ids + second.group_ids) if worker._buffer else set())
+        expected, until_s = set(first.group_ids + second.group_ids) if sp_rank == 0 else set(), time.monotonic() + 30
+        while set(fetched) != expected and time.monotonic() < until_s:
+            time.sleep(0.01)
+        assert set(fetched) == expected
     metrics.append(worker.step(second))
     published(worker, 9)
     losses = [[step[name] for name in ("loss", "grad_norm", "entropy", "num_micro_batches")] for step in metrics]
-    whole = (parameter.detach().full_tensor() for parameter in worker._model.head.parameters())
+    whole = (parameter.detach().full_tensor() for parameter in worker.model.head.parameters())
     weights = b"".join(values.numpy().tobytes() for values in whole)
     return losses, weights
 
@@ -283,7 +285,7 @@ def test_an_announced_batch_that_is_lost_stops_its_own_step_and_can_be_planned_a
 
 
 def weights_norm(worker: ActorWorker) -> float:
-    return sum(float(parameter.full_tensor().norm()) for parameter in worker._model.head.parameters())
+    return sum(float(parameter.full_tensor().norm()) for parameter in worker.model.head.parameters())
 
 
 def test_a_batch_lost_on_one_rank_changes_no_rank_and_can_be_planned_again(directory):
@@ -326,7 +328,7 @@ def test_worker_modes_offload_and_load(directory):
     assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (True, True)
     assert "model.embed_tokens.weight" in load_file(f"{read_manifest(offer).directory}/model.safetensors")
     worker.trainer_mode()
-    assert (worker._actor_model_offloaded, worker._actor_optimizer_offloaded) == (False, False)
+    assert (worker.offload.model_offloaded, worker.offload.optimizer_offloaded) == (False, False)
     metrics = worker.step(batch([2]))
     assert metrics["rollout_device_bytes_before"] > 0
     assert metrics["rollout_device_bytes_after"] == 0
@@ -342,14 +344,14 @@ def slow_offload(directory: str) -> dict[str, float]:
             return super().offer(offer)
 
     worker = start(directory, 2, connect_buffer=Buffer, offload_at_transition_only=True)
-    offload = worker._offload.enter_rollout
+    offload = worker.offload.enter_rollout
 
     def offload_slowly() -> None:
         time.sleep(1.0 if worker.rank else 0.0)
         offload()
         times["offloaded"] = time.time()
 
-    worker._offload.enter_rollout = offload_slowly
+    worker.offload.enter_rollout = offload_slowly
     worker.rollout_mode(8)
     return times
 

@@ -219,9 +219,9 @@ async def test_an_engine_that_aborts_each_request_at_once_is_not_asked_without_a
 async def test_a_waiting_tool_holds_no_place(make_buffer):
     buffer = make_buffer(3)
     player = Playing(turns(2, tool_s=8.0))
-    async with running_loop(buffer, writes_by_context, player=player, groups_in_flight=1) as (loop, engine, _):
+    async with running_loop(buffer, writes_by_context, player=player, groups_in_flight=1) as (_, engine, _):
         await asyncio.sleep(4)
-        assert len(loop._groups) == 2, "another group was leased while the tools of the first one run"
+        assert len(buffer.held) == 2, "another group was leased while the tools of the first one run"
         assert engine.running_at_once == 2, "the samples of one group"
         await buffer.stored(3)
 
@@ -269,9 +269,9 @@ async def test_more_groups_wait_for_tools_if_the_option_allows_it(make_buffer):
     buffer = make_buffer(8)
     environment = EnvironmentConfig(max_groups=5)
     options = {"player": Playing(turns(2, tool_s=100.0)), "groups_in_flight": 1, "environment": environment}
-    async with running_loop(buffer, writes_by_context, **options) as (loop, _, _):
+    async with running_loop(buffer, writes_by_context, **options) as (_, _, _):
         await asyncio.sleep(50)
-        assert len(loop._groups) == 5
+        assert len(buffer.held) == 5
 
 
 async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer):
@@ -356,12 +356,12 @@ async def test_only_groups_that_can_be_replayed_are_handed_on(make_buffer):
 async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
     buffer = make_buffer(2)
     player = Playing(turns(2, tool_s=1000.0))
-    async with running_loop(buffer, writes_by_context, player=player) as (loop, _, _):
+    async with running_loop(buffer, writes_by_context, player=player) as (_, _, _):
         await asyncio.sleep(5)
         await buffer.revoke(0)
         await asyncio.sleep(0.1)
         assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
-        assert {group.key for group in loop._groups} == {(1, 0), (0, 1)}, "and another attempt begins"
+        assert buffer.held == {(1, 0), (0, 1)}, "and another attempt begins"
 
 
 async def test_an_engine_that_fails_while_tools_run_leaves_the_turns_to_the_next_one(make_buffer):

@@ -25,7 +25,7 @@ from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
 from tests.support.registries import undo_registrations
-from tests.support.rollout import WRITTEN, make_loop, running_loop, update, writes
+from tests.support.rollout import WRITTEN, make_loop, ready_member, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -58,8 +58,8 @@ async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_ne
 
 async def test_a_data_source_has_its_own_length_limit_and_names_its_groups(make_buffer):
     buffer, sources = make_buffer(4), []
-    for group_id, prompt in buffer._prompts.items():
-        buffer._prompts[group_id] = replace(prompt, data_source="short" if group_id % 2 else "long")
+    for group_id, prompt in buffer.prompts.items():
+        buffer.prompts[group_id] = replace(prompt, data_source="short" if group_id % 2 else "long")
     put = buffer.put
 
     async def note(group, *, data_source, **given):
@@ -238,14 +238,15 @@ async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
 
 async def test_a_load_that_has_begun_ends_before_a_stop_and_leaves_the_engine_whole(make_buffer):
     buffer = make_buffer(2)
-    async with running_loop(buffer, writes(300)) as (loop, engine, run):
+    member = ready_member(0)
+    async with running_loop(buffer, writes(300), member=member) as (loop, engine, run):
         engine.load_delay_s = 0.5
         await buffer.offer(bare_offer(1))
         await asyncio.sleep(0.1)
         await loop.stop()
         await run
         assert (engine.version, engine.has_failed) == (1, False)
-        assert (loop._member.version, loop._member.may_lease) == (1, True), "it goes on to answer held-out prompts"
+        assert (member.version, member.may_lease) == (1, True), "it goes on to answer held-out prompts"
     assert buffer.held == set()
 
 
@@ -533,8 +534,8 @@ async def test_a_learner_that_starts_again_waits_for_a_load_and_its_engines_load
 
 @pytest.mark.parametrize("dies", [False, True])
 async def test_an_engine_without_weights_loads_them_before_the_learners_turn_unless_the_learner_died(make_buffer, dies):
-    loop = make_loop(make_buffer(4), engine := ScriptedEngine())
-    loop._member = member = Member("engine-0", member_limits(RolloutFleetConfig()), time.monotonic())
+    member = Member("engine-0", member_limits(RolloutFleetConfig()), time.monotonic())
+    loop = make_loop(make_buffer(4), engine := ScriptedEngine(), member=member)
     member.started(member.epoch)
     await engine.start()
     releasing = asyncio.create_task(loop.release_device())

@@ -35,7 +35,7 @@ class Agent:
         self.rng = random.Random(seed)
         self.written = {}
         self.talk = Talk(renderer)
-        self.talk.turns._script = self.write
+        self.talk.turns.script = self.write
         self.conversations = [[USER]]
 
     def write(self, prompt_ids, sampling):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -105,15 +106,23 @@ def new_engine(server, folder, *, vocab_size=50, **options):
     return engine
 
 
-@pytest.fixture
-async def engine(server, tmp_path):
-    engine = new_engine(server, tmp_path)
+@asynccontextmanager
+async def started_engine(server, folder, **options):
+    engine = new_engine(server, folder, **options)
     server.events = []
     await engine.start()
     server.events = None
     server.calls.clear()
-    yield engine
-    await engine.stop()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture
+async def engine(server, tmp_path):
+    async with started_engine(server, tmp_path) as engine:
+        yield engine
 
 
 def requests_of(num_requests):
@@ -167,7 +176,7 @@ async def test_a_version_may_be_named_only_after_every_rank_has_verified_it(engi
     server.reports = reports
     with pytest.raises(EngineError, match=message):
         await engine.load_weights(bare_offer(1))
-    assert (engine.version, engine._verified) == (0, {0})
+    assert engine.version == 0
     assert server.paths == ["/pause_generation", *LOAD[:2]], "it is never continued"
 
 
@@ -195,10 +204,10 @@ async def test_a_step_of_a_load_that_the_server_does_not_confirm_fails_the_engin
     ("on_update", "mode", "flush_cache"), [(OnUpdate.recompute, "retract", True), (OnUpdate.keep, "in_place", False)]
 )
 async def test_an_update_recomputes_or_keeps_the_kv_cache_of_running_samples(
-    engine, server, on_update, mode, flush_cache
+    server, tmp_path, on_update, mode, flush_cache
 ):
-    engine._config = RolloutFleetConfig(sglang=SGLangConfig(on_update=on_update))
-    await engine.load_weights(bare_offer(1))
+    async with started_engine(server, tmp_path, sglang=SGLangConfig(on_update=on_update)) as engine:
+        await engine.load_weights(bare_offer(1))
     calls = dict(server.calls)
     assert calls["/pause_generation"] == {"mode": mode}
     assert calls["/update_weights_from_tensor"]["flush_cache"] is flush_cache
@@ -206,10 +215,24 @@ async def test_an_update_recomputes_or_keeps_the_kv_cache_of_running_samples(
 
 async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
     await engine.load_weights(bare_offer(1))
-    assert (engine.version, engine._verified) == (1, {0, 1})
+    assert engine.version == 1
     assert server.paths == ["/pause_generation", *LOAD, "/continue_generation"]
     load = dict(server.calls)["/update_weights_from_tensor"]
     assert (load["flush_cache"], len(load["serialized_named_tensors"])) == (True, 2)
+
+
+async def test_after_a_load_tokens_of_the_verified_versions_are_accepted_and_of_others_refused(server, tmp_path):
+    async with started_engine(server, tmp_path) as engine:
+        await engine.load_weights(bare_offer(1))
+        for version in ("0", "1", "2"):
+            spans = [{"version": version, "start": 0, "end": 2}]
+            server.events = [[chunk([5, 1], 2, reason="stop", spans=spans, version=version)]]
+            if version == "2":
+                with pytest.raises(EngineError, match="version"):
+                    await answers_of(engine, 1)
+            else:
+                ((_, output),) = await answers_of(engine, 1)
+                assert output.versions.tolist() == [int(version)] * 2
 
 
 async def test_after_a_release_the_weights_come_back_before_the_kv_cache(engine, server):
@@ -259,19 +282,18 @@ async def test_aborts_of_some_go_out_together(engine, server):
     running.cancel()
 
 
-async def test_a_server_that_hangs_during_a_load_is_reported_with_the_deadline_of_the_load(engine, server):
-    engine._config = RolloutFleetConfig(silence_timeout_s=0.05, load_timeout_s=0.3)
-    engine.silence.timeout_s = 0.05
-    running = asyncio.create_task(answers_of(engine, 5))
-    await asyncio.sleep(0)
-    server.answers.clear()
-    loading = asyncio.create_task(engine.load_weights(bare_offer(1)))
-    await asyncio.sleep(0)
-    aborting = asyncio.create_task(engine.abort(["7-0-1"]))
-    want = "did not load policy version 1 from .*manifest.json within rollout_fleet.load_timeout_s = 0.3 s. Last lines"
-    for failed in (aborting, loading, running, engine.wait_failed()):
-        with pytest.raises(DeadlineError, match=want):
-            await asyncio.wait_for(failed, 5)
+async def test_a_server_that_hangs_during_a_load_is_reported_with_the_deadline_of_the_load(server, tmp_path):
+    async with started_engine(server, tmp_path, silence_timeout_s=0.05, load_timeout_s=0.3) as engine:
+        running = asyncio.create_task(answers_of(engine, 5))
+        await asyncio.sleep(0)
+        server.answers.clear()
+        loading = asyncio.create_task(engine.load_weights(bare_offer(1)))
+        await asyncio.sleep(0)
+        aborting = asyncio.create_task(engine.abort(["7-0-1"]))
+        want = "did not load policy version 1 from .*manifest.json within rollout_fleet.load_timeout_s = 0.3 s. Last"
+        for failed in (aborting, loading, running, engine.wait_failed()):
+            with pytest.raises(DeadlineError, match=want):
+                await asyncio.wait_for(failed, 5)
 
 
 async def test_the_deadline_of_a_load_grows_with_its_bytes(engine, server):
@@ -289,11 +311,11 @@ async def test_the_deadline_of_a_load_grows_with_its_bytes(engine, server):
         ("release_memory", r"did not release its memory within rollout_fleet.load_timeout_s = 0.05 s. Last lines of"),
     ],
 )
-async def test_a_call_that_hangs_is_reported_with_the_option_that_bounds_it(engine, server, call, want):
-    engine._config = RolloutFleetConfig(start_timeout_s=0.05, load_timeout_s=0.05)
-    server.answers.clear()
-    with pytest.raises(DeadlineError, match=want):
-        await getattr(engine, call)()
+async def test_a_call_that_hangs_is_reported_with_the_option_that_bounds_it(server, tmp_path, call, want):
+    async with started_engine(server, tmp_path, start_timeout_s=0.05, load_timeout_s=0.05) as engine:
+        server.answers.clear()
+        with pytest.raises(DeadlineError, match=want):
+            await getattr(engine, call)()
 
 
 async def test_samples_travel_in_requests_of_the_configured_size(engine, server):

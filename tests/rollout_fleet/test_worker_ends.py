@@ -13,7 +13,7 @@ from buffer import BufferConfig, BufferProcess
 from rollout_fleet.config import SaveProgress
 from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.metrics import FleetCounters
-from tests.support.buffer_groups import AnyRole
+from tests.support.buffer_groups import AnyRole, fall_silent
 from tests.support.rollout import InMemoryBuffer, make_prompts, running_loop, writes
 
 
@@ -64,7 +64,7 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
         await worker.close()
 
 
-async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path):
+async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path, monkeypatch):
     """No sample ends. Each heartbeat has the number of tokens of the running samples."""
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(2))
@@ -74,7 +74,7 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             await until_written(loop, 60)
             assert loop.counters().tokens_generated == 0
             await asyncio.sleep(0.3)  # there is a heartbeat at least every 0.1 s
-            worker.worker._beat.cancel()  # as if the process had ended, so no heartbeat counts later tokens
+            fall_silent(worker, monkeypatch)  # as if the process had ended, so no heartbeat counts later tokens
             num_tokens = await control.bury(name)
             assert 60 <= num_tokens <= loop.count_generated()
             stats = await control.stats()

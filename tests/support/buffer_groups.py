@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Lease, Prompt
@@ -77,6 +78,11 @@ class AnyRole:
 
     async def connect(self) -> None:
         await self.connection.connect()
+
+
+def fall_silent(client: AnyRole, patch: pytest.MonkeyPatch) -> None:
+    """Act like a hanging process: the connection stays open, but no heartbeat leaves until ``patch`` is undone."""
+    patch.setattr(client.connection.link, "post", lambda *_: None)
 
 
 class Running:

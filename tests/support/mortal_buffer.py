@@ -1,16 +1,19 @@
 """A buffer service on its journal, without sockets. Its process dies at chosen writes and is restarted."""
 
-import os
+import errno
 import threading
 from collections import OrderedDict
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from buffer import BufferConfig, Durability, journal
 from buffer.commands import Failure
 from buffer.encoding import PUSH_ID, Message
-from buffer.journal import Journal
+from buffer.journal import AppendOnlyFile, Journal
 from buffer.service import BufferService
 from buffer.sockets import LoopClock
 
@@ -46,6 +49,49 @@ class MortalWrites:
         raise Killed
 
 
+class _DeadWrites(MortalWrites):
+    """Refuses the main thread's writes: the process is dead."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+
+    def __call__(self, descriptor: int, parts: list[Any], offset: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise OSError(errno.EIO, "the process was killed")
+        self._write_all(descriptor, parts, offset)
+
+
+@dataclass(eq=False)
+class _Timer:
+    when: float
+    fire: Callable[[], None]
+    is_over: bool = False
+
+    def cancel(self) -> None:
+        self.is_over = True
+
+
+class ManualClock(LoopClock):
+    """A clock whose timers fire only when the test calls `fire_due`."""
+
+    def __init__(self, time: Callable[[], float]) -> None:
+        super().__init__(time)
+        self._timers: list[_Timer] = []
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Any:
+        """Remember a timer for `fire_due`."""
+        self._timers.append(_Timer(when, callback))
+        return self._timers[-1]
+
+    def fire_due(self, run: Callable[[Callable[[], None]], None]) -> None:
+        """Call ``run`` with the callback of each timer that is due, unless an earlier callback has cancelled it."""
+        now, timers = self.time(), self._timers
+        self._timers = [timer for timer in timers if timer.when > now and not timer.is_over]
+        for timer in timers:
+            if timer.when <= now and not timer.is_over:
+                run(timer.fire)
+
+
 class MortalServer:
     """The service on its journal. Replies that were not flushed before a kill are lost.
 
@@ -56,7 +102,7 @@ class MortalServer:
     """
 
     def __init__(
-        self, config: BufferConfig, directory: Path, *, groups_per_step: int, clock: LoopClock | None = None
+        self, config: BufferConfig, directory: Path, *, groups_per_step: int, clock: ManualClock | None = None
     ) -> None:
         self._config = replace(config, durability=Durability.disk, directory=str(directory))
         self._groups_per_step = groups_per_step
@@ -90,16 +136,13 @@ class MortalServer:
         self._outbox.append((client, message))
 
     def _release(self, kept: Journal | None) -> None:
-        """Release the lock and the open files, as the kernel does at a kill."""
+        """Release the lock and the open files, as the kernel does at a kill. The files stay as they are."""
         self.num_kills += 1
         if kept is not None:
-            kept._closed = True
-            os.close(kept._lock)
-            kept._pool.shutdown()
-            if kept._retiring is not None:
-                kept._retiring.join()
-            for file in (*kept._former, kept._log, kept._frames):
-                os.close(file._descriptor)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(journal, "write_all", _DeadWrites())
+                patch.setattr(AppendOnlyFile, "cut", lambda file, num_bytes: None)
+                kept.close()
 
     def kill(self) -> None:
         """Kill the process between two messages. Clients repeat unanswered requests."""
@@ -125,9 +168,8 @@ class MortalServer:
         self._do(lambda: self.service.handle(request))
 
     def pass_time(self) -> None:
-        """Fire due timers. Leases expire, and silent workers count as gone."""
-        self._do(lambda: self.service._expire())
-        self._do(lambda: self.service._take_from_silent())
+        """Fire due timers of the `ManualClock`. Leases expire, and silent workers count as gone."""
+        self._clock.fire_due(self._do)
 
     def _do(self, work: Any) -> None:
         try:

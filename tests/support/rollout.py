@@ -53,7 +53,7 @@ class InMemoryBuffer(OffersInMemory):
         self.renewals = 0
         self.leases_asked: list[tuple[int, int]] = []
         self.closed = False
-        self._prompts = {prompt.group_id: prompt for prompt in prompts}
+        self.prompts = {prompt.group_id: prompt for prompt in prompts}
         self._continued: set[tuple[int, int]] = set()
         self._now = 0.0
         self._num_others = 0
@@ -144,7 +144,7 @@ class InMemoryBuffer(OffersInMemory):
         self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}
         return [
             Lease(
-                prompt=self._prompts[lease.group_id],
+                prompt=self.prompts[lease.group_id],
                 attempt=lease.attempt,
                 engine_version=lease.engine_version,
                 deadline_version=lease.deadline,
@@ -245,6 +245,7 @@ def make_loop(
     player: Player | None = None,
     stage: Any = nullcontext,
     images: Any = None,
+    member: Member | None = None,
     **options: Any,
 ) -> RolloutLoop:
     """Return a loop that does not run yet, with an engine that serves a version."""
@@ -257,7 +258,7 @@ def make_loop(
             player=player,
             images=images,
         ),
-        member=ready_member(version),
+        member=member or ready_member(version),
         buffer=buffer,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,

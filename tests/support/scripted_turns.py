@@ -22,6 +22,7 @@ class ScriptedTurns:
 
     Attributes:
         requests: The engine's prompt and the turn of each request, in order.
+        script: Writes the turns.
         gate: Turns finish only while this event is set.
     """
 
@@ -32,14 +33,14 @@ class ScriptedTurns:
         self.samplings: list[SamplingConfig] = []
         self.gate = asyncio.Event()
         self.gate.set()
-        self._script = script
+        self.script = script
 
     async def sample(self, parent: int, new_tokens: Sequence[int], sampling: SamplingConfig, images=()) -> int:
         turn = self.episode.sample(parent, new_tokens, sampling, images=images)
         for request in self.episode.next_requests():
             self.requests.append((request.prompt_ids, turn))
             self.samplings.append(request.sampling)
-            ids = list(self._script(request.prompt_ids, request.sampling))[: request.sampling.max_new_tokens]
+            ids = list(self.script(request.prompt_ids, request.sampling))[: request.sampling.max_new_tokens]
             await asyncio.sleep(0)
             await self.gate.wait()
             is_stopped = ids[-1] in request.sampling.stop_token_ids or bool(request.sampling.stop)
