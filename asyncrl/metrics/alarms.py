@@ -227,7 +227,7 @@ def _truncation(window: Sequence[StepRecord], _: RunLimits) -> str:
         return ""
     return (
         f"{window[-1].truncated_samples:.0%} of the samples reach the length limit; raise "
-        "rollout_fleet.sampling.max_new_tokens, or leave them out of the loss with algorithm.mask_truncated=true"
+        "rollout_fleet.sampling.max_new_tokens; algorithm.mask_truncated=true leaves them out of the loss"
     )
 
 
