@@ -189,7 +189,12 @@ def _read_experiment(path: Path, override: str) -> str:
         raise ValueError(f"{override}: there is no file {path}; check the path")
     if (CONFIG_DIR / "experiment" / f"{path.stem}.yaml").is_file():
         raise ValueError(f"{override}: {path.stem} is the name of a built-in experiment; rename the file")
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+        OmegaConf.create(text)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{override}: {path} must be valid YAML in UTF-8, got: {reason}; correct the file") from error
     if "@package _global_" not in text:
         raise ValueError(f"{override}: {path} must contain the line '# @package _global_'; add it")
     if not re.search(r"^experiment: *\S", text, flags=re.MULTILINE):

@@ -278,6 +278,26 @@ def test_an_order_and_filters_of_a_file_have_absolute_paths(tmp_path, monkeypatc
     assert buffer.filters == ["equal_rewards", f"{tmp_path}/mine.py:keeps"]
 
 
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (
+            b"total_steps:3\nmodel: {path: a}\n",
+            ["mine.yaml must be valid YAML", "line 3", "could not find expected ':'"],
+        ),
+        (b"model:\n\tpath: a\n", ["mine.yaml must be valid YAML", "line 4", "'\\t'"]),
+        (b"# caf\xe9\n", ["mine.yaml must be valid YAML in UTF-8", "0xe9"]),
+    ],
+)
+def test_a_mistake_in_a_users_experiment_is_an_error(own, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_bytes(b"# @package _global_\nexperiment: mine\n" + own)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the test checks the message
+        compose_run(["experiment=mine.yaml"])
+    for word in words:
+        assert word in str(caught.value)
+
+
 def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"
