@@ -1,6 +1,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -43,7 +44,10 @@ def test_overrides_set_nested_options_with_their_types():
         ("buffer.max_lag", ["buffer.max_lag"]),
         ("buffer.max_lag = 3", ["without spaces", "'buffer.max_lag = 3'", "write buffer.max_lag=3"]),
         ("data.train_files=[a b", ["cannot parse 'data.train_files=[a b'", "OPTION=VALUE"]),
+        ("model.path=~/m", ["cannot parse 'model.path=~/m'", f"write 'model.path={Path.home()}/m'"]),
+        ("data.train_files=[a,~/b]", ["cannot parse", f"write 'data.train_files=[a,{Path.home()}/b]'"]),
         ("data.train_files=x.parquet", ["data.train_files must be a list", "write 'data.train_files=[x.parquet]'"]),
+        ("lr=1", ["did you mean", "learner.optimizer.lr", "sft.lr"]),
         ("learner.lr=1", ["unknown option learner.lr", "did you mean learner.optimizer.lr"]),
         ("correction=nothing", ["correction/nothing", "decoupled_ppo icepop mis none tis"]),
         ("experiment=none/such.yaml", ["there is no file", "none/such.yaml"]),
@@ -287,6 +291,7 @@ def test_an_order_and_filters_of_a_file_have_absolute_paths(tmp_path, monkeypatc
         ),
         (b"model:\n\tpath: a\n", ["mine.yaml must be valid YAML", "line 4", "'\\t'"]),
         (b"# caf\xe9\n", ["mine.yaml must be valid YAML in UTF-8", "0xe9"]),
+        (b"model.path: a\n", ["model.path must be nested in YAML", "write path in the section model"]),
     ],
 )
 def test_a_mistake_in_a_users_experiment_is_an_error(own, words, tmp_path, monkeypatch):
@@ -296,6 +301,13 @@ def test_a_mistake_in_a_users_experiment_is_an_error(own, words, tmp_path, monke
         compose_run(["experiment=mine.yaml"])
     for word in words:
         assert word in str(caught.value)
+
+
+def test_a_users_experiment_without_its_suffix_is_an_error_with_the_file_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("# @package _global_\nexperiment: mine\n")
+    with pytest.raises(ValueError, match=r"no built-in experiment mine; .* write experiment=mine\.yaml"):
+        compose_run(["experiment=mine"])
 
 
 def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):
