@@ -403,6 +403,12 @@ def test_a_hub_name_as_model_path_is_refused_with_the_download_command():
         check_model(config)
 
 
+@pytest.mark.parametrize("path", ["warm", "/none/warm", "./outputs/a/b"])
+def test_a_wrong_model_path_that_is_not_a_hub_name_has_no_download_command(path):
+    with pytest.raises(ValueError, match=r"must be a directory on this machine, got .*(warm|b); check the path$"):
+        check_model(compose_run(["experiment=custom", f"model.path={path}"]))
+
+
 def test_a_model_path_without_a_model_is_refused(tmp_path):
     config = compose_run(["experiment=custom", f"model.path={tmp_path}", "data.train_files=[a.jsonl]"])
     with pytest.raises(ValueError, match=r"model\.path must hold a Hugging Face model, got .* without config\.json"):
