@@ -217,10 +217,10 @@ def check_model(config: RunConfig) -> None:
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
     if not path.is_dir():
-        raise ValueError(
-            f"model.path must be a directory on this machine, got {path}; download a model from the Hugging Face hub "
-            f"first: hf download {path} --local-dir DIR, then model.path=DIR"
-        )
+        is_hub_name = len(path.parts) == 2 and not path.is_absolute() and not path.parent.exists()
+        remedy = f"download a model from the Hugging Face hub first: hf download {path} --local-dir DIR, then "
+        remedy = remedy + "model.path=DIR" if is_hub_name else "check the path"
+        raise ValueError(f"model.path must be a directory on this machine, got {path}; {remedy}")
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path must hold a Hugging Face model, got {path} without config.json; check the path")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):

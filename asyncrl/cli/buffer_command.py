@@ -18,6 +18,7 @@ import numpy as np
 from asyncrl.core.errors import with_exit_status
 from asyncrl.core.trajectory import FINISH_REASONS, TrajectoryGroup
 from asyncrl.core.types import FinishReason
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.run.resume import BUFFER
 from buffer.exports import BufferContents, ExportedGroup, export_part, read_export
 from learner.checkpoint_folder import newest_checkpoint, part_of
@@ -62,9 +63,7 @@ def _export(run: Path, folder: Path) -> int:
 
 
 def _demonstrate(options: argparse.Namespace) -> int:
-    from transformers import AutoTokenizer  # this import loads torch, which takes seconds
-
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
+    tokenizer: Any = load_tokenizer(options.model, chat_template=True)
 
     def decode(token_ids: np.ndarray) -> str:
         return tokenizer.decode(token_ids.tolist(), skip_special_tokens=True)

@@ -189,7 +189,12 @@ def _read_experiment(path: Path, override: str) -> str:
         raise ValueError(f"{override}: there is no file {path}; check the path")
     if (CONFIG_DIR / "experiment" / f"{path.stem}.yaml").is_file():
         raise ValueError(f"{override}: {path.stem} is the name of a built-in experiment; rename the file")
-    text = path.read_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+        OmegaConf.create(text)
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise ValueError(f"{override}: {path} must be valid YAML in UTF-8, got: {reason}; correct the file") from error
     if "@package _global_" not in text:
         raise ValueError(f"{override}: {path} must contain the line '# @package _global_'; add it")
     if not re.search(r"^experiment: *\S", text, flags=re.MULTILINE):
@@ -264,17 +269,26 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
     The line names the option if it is known. ``overrides`` are the overrides that the user gave.
     """
     if isinstance(error, OverrideParseException):
+        spelled_out = re.sub(r"(?<![^=\[, ])~/", f"{Path.home()}/", str(error.override))
+        if spelled_out != error.override:
+            return f"cannot parse {error.override!r}: ~ needs quotes within the value; write {spelled_out!r}"
         return (
             f"cannot parse {error.override!r}, expected OPTION=VALUE; put quotes around a value with spaces or a list: "
             "'data.train_files=[a.parquet,b.parquet]'"
         )
     cause = error.__cause__ or error.__context__  # if the error is in a YAML file, Hydra sets only __context__
     detail = cause if isinstance(cause, OmegaConfBaseException) else error
+    unknown = re.search(r"Could not find 'experiment/(.+?)'", str(error))
+    if unknown and Path(f"{unknown[1]}.yaml").is_file():
+        return f"there is no built-in experiment {unknown[1]}; for your own file write experiment={unknown[1]}.yaml"
     misspelt = re.search(r"Could not override '([\w.]+)'", str(error))
     option = misspelt[1] if misspelt else getattr(detail, "full_key", None)
     reason = str(detail).split("Config search path")[0].split("full_key:")[0]
     reason = " ".join(reason.split())
     if isinstance(detail, ConfigAttributeError | ConfigKeyError) and option:
+        if option in describe(RunConfig()):
+            section, _, key = option.rpartition(".")
+            return f"{option} must be nested in YAML, got a key with dots; write {key} in the section {section}"
         return f"unknown option {option}; {(RETIRED_OPTIONS | REMOVED_OPTIONS).get(option) or _nearest(option)}"
     if option and "is not a ListConfig" in reason:
         value = next((item.partition("=")[2] for item in overrides if item.startswith(f"{option}=")), "a single value")
@@ -286,7 +300,7 @@ def _nearest(option: str) -> str:
     """Suggest similar options. Prefer options with the same last component."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
-    near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.5) or difflib.get_close_matches(
+    near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.0) or difflib.get_close_matches(
         option, names, n=1, cutoff=0.7
     )
     return f"did you mean {' or '.join(near)}?" if near else "--help-all lists every option"

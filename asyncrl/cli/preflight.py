@@ -270,8 +270,13 @@ def check_environments(config: RunConfig, names: Iterable[str]) -> None:
 def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Check that the model has an embedding for every token of the tokenizer. Raises `ValueError` if not."""
     size = model_settings(config.model.path).get("vocab_size")
+    if not isinstance(size, int):
+        raise ValueError(
+            f"model.path={config.model.path}: config.json must have an integer vocab_size, got {size!r}; download or "
+            "export the model again"
+        )
     token, last = max(tokenizer.get_vocab().items(), key=itemgetter(1))
-    if size is not None and last >= size:
+    if last >= size:
         raise ValueError(
             f"model.path={config.model.path}: the tokenizer has ids up to {last} ({token!r}), expected ids below the "
             f"model's vocab_size={size}; use the model's own tokenizer, or resize the model's embeddings"

@@ -34,6 +34,9 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
     With ``chat_template``, transformers loads a tokenizer that can render conversations. Otherwise, the library
     ``tokenizers`` loads a tokenizer of the class ``PreTrainedTokenizerFast``, because transformers would import torch.
     Transformers loads all other classes.
+
+    Raises:
+        ValueError: transformers cannot load the tokenizer, for example because a file is missing.
     """
     file = Path(model_path, "tokenizer.json")
     settings = json.loads(Path(model_path, "tokenizer_config.json").read_text())
@@ -42,7 +45,15 @@ def load_tokenizer(model_path: str, *, chat_template: bool) -> Tokenizer:
         return _FastTokenizer(file)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(model_path)
+    try:
+        return AutoTokenizer.from_pretrained(model_path)
+    except (ImportError, OSError, TypeError, ValueError) as error:
+        names = sorted(path.name for path in Path(model_path).glob("*token*"))
+        raise ValueError(
+            f"{model_path} must hold a tokenizer that transformers can load, got {', '.join(names)} "
+            f"({' '.join(str(error).split())}); copy all files of the tokenizer from the original model, such as "
+            "tokenizer.json"
+        ) from error
 
 
 class _FastTokenizer:

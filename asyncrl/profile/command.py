@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from asyncrl.core.errors import with_exit_status
 from asyncrl.core.record import NONE
@@ -122,7 +122,9 @@ def _causes_table(run: Figures, pool: str) -> Table:
 
 
 def _steps_table(report: OverlapReport) -> Table:
-    table = Table("step", "s", "learner", "waits most for", "fleet", "waits most for", "lag", title_justify="left")
+    # A narrow terminal folds the names of causes. The default would cut them off.
+    learner, fleet = (Column("waits most for", overflow="fold") for _ in POOLS)
+    table = Table("step", "s", "learner", learner, "fleet", fleet, "lag", title_justify="left")
     for version, step in report.steps[-_SHOWN_STEPS:]:
         cells: list[str] = []
         for pool in POOLS:

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from transformers import AutoTokenizer
 
 from asyncrl.config import (
     RunConfig,
@@ -35,6 +34,7 @@ from asyncrl.core.host import visible_gpus
 from asyncrl.core.types import Prompt
 from asyncrl.data.demonstrations import Demonstration, DemonstrationFormat, load_demonstrations
 from asyncrl.data.prompts import load_eval_prompts
+from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.sft.warm_start import finished_warm_start, warm_start_path, write_warm_start
 from asyncrl.single_controller.serialization import gather_values
 from asyncrl.weights.publish import WeightPublisher
@@ -84,7 +84,7 @@ async def fine_tune(config: RunConfig) -> Path:
     if (known := finished_warm_start(config)) is not None:
         logger.info("reusing %s, %s", warm_start_path(config), known)
         return warm_start_path(config)
-    tokenizer = AutoTokenizer.from_pretrained(config.model.path)
+    tokenizer: Any = load_tokenizer(config.model.path, chat_template=True)
     train, validation = read_demonstrations(config, tokenizer)
     held_out = _held_out_prompts(config, tokenizer)
     trainer = Trainer(

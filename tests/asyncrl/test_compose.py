@@ -1,6 +1,7 @@
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -43,7 +44,10 @@ def test_overrides_set_nested_options_with_their_types():
         ("buffer.max_lag", ["buffer.max_lag"]),
         ("buffer.max_lag = 3", ["without spaces", "'buffer.max_lag = 3'", "write buffer.max_lag=3"]),
         ("data.train_files=[a b", ["cannot parse 'data.train_files=[a b'", "OPTION=VALUE"]),
+        ("model.path=~/m", ["cannot parse 'model.path=~/m'", f"write 'model.path={Path.home()}/m'"]),
+        ("data.train_files=[a,~/b]", ["cannot parse", f"write 'data.train_files=[a,{Path.home()}/b]'"]),
         ("data.train_files=x.parquet", ["data.train_files must be a list", "write 'data.train_files=[x.parquet]'"]),
+        ("lr=1", ["did you mean", "learner.optimizer.lr", "sft.lr"]),
         ("learner.lr=1", ["unknown option learner.lr", "did you mean learner.optimizer.lr"]),
         ("correction=nothing", ["correction/nothing", "decoupled_ppo icepop mis none tis"]),
         ("experiment=none/such.yaml", ["there is no file", "none/such.yaml"]),
@@ -282,6 +286,34 @@ def test_an_order_and_filters_of_a_file_have_absolute_paths(tmp_path, monkeypatc
     assert buffer.filters == ["equal_rewards", f"{tmp_path}/mine.py:keeps"]
 
 
+@pytest.mark.parametrize(
+    ("own", "words"),
+    [
+        (
+            b"total_steps:3\nmodel: {path: a}\n",
+            ["mine.yaml must be valid YAML", "line 3", "could not find expected ':'"],
+        ),
+        (b"model:\n\tpath: a\n", ["mine.yaml must be valid YAML", "line 4", "'\\t'"]),
+        (b"# caf\xe9\n", ["mine.yaml must be valid YAML in UTF-8", "0xe9"]),
+        (b"model.path: a\n", ["model.path must be nested in YAML", "write path in the section model"]),
+    ],
+)
+def test_a_mistake_in_a_users_experiment_is_an_error(own, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_bytes(b"# @package _global_\nexperiment: mine\n" + own)
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the test checks the message
+        compose_run(["experiment=mine.yaml"])
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_a_users_experiment_without_its_suffix_is_an_error_with_the_file_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("# @package _global_\nexperiment: mine\n")
+    with pytest.raises(ValueError, match=r"no built-in experiment mine; .* write experiment=mine\.yaml"):
+        compose_run(["experiment=mine"])
+
+
 def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"
@@ -373,6 +405,12 @@ def test_a_hub_name_as_model_path_is_refused_with_the_download_command():
     config = compose_run(["experiment=custom", "model.path=Qwen/Qwen3-0.6B"])
     with pytest.raises(ValueError, match=r"hf download Qwen/Qwen3-0\.6B --local-dir DIR"):
         check_model(config)
+
+
+@pytest.mark.parametrize("path", ["warm", "/none/warm", "./outputs/a/b"])
+def test_a_wrong_model_path_that_is_not_a_hub_name_has_no_download_command(path):
+    with pytest.raises(ValueError, match=r"must be a directory on this machine, got .*(warm|b); check the path$"):
+        check_model(compose_run(["experiment=custom", f"model.path={path}"]))
 
 
 def test_a_model_path_without_a_model_is_refused(tmp_path):

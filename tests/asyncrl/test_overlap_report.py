@@ -88,6 +88,13 @@ def test_the_command_prints_a_table_and_writes_both_files(tmp_path, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["overlap.json", "profile", "report.html", "trace.json"]
 
 
+def test_the_table_of_steps_shows_whole_causes_on_a_narrow_terminal(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    record_run(tmp_path, num_steps=3, max_lag=0)
+    assert main([str(tmp_path)]) == 0
+    assert "…" not in capsys.readouterr().out
+
+
 def test_the_command_reports_a_folder_without_a_record(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "holds no record" in capsys.readouterr().err

@@ -124,6 +124,20 @@ async def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(run, asset
         await preflight(run(f"model.path={small}"), print)
 
 
+async def test_a_model_without_a_vocabulary_size_is_refused(run, assets, tmp_path):
+    shutil.copytree(assets.model, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen3"}')
+    with pytest.raises(ValueError, match=r"model\.path=.*/model: config\.json .* integer vocab_size, got None"):
+        await preflight(run(f"model.path={tmp_path}/model"), print)
+
+
+async def test_a_model_without_a_file_of_its_tokenizer_is_refused(run, assets, tmp_path):
+    shutil.copytree(assets.model, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=r"/model must hold a tokenizer .* got tokenizer_config\.json \(.*copy"):
+        await preflight(run(f"model.path={tmp_path}/model"), print)
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
