@@ -330,7 +330,10 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
                 deque(_read_records(files[-1], by_place), maxlen=0)
             heads = found if found and isinstance(found[0], Begin) else heads
         if not heads:
-            raise ReplayBufferError(f"{path} holds no complete log; name the folder of a checkpoint, or of a buffer")
+            raise ReplayBufferError(
+                f"{path} holds no complete log: {path.name}.NUMBER.log is missing or damaged; name another checkpoint, "
+                "or the folder of a buffer"
+            )
         return Contents(heads, by_place if with_frames else {})
     except OSError as error:
         raise ReplayBufferError(f"{error.filename or path} cannot be read: {error.strerror}") from error
