@@ -330,7 +330,10 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
                 deque(_read_records(files[-1], by_place), maxlen=0)
             heads = found if found and isinstance(found[0], Begin) else heads
         if not heads:
-            raise ReplayBufferError(f"{path} holds no complete log; name the folder of a checkpoint, or of a buffer")
+            raise ReplayBufferError(
+                f"{path} holds no complete log: {path.name}.NUMBER.log is missing or damaged; name another checkpoint, "
+                "or the folder of a buffer"
+            )
         return Contents(heads, by_place if with_frames else {})
     except OSError as error:
         raise ReplayBufferError(f"{error.filename or path} cannot be read: {error.strerror}") from error
@@ -349,6 +352,22 @@ class _Write:
     frames: Sequence[tuple[int, Frames]]
     then: Callable[[Sequence[FramesOnDisk] | ReplayBufferError], None]
     written: list[FramesOnDisk] = field(default_factory=list)
+
+
+def lock_journal(path: Path) -> int:
+    """Lock the journal at ``path``, and return the descriptor. Closing the descriptor releases the lock.
+
+    Raises `ReplayBufferError` if another process holds the lock.
+    """
+    lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(lock)
+        raise ReplayBufferError(
+            f"{path} is held by another server; stop that server, or give this run another buffer.directory"
+        ) from error
+    return lock
 
 
 class Journal:
@@ -380,17 +399,12 @@ class Journal:
         self._later: list[tuple[Command[Any, Any], LedgerOutcome, LoggedFrames]] = []
         self._num_later_bytes = 0
         try:
-            self._lock = os.open(f"{path}.lock", os.O_CREAT | os.O_RDWR, 0o600)
+            self._lock = lock_journal(path)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 self._recovered = self._open()
             except BaseException:
                 os.close(self._lock)
                 raise
-        except BlockingIOError as error:
-            raise ReplayBufferError(
-                f"{path} is held by another server; stop that server, or give this run another buffer.directory"
-            ) from error
         except OSError as error:
             raise self._error("opened", error) from error
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="journal")

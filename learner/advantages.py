@@ -442,9 +442,8 @@ class BatchAdvantages:
         values = _policy_tokens(sequences, "values") if has_values else torch.zeros_like(token_rewards)
         batch = TokenRewards(rewards=token_rewards, lengths=lengths, group_ids=keys[trajectory, 0], values=values)
         estimated = self._estimator(batch, self._algorithm, self._total)
-        for name, values in (("advantages", estimated.advantages), ("returns", estimated.returns)):
-            sequences = _with_column(sequences, name, _one_each(values, len(token_rewards), "policy token"))
-        return list(sequences), metrics
+        advantages, returns = _both(estimated, len(token_rewards), "policy token")
+        return _with_column(_with_column(sequences, "advantages", advantages), "returns", returns), metrics
 
     def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
         """Return one row per trajectory, [B, 3] int64: group id, index in the group, number of the estimator to use."""
@@ -474,7 +473,7 @@ class BatchAdvantages:
         shares, own = self._gathered(rows)
         turns, order = joined_turns(shares)
         estimated = estimator(turns, self._algorithm)
-        given = [_one_each(values, len(order), "turn") for values in (estimated.advantages, estimated.returns)]
+        given = _both(estimated, len(order), "turn")
         each = torch.empty(len(order), 2, dtype=torch.float64)
         each[order] = torch.stack(given, dim=1).double()
         advantages, returns = each.split([len(share[0]) for share in shares])[own].unbind(1)
@@ -501,6 +500,11 @@ class BatchAdvantages:
 
     def _total(self, values: Tensor) -> Tensor:
         return self._mesh.sum_over_dp(values.to(self._mesh.device)).cpu()
+
+
+def _both(estimated: TokenAdvantages, count: int, unit: str) -> list[Tensor]:
+    """Return the advantages and the returns. Raises the errors of `_one_each`."""
+    return [_one_each(values, count, unit) for values in (estimated.advantages, estimated.returns)]
 
 
 def _one_each(values: Tensor, count: int, unit: str) -> Tensor:

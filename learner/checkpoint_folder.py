@@ -83,13 +83,13 @@ def read_progress(checkpoint: Path) -> SavedProgress:
 
     Raises `ValueError` if the file with the values is missing, damaged, or from another version of asyncrl.
     """
-    if not (checkpoint / _PROGRESS).is_file():
-        raise ValueError(
-            f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a checkpoint, such as "
-            ".../v00000012, or the folder that contains the checkpoints"
-        )
     try:
         return SavedProgress(**json.loads((checkpoint / _PROGRESS).read_text()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise ValueError(
+            f"no checkpoint at {str(checkpoint)!r}: it lacks {_PROGRESS}; name a checkpoint, such as "
+            ".../v00000012, or the folder that contains the checkpoints; remove a damaged checkpoint from its folder"
+        ) from None
     except (ValueError, TypeError) as error:
         raise ValueError(
             f"{checkpoint / _PROGRESS} is not the record of a checkpoint of this version of asyncrl ({error}); name "
@@ -114,7 +114,23 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 
     A complete checkpoint lacks none of its parts. A part, such as ``critic``, is the state of another component.
     """
-    return [path for path in named_checkpoints(directory) if not missing_parts(path)]
+    return [path for path, progress in saved_checkpoints(directory).items() if not _missing(path, progress)]
+
+
+def saved_checkpoints(directory: Path) -> dict[Path, SavedProgress]:
+    """Return the values of each checkpoint of `named_checkpoints`, by path, oldest first.
+
+    A running training may remove checkpoints during the call. These checkpoints are left out. Raises the errors of
+    `read_progress` for the other checkpoints.
+    """
+    found = {}
+    for path in named_checkpoints(directory):
+        try:
+            found[path] = read_progress(path)
+        except ValueError:
+            if path.exists():
+                raise
+    return found
 
 
 def missing_parts(checkpoint: Path) -> list[str]:
@@ -122,8 +138,11 @@ def missing_parts(checkpoint: Path) -> list[str]:
 
     Raises the errors of `read_progress`.
     """
-    parts = read_progress(checkpoint).parts
-    return [part for part in parts if not part_of(checkpoint, part).is_dir()]
+    return _missing(checkpoint, read_progress(checkpoint))
+
+
+def _missing(checkpoint: Path, progress: SavedProgress) -> list[str]:
+    return [part for part in progress.parts if not part_of(checkpoint, part).is_dir()]
 
 
 def part_of(checkpoint: Path, part: str) -> Path:

@@ -8,6 +8,7 @@ import logging
 import os
 import socket
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from asyncrl.core.errors import DeadlineError, MembershipRefused, with_exit_stat
 from .membership import ADDRESS_FILE, AUTH_MODE, AUTH_TOKEN, NAMESPACE, Action, FleetAnswer, FleetRequest
 
 _CONNECT_S = 5.0
+_PROBE_S = 2.0
+"""Interval at which a command that waits for its answer checks that the run's Ray cluster still listens."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -55,9 +58,13 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     """
     folder = Path(run)
     found = _read_address(folder) if folder.is_dir() else {"address": run}
+    expected = f"--run {run} must be the folder of a run, or the address of its Ray cluster (auto, or host:port)"
+    if found["address"] != "auto" and not _is_served(found["address"]):
+        raise ValueError(f"{expected}; no process listens there")  # `ray.init` would try to connect for minutes
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
             os.environ[variable] = found[key]  # Ray reads these variables when it is imported
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # `ray.init` retries a refused token this often
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -66,12 +73,18 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
         ray.init(found["address"], namespace=NAMESPACE, logging_level=logging.ERROR, log_to_driver=False, **own)
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"--run {found['address']} must be the folder of a run, or the address of its Ray cluster (auto, or "
-            f"host:port); Ray says: {str(error).splitlines()[0]}"
+            f"{expected}; Ray says: {str(error).splitlines()[0]}; if the cluster requires a token, set "
+            f"{AUTH_MODE}=token and {AUTH_TOKEN} as for the run"
         ) from None
     try:
         desk = _desk_of(str(folder.resolve()) if folder.is_dir() else "", run)
-        return ray.get(desk.ask.remote(request), timeout=timeout_s)
+        asked, end_s = desk.ask.remote(request), time.monotonic() + timeout_s
+        while not ray.wait([asked], timeout=max(0.0, min(_PROBE_S, end_s - time.monotonic())))[0]:
+            if time.monotonic() > end_s:
+                break
+            if not _is_served(ray.get_runtime_context().gcs_address):  # Ray would end this process after a minute
+                raise ValueError(f"run {run} ended before it answered")
+        return ray.get(asked, timeout=0)
     except GetTimeoutError:
         raise DeadlineError(
             f"the run did not finish the request within --timeout-s={timeout_s:g} s and continues with it; "
@@ -92,18 +105,21 @@ def _read_address(folder: Path) -> dict[str, str]:
             "'rollout_fleet.num_engines={min: 2, max: 8}'"
         )
     found = json.loads(path.read_text())
-    host, _, port = found["address"].rpartition(":")
-    has_ended = (folder / "summary.json").is_file()
-    if not has_ended:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
-        except OSError:
-            has_ended = True
-    if has_ended:
+    if (folder / "summary.json").is_file() or not _is_served(found["address"]):
         raise ValueError(
             f"--run {folder}: this run has ended; start another, with checkpoint.resume=auto to continue it"
         )
     return found
+
+
+def _is_served(address: str) -> bool:
+    """Return whether a process listens at ``address``, such as ``10.0.0.1:6379``."""
+    host, _, port = address.rpartition(":")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_S).close()
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _desk_of(name: str, run: str) -> Any:

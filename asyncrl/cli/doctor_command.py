@@ -20,7 +20,7 @@ from typing import Any
 
 from asyncrl.cli.compose import read_config
 from asyncrl.core.errors import with_exit_status
-from asyncrl.core.host import own_python, ray_folder, visible_gpus
+from asyncrl.core.host import files_below, own_python, ray_folder, visible_gpus
 from asyncrl.gpu_check.program import Check, Result, State, results_of, stack
 from asyncrl.gpu_check.tasks import TOY, Setup
 from asyncrl.metrics import RunLimits, counted, read_alarms, read_json, read_life
@@ -170,6 +170,6 @@ def _state(run_dir: Path) -> str:
         return "ended"
     if (life := read_life(run_dir)) is not None and life.status is not None:
         return f"{life.end} without a summary"
-    newest = max((path.stat().st_mtime for path in run_dir.rglob("*") if path.is_file()), default=0.0)
+    newest = max((state.st_mtime for _, state in files_below(run_dir)), default=0.0)
     quiet_s = time.time() - newest
     return "live" if quiet_s < _QUIET_S else f"without a summary, and nothing was written for {quiet_s:.0f} s"

@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.core.errors import with_exit_status
 from asyncrl.sft import fine_tuning
+from asyncrl.sft.warm_start import policy_path
 
 
 @with_exit_status
@@ -46,7 +48,16 @@ def main(overrides: Sequence[str] | None = None) -> int:
         check_folder("sft.output_path", config.sft.output_path)
         config = with_quickstart_assets(config)
         check_model(config)
-        asyncio.run(fine_tuning.fine_tune(config))
+        try:
+            asyncio.run(fine_tuning.fine_tune(config))
+        except OSError as error:
+            if error.filename is not None:
+                raise
+            raise ValueError(
+                f"a file in {policy_path(config).parent} or in the temporary folder {tempfile.gettempdir()} cannot be "
+                f"written: {error.strerror or error}; free space on its disk, or choose a folder on another disk with "
+                "output_dir=DIR"
+            ) from error
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Functions for private folders, memory, visible GPUs and stop signals. The module imports neither torch nor ray.
+"""Functions for folders, memory, visible GPUs and stop signals. The module imports neither torch nor ray.
 
 When ``scancel`` or systemd stops a run, every process of the run gets SIGTERM at once. Only the supervisor (the parent
 of the run's main process) handles SIGINT and SIGTERM, to stop the run in order. The main process, the controller,
@@ -17,7 +17,7 @@ import stat
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import suppress
 from functools import cache, partial
 from multiprocessing import resource_tracker
@@ -296,3 +296,14 @@ def outlive_stop() -> None:
 
 def _ignore(*_: object) -> None:
     pass
+
+
+def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield all files in a folder and below, with their states. A link to a file is a file with its own state.
+
+    Another process may remove files and folders meanwhile. These are left out.
+    """
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                yield path, path.lstat()

@@ -11,6 +11,8 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
 
+from asyncrl.core.host import files_below
+
 from .run_records import read_json
 
 _RECORD = "life.json"
@@ -67,7 +69,7 @@ class LifeRecord:
 
 def life_records(folder: Path) -> list[Path]:
     """Return the run folders in ``folder`` and below: all folders with a file ``life.json``, sorted."""
-    return [path.parent for path in sorted(folder.resolve().glob("**/" + _RECORD))]
+    return sorted(path.parent for path, _ in files_below(folder.resolve()) if path.name == _RECORD)
 
 
 def write_life(run_dir: Path, record: LifeRecord) -> None:

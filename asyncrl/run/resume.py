@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import time
 import uuid
 from collections.abc import Awaitable, Mapping, Sequence
@@ -24,19 +25,19 @@ from asyncrl.core.errors import CheckpointError, ReplayBufferError
 from asyncrl.core.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
 from asyncrl.core.types import BufferStats, GroupSummary, Prompt
 from asyncrl.data.prompts import PromptStream
+from asyncrl.run.run_folder import is_in_use, shared_folder
 from buffer.checkpoint_parts import LEDGER_PART, MARKS
 from buffer.checkpoints import MAX_WRITING
 from buffer.config import BufferConfig, Durability
-from buffer.journal import read_values
+from buffer.journal import lock_journal, read_values
 from buffer.keys import BufferRole, client_keys, server_keys
 from learner.checkpoint_folder import (
     checkpoint_path,
-    lineage_of,
     missing_parts,
-    named_checkpoints,
     newest_checkpoint,
     part_of,
     read_progress,
+    saved_checkpoints,
     whole_checkpoints,
 )
 
@@ -308,14 +309,19 @@ def check_beginning(config: RunConfig) -> None:
     """Check a run's checkpoint, keys and buffer folder before anything starts.
 
     Raises `ValueError` in the cases of `find_checkpoint` and `check_keys`, or if ``buffer.directory`` or
-    ``checkpoint.directory`` has files of another run.
+    ``checkpoint.directory`` has files of another run, or if a run on this host still uses ``checkpoint.directory``.
     """
     if config.buffer.keys:
         check_keys(Path(config.buffer.keys))
     found = find_checkpoint(config)
     own = config.checkpoint.directory
-    for checkpoint in named_checkpoints(Path(own)) if own else ():
-        if found is None or lineage_of(checkpoint) != found.state.lineage:
+    for checkpoint, progress in saved_checkpoints(Path(own)).items() if own else ():
+        if is_in_use(shared_folder(Path(progress.life))):
+            raise ValueError(
+                f"checkpoint.directory={own} must not be in use, but the run in {progress.life} still saves there; "
+                "stop that run, or name another directory"
+            )
+        if found is None or progress.run.get("lineage", "") != found.state.lineage:
             raise ValueError(
                 f"checkpoint.directory={own} must hold checkpoints of this run alone, got {checkpoint.name} of another "
                 "one; name an empty directory, or continue that run with checkpoint.resume=auto"
@@ -369,6 +375,7 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
         values = read_values(kept / LEDGER_PART)
         if state.key in (values.get(MARKS) or ()) and "sampler" not in state.prompts:
             return replace(options, checkpoint="", earlier_epoch=values["epoch"])
+    os.close(lock_journal(kept / LEDGER_PART))
     kept.rename(kept.with_name(f"{kept.name}.before-resume-{time.strftime('%Y%m%d-%H%M%S')}"))
     return options
 

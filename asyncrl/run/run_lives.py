@@ -14,9 +14,10 @@ from typing import Any
 
 import yaml
 
+from asyncrl.core.host import files_below
 from asyncrl.metrics import LifeRecord, LifeState, history_folder, json_object, life_records, read_life, write_life
 from asyncrl.run.run_folder import is_in_use, shared_folder
-from learner.checkpoint_folder import missing_parts, named_checkpoints, part_of, read_progress
+from learner.checkpoint_folder import part_of, read_progress, saved_checkpoints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,19 +138,22 @@ def _state(run_dir: Path, record: LifeRecord) -> LifeState:
 
 
 def _checkpoints(directory: Path) -> list[SavedCheckpoint]:
-    return [
-        SavedCheckpoint(
+    found = []
+    for path, progress in saved_checkpoints(directory).items():
+        parts = {part: part_of(path, part) for part in progress.parts}
+        one = SavedCheckpoint(
             path=path,
             version=int(path.name[1:]),
-            num_bytes=_num_bytes([path, *(part_of(path, part) for part in read_progress(path).parts)]),
-            missing=missing_parts(path),
+            num_bytes=_num_bytes([path, *parts.values()]),
+            missing=[part for part, folder in parts.items() if not folder.is_dir()],
         )
-        for path in named_checkpoints(directory)
-    ]
+        if path.is_dir():  # a running training removes a checkpoint before its parts
+            found.append(one)
+    return found
 
 
 def _num_bytes(folders: Sequence[Path]) -> int:
-    files = [file.lstat() for folder in folders for file in folder.glob("**/*") if file.is_file()]
+    files = [state for folder in folders for _, state in files_below(folder)]
     return sum({(file.st_dev, file.st_ino): file.st_size for file in files}.values())
 
 

@@ -59,7 +59,8 @@ class WritableFile:
 
     def __init__(self, path: Path | None, num_bytes: int, regions: Sequence[Region], *, is_alone: bool = False) -> None:
         where = path.parent if path else "memory"
-        remedy = "publish elsewhere with weights.transport=file and weights.directory"
+        elsewhere = "publish elsewhere with weights.transport=file and weights.directory"
+        remedy = "choose a folder on another disk" if is_alone else elsewhere
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644) if path else os.memfd_create("weights")
         except OSError as error:

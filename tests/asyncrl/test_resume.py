@@ -1,12 +1,14 @@
 """Resumed runs: which checkpoint they begin from, and which prompts come next."""
 
 import json
+import os
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from asyncrl.cli.compose import compose_run
+from asyncrl.core.errors import ReplayBufferError
 from asyncrl.data import PromptStream
 from asyncrl.data.config import DataConfig
 from asyncrl.run.resume import (
@@ -18,10 +20,11 @@ from asyncrl.run.resume import (
     find_checkpoint,
     learning_options,
 )
+from asyncrl.run.run_folder import hold_shared_folder, shared_folder
 from buffer.config import BufferConfig, Durability
 from buffer.journal import Journal
 from buffer.keys import make_keys
-from learner.checkpoint_folder import keep_newest, named_checkpoints, part_of
+from learner.checkpoint_folder import keep_newest, named_checkpoints, part_of, read_progress, write_progress
 from tests.support.checkpoints import STATE, save
 
 
@@ -128,6 +131,19 @@ def test_a_buffer_begins_with_its_part_of_the_checkpoint_and_another_journal_is_
     assert (aside / "journal.1.log").read_text() == "of another release"
 
 
+def test_a_journal_that_a_running_buffer_uses_is_not_put_aside(tmp_path):
+    resumed = resumed_at(tmp_path / "c")
+    (tmp_path / "c" / "buffer" / "v00000004").mkdir(parents=True)
+    (tmp_path / "buffer").mkdir()
+    journal = Journal(tmp_path / "buffer" / "journal")
+    try:
+        with pytest.raises(ReplayBufferError, match="journal is held by another server; stop that server, or give"):
+            begin_buffer_at(BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer")), resumed)
+        assert (tmp_path / "buffer").exists()
+    finally:
+        journal.close()
+
+
 def test_a_buffer_begins_with_its_journal_if_the_journal_knows_the_checkpoint(tmp_path):
     options = BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer"))
     resumed = resumed_at(tmp_path / "c")
@@ -182,6 +198,21 @@ def test_keys_of_two_runs_are_refused_before_anything_starts(tmp_path):
     (tmp_path / "other" / "learner.json").replace(tmp_path / "one" / "learner.json")
     with pytest.raises(ValueError, match=r"buffer\.keys=.* must hold the keys of one run.*learner\.json"):
         check_beginning(config_of(tmp_path, f"buffer.keys={tmp_path / 'one'}"))
+
+
+def test_a_checkpoint_folder_of_a_running_run_is_refused_before_anything_starts(tmp_path):
+    kept, life = tmp_path / "kept", tmp_path / "life"
+    theirs = save(kept, 12)
+    write_progress(theirs, replace(read_progress(theirs), life=str(life)))
+    options = [f"checkpoint.directory={kept}", "checkpoint.resume=auto"]
+    check_beginning(config_of(tmp_path, *options))
+    lock = hold_shared_folder(life)
+    try:
+        with pytest.raises(ValueError, match=f"checkpoint.directory={kept} must not be in use, but the run in {life} "):
+            check_beginning(config_of(tmp_path, *options))
+    finally:
+        os.close(lock)
+        shared_folder(life).rmdir()
 
 
 def test_old_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path):

@@ -4,6 +4,7 @@ import asyncio
 import io
 import subprocess
 import sys
+from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -190,6 +191,33 @@ async def test_an_evaluation_begins_when_engines_serve_its_version(tmp_path):
     assert evaluated._evaluated == 2
     assert output.getvalue().endswith("evaluating policy version 2 on the held-out prompts\n")
     evaluating.cancel()
+
+
+async def test_the_warm_start_of_a_failed_run_ends_before_ray(tmp_path, monkeypatch):
+    ended = []
+
+    @asynccontextmanager
+    async def cluster(config, say):
+        try:
+            yield config
+        finally:
+            ended.append("Ray")
+
+    class Warming:
+        async def stop(self):
+            ended.append("the warm start")
+
+    def fail(*_):
+        raise WorkerDiedError("a node died")
+
+    monkeypatch.setattr("asyncrl.run.run.ray_cluster", cluster)
+    monkeypatch.setattr("asyncrl.run.run.node_folders", fail)
+    view = TerminalView(title="run", total_steps=3, console=Console(file=io.StringIO()))
+    run = Run(compose_run([]), tmp_path, (None, []), Warming(), view, lambda fault: None)
+    monkeypatch.setattr(run, "_start_buffer", lambda *_: None)
+    with pytest.raises(WorkerDiedError, match="a node died"):
+        await run.run()
+    assert ended == ["the warm start", "Ray"]
 
 
 def test_the_controller_loads_no_torch():

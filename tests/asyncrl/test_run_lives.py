@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from asyncrl.cli.compose import compose_run, dump_yaml
 from asyncrl.cli.runs_command import main, size
 from asyncrl.run.run_folder import hold_shared_folder, shared_folder
 from asyncrl.run.run_lives import begin_life, end_life, find_runs
+from learner.checkpoint_folder import keep_newest, whole_checkpoints
 from tests.support.checkpoints import save
 
 
@@ -63,6 +65,31 @@ def test_the_command_prints_runs_lives_and_checkpoints(runs, capsys):
     assert lines[-1] == f"2 runs in {runs}"
     assert main([str(runs), "--json"]) == 0
     assert [len(run) for run in json.loads(capsys.readouterr().out)] == [3, 1]
+
+
+def test_runs_are_listed_while_a_training_saves_and_removes_checkpoints(tmp_path):
+    checkpoints = make_life(tmp_path / "digits" / "1", steps=1) / "checkpoints"
+    has_listed = threading.Event()
+
+    def train():
+        for version in range(100_000):
+            if has_listed.is_set():
+                return
+            (checkpoints / "buffer" / f"v{version:08d}").mkdir(parents=True)
+            written = save(tmp_path / "partial", version, parts=["buffer"])
+            keep_newest(written.rename(checkpoints / written.name), 2)
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        for _ in range(25):
+            ((life,),), damaged = find_runs(tmp_path)
+            assert not damaged
+            assert [one.missing for one in life.checkpoints if one.missing] == []
+            whole_checkpoints(checkpoints)
+    finally:
+        has_listed.set()
+        training.join()
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,17 @@
 """Supervised fine-tuning on the quickstart's demonstrations, in this process and on two ranks."""
 
 import asyncio
+import errno
 import json
 import os
 from dataclasses import replace
+from tempfile import gettempdir
 
 import numpy as np
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from asyncrl.cli import sft_command
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.config import StopMetric, WarmStartConfig
@@ -131,6 +134,21 @@ def test_a_nan_loss_is_never_the_best():
 def test_a_wrong_fine_tuning_option_is_named(options, message):
     with pytest.raises(ValueError, match=message):
         WarmStartConfig(**options)
+
+
+def test_a_full_disk_during_fine_tuning_is_told_with_the_folders_and_a_remedy(folder, capsys, monkeypatch):
+    async def full(config):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("asyncrl.sft.fine_tuning.fine_tune", full)
+    model = composed(folder).model.path
+    assert sft_command.main([f"output_dir={folder}", f"model.path={model}"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(f"error: a file in {folder}/quickstart/sft or in the temporary folder {gettempdir()} ")
+    assert error.endswith(
+        "cannot be written: No space left on device; free space on its disk, or choose a folder on another disk with "
+        "output_dir=DIR"
+    )
 
 
 def test_a_demonstration_that_is_too_long_is_named(folder, tmp_path):

@@ -2,7 +2,12 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
 
+import psutil
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -22,6 +27,7 @@ from rollout_fleet.membership import (
     Roster,
     write_address,
 )
+from tests.support.ray_cluster import ENVIRONMENT
 
 
 async def test_each_request_gets_its_own_answer_in_whatever_order_they_come():
@@ -60,6 +66,49 @@ def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, c
     assert (tmp_path / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600, "it holds Ray's token"
     assert command(["--run", str(tmp_path)]) == 2
     assert "this run has ended; start another, with checkpoint.resume=auto to continue it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "/no/such/folder"])
+def test_an_address_at_which_no_ray_cluster_listens_is_refused_at_once(capsys, address):
+    assert join.main(["--run", address]) == 2
+    assert f"--run {address} must be the folder of a run, or the address" in capsys.readouterr().err
+
+
+CLUSTER = """
+import asyncio, sys, ray
+from rollout_fleet.membership import NAMESPACE, FleetDesk
+own = {"num_cpus": 1, "object_store_memory": 80 * 2**20, "include_dashboard": False, "log_to_driver": False}
+ray.init(address="local", namespace=NAMESPACE, **own)
+desk = ray.remote(FleetDesk).options(name="the run", num_cpus=0).remote()
+asked = desk.next_request.remote()
+print(ray.get_runtime_context().gcs_address, flush=True)
+ray.get(asked)
+print("asked", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(120)
+def test_a_command_says_that_the_cluster_of_its_run_died_before_the_answer():
+    piped = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | ENVIRONMENT}
+    with subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, **piped) as cluster:
+        family = []
+        try:
+            address = cluster.stdout.readline().strip()
+            family = psutil.Process(cluster.pid).children(recursive=True)
+            command = [sys.executable, "-m", "asyncrl", "join", "--run", address]
+            with subprocess.Popen(command, stderr=subprocess.PIPE, **piped) as asking:
+                assert cluster.stdout.readline() == "asked\n"
+                next(one for one in family if one.name() == "gcs_server").send_signal(signal.SIGKILL)
+                _, errors = asking.communicate(timeout=30)
+        finally:
+            cluster.kill()
+            for process in family:
+                if process.is_running():
+                    process.kill()
+    assert errors.splitlines()[-1] == f"error: run {address} ended before it answered"
+    assert asking.returncode == 2
 
 
 FEWEST, MOST, NEEDED = 2, 5, 1
