@@ -126,7 +126,7 @@ class _DefaultThreads(ThreadPoolExecutor):
         return super().submit(without_stop_iteration)
 
 
-def _call_in(traces: _Traces | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _call_in(traces: _Traces | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function in this thread for the episode of ``traces``."""
     token = _current.set(traces)
     try:

@@ -87,7 +87,7 @@ async def main(prompt, policy, how="", path=""):
         "leak by fork": lambda: multiprocessing.get_context("fork").Process(target=leak, args=(path,)).start(),
         "leak by thread": lambda: threading.Thread(target=leak, args=(path,)).start(),
         "leak by executor": lambda: asyncio.get_running_loop().run_in_executor(None, leak, path),
-        "leak by pool": lambda: POOL.submit(leak, path),
+        "leak by pool": lambda: POOL.submit(leak, path, function="sleep"),
     }
     if how in ways:
         ways[how]()
@@ -161,8 +161,8 @@ async def main(prompt, policy, how="", path=""):
 async def exits():
     sys.exit(4)
 
-def leak(path):
-    program = subprocess.Popen(["sleep", "604"], start_new_session=True)
+def leak(path, function="sleep"):
+    program = subprocess.Popen([function, "604"], start_new_session=True)
     with open(path + ".partial", "w") as file:
         file.write(str(program.pid))
     os.rename(path + ".partial", path)
