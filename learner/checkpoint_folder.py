@@ -7,10 +7,12 @@ checkpoint is complete if the checkpoint and all its parts have final names.
 
 from __future__ import annotations
 
+import errno
 import json
 import re
 import shutil
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -159,7 +161,8 @@ def named_checkpoints(directory: Path) -> list[Path]:
     for replaced in directory.glob(".v*.replaced"):  # a process that died in `put_in_place` has left this folder
         final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
         if not final.exists():
-            replaced.rename(final)
+            with suppress(OSError):  # a running training is in `put_in_place`, or the folder is read-only
+                replaced.rename(final)
     found = [path for path in directory.glob("v*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_version)
 
@@ -169,12 +172,22 @@ def _version(checkpoint: Path) -> int:
 
 
 def put_in_place(final: Path) -> None:
-    """Rename a written checkpoint to its final name ``final``. Remove an older checkpoint of that name."""
+    """Rename a written checkpoint to its final name ``final``. Remove an older checkpoint of that name.
+
+    A process that calls `named_checkpoints` meanwhile may give the older checkpoint its name back.
+    """
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
-    if final.exists():
-        final.rename(replaced)
-    partial_path(final).rename(final)
+    is_placed = False
+    while not is_placed:
+        if final.exists():
+            final.rename(replaced)
+        try:
+            partial_path(final).rename(final)
+            is_placed = True
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
     shutil.rmtree(replaced, ignore_errors=True)
 
 

@@ -17,7 +17,13 @@ from transformers import AutoModelForCausalLM
 import learner.checkpoint
 from asyncrl.core.errors import CheckpointError
 from learner.checkpoint import ShardedCheckpointer, main
-from learner.checkpoint_folder import newest_checkpoint, read_progress
+from learner.checkpoint_folder import (
+    named_checkpoints,
+    newest_checkpoint,
+    partial_path,
+    put_in_place,
+    read_progress,
+)
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig, Schedule
 from learner.model_folder import save_policy
 from learner.plain_reading import load_plain
@@ -206,6 +212,26 @@ def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(c
     (tmp_path / "c" / ".v00000001.removed").mkdir()
     checkpointer.save(5)
     assert sorted(path.name for path in (tmp_path / "c").iterdir()) == ["v00000004", "v00000005"]
+
+
+def test_a_command_that_reads_the_folder_does_not_stop_a_save_of_an_existing_version(tmp_path, monkeypatch):
+    """The reader finds the folder in the moment in which no checkpoint has the final name."""
+    final = tmp_path / "v00000004"
+    rename = Path.rename
+
+    def rename_and_read(path, target):
+        rename(path, target)
+        if target.suffix == ".replaced":
+            monkeypatch.undo()
+            assert named_checkpoints(tmp_path) == [final]
+
+    for content in ("old", "new"):
+        partial_path(final).mkdir()
+        (partial_path(final) / content).touch()
+        put_in_place(final)
+        monkeypatch.setattr(Path, "rename", rename_and_read)
+    assert [path.name for path in final.iterdir()] == ["new"]
+    assert list(tmp_path.iterdir()) == [final]
 
 
 def kill_while_saving(model_path: str, directory: str) -> None:
