@@ -97,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     version = "*" if options.version is None else f"{options.version:08d}"
     pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"
     newest = sorted((folder for folder in options.run.glob("*/") if any(folder.glob(pattern))), reverse=True)
+    if not options.run.is_dir():
+        raise ValueError(f"{options.run} must be the folder of a run or an experiment, and does not exist")
     files = sorted(options.run.glob(pattern)) or [file for run in newest[:1] for file in sorted(run.glob(pattern))]
     if not files:
         raise ValueError(

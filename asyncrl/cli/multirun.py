@@ -31,7 +31,7 @@ from rich.table import Table
 from asyncrl.checks import check_options
 from asyncrl.cli.compose import CONFIG_DIR, compose_run, explain, schema, with_own_experiments
 from asyncrl.config import RunConfig, override_of
-from asyncrl.metrics import read_json
+from asyncrl.metrics import counted, read_json
 from rollout_fleet.engines.process_guard import signal_at_parent_death
 
 _FORWARDED = (signal.SIGINT, signal.SIGTERM)
@@ -172,7 +172,7 @@ def overview(folder: Path) -> str:
         values = [str(chosen.get(name, "-")) for name in varied]
         table.add_row(*values, *_result_cells(run), str(run.relative_to(folder)))
     with Console(width=_TABLE_WIDTH) as console, console.capture() as shown:
-        console.print(f"\n{len(runs)} runs in {folder}")
+        console.print(f"\n{counted(len(runs), 'run')} in {folder}")
         console.print(table)
     return shown.get()
 

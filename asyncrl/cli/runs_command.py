@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from asyncrl.core.errors import with_exit_status
-from asyncrl.metrics import LifeState
+from asyncrl.metrics import LifeState, counted
 from asyncrl.run.run_lives import Life, find_runs
 
 _UNITS = ("B", "KB", "MB", "GB", "TB")
@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps([[asdict(life) for life in run] for run in runs], default=str) + "\n")
     else:
         lines = [line for run in runs for line in _lines(run)]
-        sys.stdout.write("\n".join([*lines, f"{len(runs)} runs in {options.folder}", ""]))
+        sys.stdout.write("\n".join([*lines, f"{counted(len(runs), 'run')} in {options.folder}", ""]))
     for error in damaged:
         sys.stderr.write(f"error: {error}\n")
     return 2 if damaged else 0

@@ -356,8 +356,9 @@ class TraceReader:
             self._files.setdefault(path, _ProcessFile(path)).read_on()
         files = [file for file in self._files.values() if file.header]
         if not files:
+            problem = "holds no record" if self._folder.parent.is_dir() else "does not exist"
             raise FileNotFoundError(
-                f"{self._folder} holds no record; pass the folder of a run that was started with profile.enabled=true"
+                f"{self._folder} {problem}; pass the folder of a run that was started with profile.enabled=true"
             )
         reference = min(files, key=lambda file: file.rank).header
         for file in files:

@@ -221,7 +221,8 @@ def audit(lives: Sequence[Life]) -> Audit:
     lost = f" (and engines of {len(beside)} more, whose steps were lost)" * bool(beside)
     result.checked.insert(
         0,
-        f"{len(own)} lives{lost}, {len(kept)} steps and {num_tokens} tokens, each from its engine to its learner step",
+        f"{len(own)} {'life' if len(own) == 1 else 'lives'}{lost}, {len(kept)} steps and {num_tokens} tokens, each "
+        "from its engine to its learner step",
     )
     return result
 

@@ -96,8 +96,9 @@ def test_the_table_of_steps_shows_whole_causes_on_a_narrow_terminal(tmp_path, ca
 
 
 def test_the_command_reports_a_folder_without_a_record(tmp_path, capsys):
-    assert main([str(tmp_path)]) == 2
-    assert "holds no record" in capsys.readouterr().err
+    for folder, problem in ((tmp_path, "holds no record"), (tmp_path / "none", "does not exist")):
+        assert main([str(folder)]) == 2
+        assert problem in capsys.readouterr().err
 
 
 def test_the_command_names_a_truncated_configuration(tmp_path, capsys):

@@ -66,8 +66,9 @@ def test_a_negative_number_of_samples_is_refused(run_dir, capsys):
 
 
 def test_a_folder_without_samples_is_refused(tmp_path, capsys):
-    assert samples.main([str(tmp_path)]) == 2
-    assert "must be the folder of a run" in capsys.readouterr().err
+    for folder, problem in ((tmp_path, "set rollout_fleet.samples.every_steps"), (tmp_path / "none", "does not exist")):
+        assert samples.main([str(folder)]) == 2
+        assert problem in capsys.readouterr().err
 
 
 def test_new_samples_are_the_worst_and_the_best(run_dir):
