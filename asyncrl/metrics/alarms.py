@@ -165,7 +165,7 @@ class Alarms:
             return ""
         first = sum(self._first_entropies) / WINDOW
         recent = [record.learner.get("entropy", first) for record in self._window]
-        is_varied = min(record.equal_reward_groups for record in self._window) < ALL_BUT_EQUAL
+        is_varied = min(_equal_share(record, self._limits) for record in self._window) < ALL_BUT_EQUAL
         if max(recent) >= COLLAPSED * first or is_varied:
             return ""
         return (
@@ -179,10 +179,13 @@ class Alarms:
 # message, or an empty text if there is no alarm.
 
 
+def _equal_share(record: StepRecord, limits: RunLimits) -> float:
+    """Return the share of the batch, 0 to 1, from which the policy learns nothing because rewards are equal."""
+    return record.equal_reward_groups if limits.compares_groups else float(record.reward_std == 0)
+
+
 def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
-    if any(record.equal_reward_groups < 1 for record in window):
-        return ""
-    if not limits.compares_groups and any(record.reward_std > 0 for record in window):
+    if any(_equal_share(record, limits) < 1 for record in window):
         return ""
     rewards = [record.reward for record in window]
     which = f"all are {rewards[-1]:g}" if min(rewards) == max(rewards) else f"on average {rewards[-1]:.3g}"
@@ -192,7 +195,7 @@ def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
     )
 
 
-def _no_update(window: Sequence[StepRecord], _: RunLimits) -> str:
+def _no_update(window: Sequence[StepRecord], limits: RunLimits) -> str:
     for role, prefix in (("policy", ""), ("critic", "critic.")):
         # The norm is the mean over a step's updates. It is missing while only the critic trains.
         norms = [record.learner.get(f"{prefix}grad_norm", 1.0) for record in window]
@@ -201,7 +204,7 @@ def _no_update(window: Sequence[StepRecord], _: RunLimits) -> str:
                 f"the {role} skips updates: in the last {WINDOW} steps its gradients were not finite; check your own "
                 "loss and advantage, look for very large rewards, or set learner.dtype=float32"
             )
-        if role == "policy" and not any(norms) and all(record.equal_reward_groups < 1 for record in window):
+        if role == "policy" and not any(norms) and all(_equal_share(record, limits) < 1 for record in window):
             return (
                 f"the policy does not change: in the last {WINDOW} steps its gradients were 0 although rewards differ; "
                 "look at learner.masked_fraction and learner.num_tokens, and widen the bounds of algorithm.masks, or "

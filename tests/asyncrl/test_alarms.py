@@ -129,6 +129,8 @@ def test_entropy_that_collapses_is_an_alarm_with_both_values():
 def test_falling_entropy_with_differing_rewards_is_no_alarm():
     records = [replace(r, learner={"entropy": 0.8 * 0.5**r.step}) for r in steps(20)]
     assert changes_of(Alarms(LIMITS), records) == []
+    single = [replace(record, equal_reward_groups=1.0) for record in records]  # one sample per prompt
+    assert changes_of(Alarms(replace(LIMITS, compares_groups=False)), single) == []
 
 
 def test_a_return_to_a_checkpoint_begins_a_new_window():
