@@ -5,15 +5,14 @@ The dataclasses hold the defaults of the options. Importing this module does not
 
 from __future__ import annotations
 
-import json
 import math
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Any
 
 from asyncrl.core.errors import check_bounds
+from asyncrl.core.model_config import model_bytes, model_settings
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.types import Carrier
 from asyncrl.data.config import DataConfig, check_prompt_format
@@ -687,16 +686,6 @@ def why_positions_end(config: RunConfig) -> str:
     )
 
 
-def model_settings(path: str) -> dict[str, Any]:
-    """Read the ``config.json`` in a model folder as a dict. Values in its ``text_config`` (multimodal models) win.
-
-    GPT-2's ``n_positions`` is called ``max_position_embeddings``, as in other models.
-    """
-    settings = json.loads(Path(path, "config.json").read_text())
-    settings |= settings.get("text_config", {})
-    return {"max_position_embeddings": settings["n_positions"], **settings} if "n_positions" in settings else settings
-
-
 def with_time_to_read(config: RunConfig) -> RunConfig:
     """Return a copy of the options with longer start deadlines: one second more per 100 MB of model files to read."""
     learner, fleet = config.learner, config.rollout_fleet
@@ -709,12 +698,6 @@ def with_time_to_read(config: RunConfig) -> RunConfig:
         learner=replace(learner, start_timeout_s=learner.start_timeout_s + policy_s + others_s),
         rollout_fleet=replace(fleet, start_timeout_s=fleet.start_timeout_s + policy_s),
     )
-
-
-def model_bytes(path: str) -> int:
-    """Return the total size of the weight files in a model folder, in bytes."""
-    folder = Path(path)
-    return sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
 
 
 def override_of(option: str, value: object) -> str:

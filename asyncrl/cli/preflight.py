@@ -25,7 +25,6 @@ from asyncrl.config import (
     learner_roles,
     longest_sequence,
     may_play_episodes,
-    model_settings,
     num_buffer_clients,
     num_store_servers,
     requested_cpus,
@@ -37,6 +36,7 @@ from asyncrl.config import (
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.host import gpu_memory_bytes, visible_gpus
 from asyncrl.core.image_files import image_reader, is_vision_model
+from asyncrl.core.model_config import model_settings
 from asyncrl.core.types import Prompt
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer

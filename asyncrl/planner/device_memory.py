@@ -22,10 +22,10 @@ from asyncrl.config import (
     learner_pools,
     learner_roles,
     longest_sequence,
-    model_settings,
     role_model,
     role_options,
 )
+from asyncrl.core.model_config import model_settings
 from learner.config import SELECTIVE, Device, Dtype, Resharding, sums_each_micro_batch
 from rollout_fleet.config import FLOAT32_NAMES, EngineDevice, EngineKind
 

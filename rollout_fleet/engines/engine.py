@@ -19,6 +19,7 @@ from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused
 from asyncrl.core.image_files import VISION_FAMILIES, is_vision_model, placeholder_ids
 from asyncrl.core.images import PlacedImage
+from asyncrl.core.model_config import model_settings
 from asyncrl.core.record import SpanKind
 from asyncrl.core.stacks import missed
 from asyncrl.core.trajectory import Turn
@@ -526,8 +527,7 @@ def read_model_facts(model_path: str) -> ModelFacts:
     config_file = Path(model_path) / "config.json"
     if not config_file.is_file():
         raise ValueError(f"model path must hold a config.json in Hugging Face layout, got {model_path!r}")
-    config = json.loads(config_file.read_text())
-    config = {**config, **config.get("text_config", {})}
+    config = model_settings(model_path)
     generation_file = Path(model_path) / "generation_config.json"
     generation = json.loads(generation_file.read_text()) if generation_file.is_file() else {}
     if not isinstance(config.get("vocab_size"), int):

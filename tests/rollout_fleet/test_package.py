@@ -1,4 +1,5 @@
 import importlib
+import json
 import subprocess
 import sys
 
@@ -59,6 +60,14 @@ def test_end_of_sequence_and_padding_come_from_the_models_files(model_path, tmp_
     (tmp_path / "config.json").write_text('{"vocab_size": 50, "eos_token_id": [4, 9]}')
     facts = read_model_facts(str(tmp_path))
     assert (facts.vocab_size, facts.eos_ids, facts.pad_id) == (50, (4, 9), 4)
+
+
+def test_sizes_that_transformers_did_not_write_are_the_defaults_of_the_family(tmp_path):
+    """The published configuration of Gemma 3 (4B) has neither the vocabulary size nor the number of heads."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "eos_token_id": 1}))
+    facts = read_model_facts(str(tmp_path))
+    assert (facts.vocab_size, facts.head_dim, facts.eos_ids) == (262208, 256, (1,))
 
 
 def test_text_is_decoded_without_special_tokens(model_path):
