@@ -502,7 +502,7 @@ class BatchAdvantages:
         return self._mesh.sum_over_dp(values.to(self._mesh.device)).cpu()
 
 
-def _both(estimated: TokenAdvantages, count: int, unit: str) -> list[Tensor]:
+def _both(estimated: TokenAdvantages | TurnAdvantages, count: int, unit: str) -> list[Tensor]:
     """Return the advantages and the returns. Raises the errors of `_one_each`."""
     return [_one_each(values, count, unit) for values in (estimated.advantages, estimated.returns)]
 

@@ -56,7 +56,7 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 class PendingResults(list[Any]):
     """A list of Ray references to the results of a call, one per rank. Await it, or call `get`, for the results."""
 
-    __hash__ = object.__hash__  # ``asyncio.gather`` needs a hash
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - `asyncio.gather` needs a hash
 
     def __init__(self, refs: Iterable[Any] = ()) -> None:
         super().__init__(refs)
