@@ -331,7 +331,7 @@ class EnvironmentProcesses:
             self._retiring.discard(process)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
-        if process.is_retiring:
+        if process not in self._slots:  # it is retiring already, or has ended and was replaced
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
         self.counts[EpisodeCount.processes_retired] += 1

@@ -15,6 +15,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from typing import Any
 
 import orjson
@@ -162,12 +163,12 @@ def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> b
 def chain(messages: Sequence[Message]) -> list[bytes]:
     """Return one digest per message. The i-th digest covers the conversation up to and including the i-th message."""
     places: dict[str, int] = {}
-    digest, digests = b"", []
+    digest, digests, numbers = b"", [], count()
     for message in messages:
         digest = follow(digest, message, places)
         digests.append(digest)
         for call in message.get("tool_calls", ()):
-            places[call["id"]] = len(places)
+            places[call["id"]] = next(numbers)
     return digests
 
 

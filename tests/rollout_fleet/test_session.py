@@ -12,6 +12,7 @@ from asyncrl.core.trajectory import ROOT
 from rollout_fleet.config import SamplingConfig
 from rollout_fleet.episodes import PROMPT
 from rollout_fleet.episodes.config import RendererConfig
+from rollout_fleet.episodes.messages import chain
 from rollout_fleet.episodes.renderer import load_renderer
 from rollout_fleet.episodes.session import ChatRequest, SampleOptions, Session, TextRequest
 from tests.support.chat_models import CHATML, save_chat_model
@@ -52,6 +53,14 @@ async def test_a_session_starts_a_new_root_for_messages_that_are_not_the_prompt(
     context = talk.turns.episode.turn(answer.turn).parent
     assert talk.turns.episode.turn(context).parent == ROOT
     assert talk.session.counts.branches == {"new_root": 1}
+
+
+def test_results_of_different_calls_differ_even_if_an_id_was_used_twice():
+    calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "aab"]
+    called = [{"role": "assistant", "content": "", "tool_calls": calls}]
+    first, second = (chain([*called, {"role": "tool", "tool_call_id": name, "content": "21"}]) for name in "ab")
+    assert first[0] == second[0]
+    assert first[1] != second[1]
 
 
 async def test_a_session_appends_only_the_tokens_of_new_messages(renderers):
