@@ -26,7 +26,7 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class DeviceDigests:
-    """Computes digests of bytes on a device, equal to `manifest.device_digest_of`, without waiting for the device."""
+    """Computes `manifest.device_digest_of` of bytes on a device, and does not wait for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
@@ -52,7 +52,7 @@ class DeviceDigests:
 
 
 class BucketCopies:
-    """Copies host bytes to a device through two buffers of `BUCKET_BYTES`. The buffers are page-locked for a GPU."""
+    """Copies host bytes to a device through two buffers of `BUCKET_BYTES`. For a GPU, the buffers are page-locked."""
 
     def __init__(self, threads: DigestThreads, device: torch.device) -> None:
         self._threads, self._device, self._count = threads, device, 0
@@ -82,9 +82,10 @@ class BucketCopies:
 
 
 class TensorAssembly:
-    """Builds the tensors of one policy version from pieces. A tensor is yielded when all of its pieces are verified.
+    """Builds the tensors of one policy version from pieces. `add` yields a tensor when all of its pieces are verified.
 
-    A yielded tensor never changes, so a model may keep it.
+    A yielded tensor may be a view of the bytes that the caller gave `add`. If the caller never changes these bytes, the
+    tensor never changes, and a model may keep the tensor.
 
     Args:
         manifest: Manifest of the version; it must have one data file.
@@ -118,8 +119,8 @@ class TensorAssembly:
         """Take the bytes of adjacent pieces, and verify each piece by its digest.
 
         Yields (name, tensor) of each tensor that is now complete. ``span`` describes the pieces (parts of tensors), and
-        ``data`` has the bytes of all these pieces, [bytes] uint8. No piece may be added twice. Raises `WeightsError` if
-        the bytes differ from the published bytes.
+        ``data`` has the bytes of all these pieces, [bytes] uint8. Raises `WeightsError` if the bytes differ from the
+        published bytes, or if a piece is added twice.
         """
         first, wrong = span[0].start, self._wrong(span, data)
         for piece in span:
@@ -152,7 +153,7 @@ class TensorAssembly:
     def finish(self) -> Iterator[tuple[str, Tensor]]:
         """End the assembly: yield (name, tensor) of each tensor of size 0. No pieces arrive for such a tensor.
 
-        Raises `WeightsError` if another tensor is not complete.
+        Raises `WeightsError` if bytes of any tensor are missing.
         """
         self._threads.shutdown(wait=False)
         for stored in self._tensors:

@@ -35,8 +35,10 @@ class PublishOptions:
             first version.
         timeout_s: Deadline of a transfer in seconds, to which one second per 100 MB is added.
         num_held: Number of newest versions that each learner rank keeps in memory, if ranks send over the network.
-        interface: Network interface on which engines reach the learner ranks. Only engines on this host reach ``lo``.
-        num_receivers: A round (transfer) starts as soon as this number of receivers have asked for a version.
+        interface: Network interface on which engines reach the learner ranks. Only engines on the learner's host reach
+            ``lo``.
+        num_receivers: A round (transfer) starts as soon as this number of receivers have asked for a version. It starts
+            with fewer receivers at the end of `window_s`.
         backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, and needs one GPU per
             process.
     """
@@ -129,11 +131,10 @@ class CarrierUse:
     """What a run requires of its carrier.
 
     Attributes:
-        full_every: Every ``full_every``-th version is published in full. If it is above 1, the other versions are
-            deltas.
+        full_every: Every ``full_every``-th version is published in full. The other versions are deltas.
         adapters: Whether adapters are published without the frozen weights.
         keeps_all: Whether the learner keeps all versions (``learner.keep_snapshots=-1``).
-        given: Carrier-specific options that differ from their defaults, and their values.
+        given: Values of the carrier-specific options that do not have the default value, by name of the option.
     """
 
     full_every: int
@@ -146,7 +147,8 @@ class CarrierUse:
 def check_carrier(rules: CarrierRules, use: CarrierUse) -> None:
     """Check that a carrier (a way to bring weights to engines) supports the settings of a run.
 
-    Raises `ValueError` if the carrier does not support them. The message names the option and the remedy.
+    Raises `ValueError` if the carrier does not support a setting, or if settings contradict each other. The message
+    names the option and the remedy.
     """
     for fault in _faults(rules, use):
         raise ValueError(fault)

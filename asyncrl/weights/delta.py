@@ -1,8 +1,8 @@
 """Exact sparse differences between two versions of a data file.
 
 For each changed piece (a part of a tensor), a delta file holds the changed values and the gaps between their indices.
-If the whole piece takes fewer bytes, the file holds the whole piece instead. Values are compared as integers, so the
-comparison is exact for NaN and -0.0 too.
+If the whole piece does not take more bytes, the file holds the whole piece instead. Values are compared as integers, so
+the comparison is exact for NaN and -0.0 too.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
     value: 1, 2, 4 or 8.
 
     Returns:
-        A tuple: the number of encoded values, the bytes per gap, and the bytes for the delta file. A gap is the
-        distance between the indices of two successive changed values. It is encoded as a number of 1 or 2 bytes, and a
-        long gap as several such numbers. The bytes per gap are 0 if the whole piece is encoded.
+        A tuple: the number of encoded values, the bytes per code, and the bytes for the delta file. A gap is the
+        distance between the indices of two successive changed values. The first gap is the index of the first changed
+        value. The delta file has each gap as one or more codes (numbers of 1 or 2 bytes), whose sum is the gap. The
+        bytes per code are 0 if the whole piece is encoded.
     """
     values = new.view(_INTEGERS[item_bytes])
     indices = np.flatnonzero(values != old.view(_INTEGERS[item_bytes]))
@@ -39,7 +40,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # a gap is the sum of its codes: maximal codes, then a smaller code
+    for gap_bytes in (1, 2):  # codes of a gap: the largest code, as often as it fits, then the rest
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))

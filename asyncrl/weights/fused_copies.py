@@ -1,9 +1,9 @@
 """Loads the experts of a mixture-of-experts model with a few large copies instead of many small copies.
 
-A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter. In the
-first load, which calls the model's ``load_weights`` (its loader), `LoadObserver` records every copy. `FusedCopies`
-repeats these copies in later loads, to the same addresses. It joins copies into one large copy if the distances between
-their addresses are equal. This saves thousands of calls.
+A checkpoint has one tensor per expert and projection. An engine has all experts of a layer in one parameter. The first
+load calls the model's ``load_weights`` (the model's loader), and `LoadObserver` records every copy. In later loads
+`FusedCopies` repeats these copies to the same addresses. `FusedCopies` joins copies into one large copy if the
+addresses of the copies are equally far apart. This saves thousands of calls.
 
 The tensors of a parameter are the checkpoint's tensors that the loader copied into the parameter. `FusedCopies` loads a
 parameter only if all of these conditions hold. Otherwise the model's loader loads the parameter every time.
@@ -13,6 +13,7 @@ parameter only if all of these conditions hold. Otherwise the model's loader loa
 - The loader did nothing else with the parameter.
 - These conditions also hold for every other parameter that received a part of the same tensors.
 - The parameter is float32, bfloat16 or float16, because loaders of quantized parameters keep other state.
+- The parameter is contiguous, and its copies write at most `MAX_RANGES` contiguous ranges.
 - Address, shape, strides and type of all parameters, and the arrangement of the experts, have not changed.
 - The parameter has at least `MIN_TENSORS` tensors. If there are fewer tensors, a loader may also compute other
   values from these tensors.
@@ -53,8 +54,8 @@ class _Block:
     ``source_strides`` then equal ``start`` and ``strides``, so that `joined` compares only the targets.
 
     Attributes:
-        source: Offset of the source from the first value of its tensor. In the blocks that `FusedCopies.take` joins,
-            offset of the source in the tensor's storage.
+        source: Offset of the source from the first value of the tensor. In the blocks that `FusedCopies.take` makes,
+            ``source`` counts from the first value of the tensor's storage.
         start: Offset of the target in the parameter's storage.
     """
 
@@ -67,7 +68,7 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _TensorCopies:
-    """The copies of one tensor, as pairs: the name of the parameter that is written, and the copied block."""
+    """A tensor's shape and dtype, and its copies. Each copy is a pair: the name of the written parameter, the block."""
 
     shape: torch.Size
     dtype: torch.dtype
@@ -75,14 +76,14 @@ class _TensorCopies:
 
 
 class FusedCopies:
-    """The copies that a model's loader made in a recorded load, for repetition in later loads; may be empty.
+    """The copies that a model's loader made in a recorded load. `take` repeats them in a later load.
 
     Args:
         parameters: The model's parameters by name.
-        tensors: The copies of each tensor, by the tensor's name in a checkpoint.
+        tensors: The copies of each tensor, by the tensor's name in a checkpoint; may be empty.
         constants: The loader's writes of constants, as tuples: name of the parameter, value, written blocks.
-        arrangement: Text that says which experts this rank holds, and where. It determines where the loader writes.
-            None if the arrangement is unknown.
+        arrangement: Text that says which experts this rank holds, and at which positions. The loader writes to these
+            positions. None if the positions are unknown.
     """
 
     def __init__(
@@ -112,8 +113,9 @@ class FusedCopies:
     def take(self, tensors: Iterator[tuple[str, Tensor]], parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
         """Copy the recorded tensors into the model's parameters, and yield all other tensors.
 
-        Takes and yields (name, tensor) pairs. The model's loader must load the yielded tensors. Successive tensors that
-        share memory are copied together. At the end, recorded constants are written.
+        Takes and yields (name, tensor) pairs. The model's loader must load the yielded tensors. A recorded tensor is
+        also yielded if its shape or dtype has changed, or if it is not contiguous. Successive tensors that share memory
+        are copied together. After the last tensor, this method writes the recorded constants.
         """
         together: list[tuple[Tensor, _TensorCopies]] = []
         for name, tensor in tensors:
@@ -199,8 +201,8 @@ class LoadObserver:
 
     Args:
         parameters: The model's parameters by name.
-        arrangement: Text that says which experts this rank holds, and where. It determines where the loader writes. If
-            it is None, the arrangement is unknown, and `copies` returns no copies.
+        arrangement: Text that says which experts this rank holds, and at which positions. The loader writes to these
+            positions. None if the positions are unknown; `copies` then returns no copies.
     """
 
     def __init__(self, parameters: Parameters, arrangement: str | None = "") -> None:
@@ -251,8 +253,8 @@ class LoadObserver:
     def computed(self, arguments: Any) -> None:
         """Record an operation of the loader that is neither a view nor a write, such as an addition.
 
-        ``arguments`` are the arguments of the operation, in any nesting. The tensors in ``arguments`` are excluded
-        from the copies, because the loader does more than copy them.
+        ``arguments`` are the arguments of the operation, in any nesting. `copies` leaves out the parameters and the
+        published tensors in ``arguments``, because the loader does more than copy these tensors.
         """
         for leaf in tree_leaves(arguments):
             if isinstance(leaf, Tensor):
@@ -303,7 +305,11 @@ class LoadObserver:
         )
 
     def _is_written_once(self, name: str) -> bool:
-        """Return whether the writes into a parameter cover it completely, without overlap."""
+        """Return whether the writes into a parameter cover the whole parameter, without overlap.
+
+        Also returns False if the parameter is not contiguous, if its dtype is not in `_DTYPES`, or if the writes have
+        more than `MAX_RANGES` contiguous ranges.
+        """
         parameter = self._parameters[name]
         if not parameter.is_contiguous() or parameter.dtype not in _DTYPES:
             return False
@@ -319,7 +325,10 @@ class LoadObserver:
         return is_adjacent and int(starts[0]) == first and int(ends[-1]) == first + parameter.numel()
 
     def _tensor_of(self, view: Tensor) -> tuple[str, int] | None:
-        """Return the name and the start (in bytes) of the published tensor that contains a view, or None."""
+        """Find the published tensor that contains a view. Returns the tensor's name, and its first byte in the storage.
+
+        Returns None if no published tensor contains the view, or if the view is empty.
+        """
         published = self._published.get(_storage(view))
         if published is None or not view.numel():
             return None
@@ -333,7 +342,7 @@ class LoadObserver:
 
 
 def _ranges_of(block: _Block) -> tuple[np.ndarray, int]:
-    """Split what a block writes into contiguous ranges of equal length. Returns each range's start, and the length.
+    """Divide the values that a block writes into contiguous ranges of equal length. Returns all starts, and the length.
 
     Starts and length count values in the storage of the parameter.
     """

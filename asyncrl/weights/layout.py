@@ -54,7 +54,7 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return this rank's shards of the parameters and stored buffers that a file needs, by name.
+        """Return this rank's shards of the parameters and persistent buffers that a file needs, by name.
 
         ``part`` says what the file contains. Example: for ``Part.adapters``, only the adapters are returned.
         """
@@ -86,14 +86,14 @@ class ModelShards(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A contiguous part of this rank's shard of a parameter, and its position in the file.
+    """A contiguous part of this rank's shard of a parameter, and its position in the file or in the raw copy.
 
     Attributes:
         name: Name of the parameter.
         parameter: The parameter. This rank holds one shard of it, or all values if it is not sharded.
         first: Index of the region's first value in the flattened shard. The region has ``num_values`` values.
-        start: Position of the region's first byte in the file.
-        dtype: Dtype of the values in the file.
+        start: Position of the region's first byte in the file or in the raw copy.
+        dtype: Dtype of the values there.
     """
 
     name: str
@@ -105,7 +105,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that the region takes in the file."""
+        """Number of bytes that the region takes in the file or in the raw copy."""
         return self.num_values * self.dtype.itemsize
 
     def values(self) -> Tensor:
@@ -127,7 +127,8 @@ class ModelLayout:
 
     Attributes:
         head: The safetensors header: all bytes of the file before its data.
-        tensor_of: By parameter name: the tensor's name in the file, if the parameter is a whole tensor of the file.
+        tensor_of: Names of tensors in the file, by name of the parameter. Only a parameter that is a whole tensor of
+            the file has an entry.
         regions: The values that this rank writes to the file.
         raw_regions: The values that this rank writes to its *raw copy*: memory for the parameters from which tensors of
             the file are computed.
@@ -173,9 +174,10 @@ class ModelLayout:
         self._plan_computed(computed, [name for storage, name in sources.items() if storage not in written])
 
     def _plan_computed(self, computed: Sequence[StoredTensor], needed: Sequence[str]) -> None:
-        """Lay out the raw copy, this rank's memory for whole (unsharded) parameters, and form one group per layer.
+        """Lay out this rank's raw copy, and group parameters and tensors by layer.
 
-        ``needed`` has the names of these parameters. The tensors ``computed`` are later computed from them.
+        The raw copy is memory for the whole (unsharded) parameters that ``needed`` names. The tensors ``computed`` are
+        later computed from these parameters. Raises `WeightsError` if a tensor needs parameters of several layers.
         """
         self.raw_regions: list[Region] = []
         self._raw: dict[str, tuple[int, Tensor]] = {}
@@ -274,9 +276,10 @@ class ModelLayout:
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """Yield the parts that this rank writes of ``num_values`` values of a parameter, from the value ``first`` on.
+        """Yield the regions that this rank writes of a contiguous part of a flattened parameter.
 
-        The value ``first`` has its place at byte ``start`` of the file or of the raw copy.
+        ``first`` is the index of the part's first value, and the part has ``num_values`` values. ``start`` is the
+        position of the part's first byte in the file or in the raw copy.
         """
         for own_first, held_first, size in self._own_values(name):
             begin, end = max(first, own_first), min(first + num_values, own_first + size)

@@ -90,11 +90,13 @@ def load_verified(
         model: A model with a ``load_weights`` as in SGLang.
         offer: The version's offer. The version's files are on this host, or the version arrives in a stream.
         timeout_s: Deadline of a stream in seconds, to which one second per 100 MB is added.
-        arrangement: Text that says which experts this rank holds, and where. It determines where ``load_weights``
-            writes. None if the arrangement is unknown.
+        arrangement: Text that says which experts this rank holds, and at which positions. ``load_weights`` writes to
+            these positions. None if the positions are unknown.
 
     Raises:
         WeightsError: the bytes differ from the published bytes, or a parameter holds other values after the load.
+        WeightsGone: the learner ranks no longer hold the version.
+        FileNotFoundError: a newer version has replaced the files.
         DeadlineError: a stream did not arrive in time.
     """
     adapter = PublishedAdapter(offer) if offer.kind == "adapter" else None
@@ -133,8 +135,11 @@ def load_from(
 ) -> T:
     """Call ``load_all`` with the source of an offered version's tensors, and return its result.
 
-    If a round of a stream (one transfer over the network) fails, the next round begins, and ``load_all`` is called
-    again. Raises `WeightsError` after `MAX_ROUNDS` failed rounds, and the errors of ``load_all`` and `open_weights`.
+    If a round of a stream (one transfer over the network) fails, the next round begins, and this function calls
+    ``load_all`` again. ``timeout_s`` is the deadline of all rounds in seconds, to which one second per 100 MB is added.
+
+    Raises:
+        WeightsError: `MAX_ROUNDS` rounds failed. Other errors of ``load_all`` and `open_weights` are raised at once.
     """
     ends_s = time.monotonic() + load_limit_s(timeout_s, offer.num_bytes)
     errors: list[str] = []
@@ -151,12 +156,14 @@ def load_from(
 def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) -> WeightSource:
     """Open an offered version, and return an object that yields the version's tensors from files or a stream.
 
-    ``timeout_s`` is the deadline of a stream.
+    ``timeout_s`` is the deadline of a stream, in seconds.
 
     Raises:
+        RoundFailed: a round of a stream failed.
         WeightsGone: the learner ranks no longer hold the version.
+        DeadlineError: a stream did not begin in time.
         FileNotFoundError: a newer version has replaced the files.
-        WeightsError: the manifest differs from the offered one.
+        WeightsError: the manifest differs from the offered one, or the version is a delta in files.
     """
     if offer.carrier == Carrier.engine_stream:  # not `is`, because `carrier` is a plain string in an engine server
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
@@ -167,7 +174,7 @@ class FileWeights:
     """The tensors of an offered version, in memory-mapped files. For an adapter, the frozen weights are not included.
 
     Without a device, the tensors are views of the files, and `copy` and `verify` verify the bytes. With a device, the
-    tensors are copies on the device, and `verify` compares digests that the device computes.
+    tensors are copies on the device, and `verify` compares the copies' digests, which the device computes.
 
     Args:
         offer: The offer of a full version or an adapter.
@@ -187,7 +194,7 @@ class FileWeights:
         self.manifest = read_manifest(offer)
         self._name = offer.name
         self._maps = [map_file(Path(self.manifest.directory, name)) for name in self.manifest.files]
-        with warnings.catch_warnings():  # the files are mapped read-only, and this class does not write to them
+        with warnings.catch_warnings():  # torch warns of read-only memory; this class does not write to it
             warnings.simplefilter("ignore", UserWarning)
             self._files = [torch.from_numpy(data) for data in self._maps]
         self._pieces = {(piece.file, piece.start): piece for piece in self.manifest.pieces}
@@ -218,7 +225,10 @@ class FileWeights:
                 yield from pending.popleft().result()
 
     def _spans(self) -> Iterator[list[StoredTensor]]:
-        """Yield groups of adjacent tensors, up to `BUCKET_BYTES` each, so that one copy moves many small experts."""
+        """Yield groups of adjacent tensors, so that one copy moves many small experts.
+
+        A group has at most `BUCKET_BYTES`. A larger tensor is a group of its own.
+        """
         span: list[StoredTensor] = []
         for stored in self.manifest.tensors:
             if span:
@@ -435,11 +445,11 @@ def submissions_run_at_once() -> Iterator[None]:
 class ComparedWrites(TorchDispatchMode):
     """A context manager that verifies every copy of published weights into a parameter.
 
-    If whole pieces are copied on the CPU, the written bytes are compared with the published digests. Any other copy is
-    compared with its source, and the source's digest is verified at the end.
+    If whole pieces of a file are copied on the CPU, the written bytes are compared with the published digests. Any
+    other copy is compared with its source, and `check` verifies the source's digest.
 
-    Torch shows the context only operations of the same thread. If a model's loader submits copies to a thread pool, the
-    context therefore runs these copies at once on the submitting thread. ``observer`` records the loader's operations.
+    Torch shows the context only operations of the thread that entered the context. If this thread submits a copy to a
+    thread pool, the context therefore runs the copy at once, on this thread. ``observer`` records all operations.
     """
 
     def __init__(

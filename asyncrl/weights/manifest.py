@@ -91,10 +91,10 @@ class Change:
         start: Position of the piece's first byte in the data file.
         item_bytes: Bytes per value: 1, 2, 4 or 8.
         num_values: Number of values in the delta file.
-        gap_bytes: Bytes per gap between the indices of changed values; 0 if the delta file has the whole piece. In the
-            delta file, the gaps follow the values.
+        gap_bytes: Bytes per code (a part of a gap between the indices of changed values); 0 if the delta file has the
+            whole piece. In the delta file, the codes follow the values.
         file: Index of the delta file in `Delta.files`.
-        at: Position of the first value in the delta file. Values and gaps take ``num_bytes`` bytes.
+        at: Position of the first value in the delta file. Values and codes take ``num_bytes`` bytes.
     """
 
     start: int
