@@ -60,7 +60,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
         return False
 
     def _timer_handle_cancelled(self, handle: asyncio.TimerHandle) -> None:
-        """Do nothing. `call_later` ignores a cancelled timer when it is due."""
+        """Do nothing. A cancelled timer stays on the simpy clock, but it does not call its callback."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -89,7 +89,7 @@ class _SimulatedClock(LoopClock):
         return self._loop.time()
 
     def close(self) -> None:
-        """Do nothing, because the clock has no timer."""
+        """Do nothing: unlike `LoopClock`, this clock has no timer to cancel."""
 
 
 def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None]) -> None:

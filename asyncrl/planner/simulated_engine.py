@@ -1,7 +1,8 @@
 """Simulated engines and shared CPU cores.
 
 Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
-progress of all samples: the tokens of an imaginary sample that has run since the start of the simulation.
+progress of all samples: the tokens of an imaginary sample that has run since the start of the simulation. Engines that
+take batches have no progress, because all samples of a batch end together.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class _Running:
     """A running sample.
 
     Attributes:
-        ends_at: The engine's progress (see the module) at the end of the sample, in tokens.
-        place: Number of the sample in the order of the starts.
+        ends_at: The engine's progress at the end of the sample, in tokens. The module's docstring explains progress.
+        place: Position of the sample in the order in which the engine started its samples, from 1.
         weight: What the sample adds to the engine's load, in samples. It is 1 without ``whole_groups``. Otherwise the
             sample represents its group, and ``weight`` is the mean number of running samples of the group.
     """
@@ -75,7 +76,8 @@ class SimulatedEngine:
 
     Args:
         on_update: What the engine does with the KV cache of running samples after a weight update.
-        prompt_tokens: Tokens of a prompt. The engine computes their KV cache once per group.
+        prompt_tokens: Tokens of a prompt. The engine computes their KV cache once per group. Engines that take batches
+            ignore this number.
         whole_groups: Simulate only the longest sample of a group (``Scenario.whole_groups``).
         after: A function that takes seconds of work and a callback. It calls the callback when the work is done.
         vary: Maps the expected time of a batch to its simulated time.
@@ -120,7 +122,10 @@ class SimulatedEngine:
         return self.loading_s
 
     def add(self, groups: list[SimulatedGroup]) -> None:
-        """Queue the samples of ``groups``. Each sample starts as soon as the engine has room for it."""
+        """Queue the samples of ``groups``. A sample starts as soon as the engine has room and loads no weights.
+
+        An engine that takes batches starts samples only together, as a batch.
+        """
         for group in groups:
             if self._whole_groups:
                 longest = max(group.to_write)
@@ -134,7 +139,10 @@ class SimulatedEngine:
         self._set_timer()
 
     def revoke(self, group: SimulatedGroup) -> int:
-        """Stop and remove all samples of a group; return how many tokens of the group this engine has decoded."""
+        """Stop and remove all samples of a group; return how many tokens of the group this engine has decoded.
+
+        An engine that takes batches does not count the tokens of the running batch.
+        """
         self._advance()
         group.is_revoked = True
         num_tokens = group.written
@@ -159,8 +167,8 @@ class SimulatedEngine:
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
         """Stop a group so that another engine can continue the group.
 
-        After the next decoding step, or at the end of a batch, the engine calls ``on_cut`` with a list: for each
-        unfinished sample, the number of missing tokens.
+        After the next decoding step, the engine calls ``on_cut`` with the missing tokens of each unfinished sample. An
+        engine that takes batches calls ``on_cut`` at the end of the batch, if samples are then unfinished.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -177,7 +185,7 @@ class SimulatedEngine:
         call_after(self._env, step_s, lambda: on_cut(left))
 
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
-        """Pause for ``load_s`` seconds, then generate with the policy version ``version`` and call ``on_loaded``.
+        """Pause for ``load_s`` seconds of work, then generate with the policy version ``version``; call ``on_loaded``.
 
         An engine that takes batches pauses between two batches.
         """
@@ -255,8 +263,8 @@ class SimulatedEngine:
         def steps_until(moment: float) -> int:
             """Return the number of decoding steps from the start of this batch to the simulated time ``moment``.
 
-            At ``moment``, each sample that still runs has this number of new tokens. Call the function when the batch
-            ends, because the function takes the present time as the end of the batch. ``moment`` is in seconds.
+            At ``moment``, each sample that still runs has this number of new tokens. Call this function only at the end
+            of the batch, because this function takes the present time as the end. ``moment`` is in seconds.
             """
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
@@ -391,9 +399,10 @@ class SimulatedHost:
         self._last = self.ranks
 
     def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Run ``work_s`` seconds of work of another process, such as the buffer, in ``num_slices`` equal slices.
+        """Run ``work_s`` seconds of work of a process that is no engine and no rank, such as the buffer.
 
-        The slices run one after another, each on the core that has fewer jobs when the slice starts.
+        ``num_slices`` equal slices run one after another. Each slice takes the core that has fewer jobs at its start.
+        If both cores have equally many jobs, the slice takes the core that the previous slice did not take.
         """
         if not work_s or not num_slices:
             return

@@ -5,7 +5,7 @@
                    commits │   │ plans     puts ◀───┘          offers: learner ─▶ buffer ─▶ workers
                         learner ◀
 
-The clock is simulated by simpy. The same scenario and seed always give the same outcome.
+simpy simulates the clock. The same scenario and seed always give the same outcome.
 """
 
 from __future__ import annotations
@@ -39,16 +39,20 @@ _SLICES = 8
 class SimulatedRun:
     """The result of a simulated run. Step time, rate, lags and waits leave out the warm-up steps.
 
+    The idle shares, ``stored_bytes``, ``dropped`` and ``step_ends`` cover the whole run.
+
     Attributes:
         tokens_per_s: Trained response tokens per second.
-        learner_idle: Idle share of the ranks' time, by cause, with the names of `asyncrl.profile.attribution`.
-        fleet_idle: Idle share of the fleet's capacity, by cause. The capacity is the time times the number of group
-            slots.
+        learner_idle: For each cause of idle time, its share of the ranks' time. `asyncrl.profile.attribution` names the
+            causes.
+        fleet_idle: For each cause of idle time, its share of the fleet's capacity. The capacity is the time times the
+            number of group slots of all engines.
         stored_bytes: Largest number of bytes in the buffer.
         dropped: Share of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
-        update_s: Mean seconds per step that the ranks computed.
-        step_ends: Simulated seconds from the start of the run to the end of each step, including warm-up steps.
+        update_s: Mean seconds per step without the waits and the pauses for publishes. It includes ``plan_s``. The mean
+            of the pauses includes the warm-up steps.
+        step_ends: Simulated seconds from the start of the run to the end of each step.
     """
 
     step_s: float
@@ -120,9 +124,9 @@ class SimulatedWorker:
         self._ask()
 
     def account(self) -> None:
-        """Update ``idle`` with the time since the previous call of this method.
+        """Add the idle time since the previous call of this method to ``idle``.
 
-        ``idle`` maps a cause to seconds, summed over the idle group slots.
+        ``idle`` maps a cause to idle seconds, summed over the worker's group slots.
         """
         now = self._env.now
         passed, self._seen_at = now - self._seen_at, now
@@ -151,7 +155,7 @@ class SimulatedWorker:
                 self._gather()
 
     def _gather(self) -> None:
-        """Request leases. Unless all slots are free, first wait ``ask_s``, because more slots may become free."""
+        """Request leases. If some slots are in use, first wait ``ask_s``, because more slots may become free."""
 
         def request() -> None:
             self.account()
@@ -165,7 +169,10 @@ class SimulatedWorker:
 
     @property
     def _num_free(self) -> int:
-        """Number of free slots. Groups that are being scored or stored do not occupy a slot."""
+        """Number of free slots. A group that the worker scores or stores uses no slot.
+
+        If more than ``groups_in_flight`` groups are being scored or stored, each further one uses a slot.
+        """
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
@@ -200,7 +207,10 @@ class SimulatedWorker:
         self._ask()
 
     def _on_hand_on(self, keys: Sequence[tuple[int, int]]) -> None:
-        """Stop, save and release groups. Skip groups that the engine has finished."""
+        """Stop groups, save their tokens and release their leases. ``keys`` are pairs (group id, attempt).
+
+        Skip groups that the engine has finished, and groups that the worker has already begun to stop.
+        """
         for key in keys:
             group = self._groups.get(key)
             if group is not None and group.num_left and group.on_cut is None:
@@ -245,7 +255,7 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """Begin to score and store the next group, if this worker handles no other group.
+        """Begin to score the next finished group, unless this worker is scoring one. Then send the group to the buffer.
 
         Only a simulation in which all engines share a CPU core (``host``) uses this method.
         """
@@ -316,7 +326,7 @@ class SimulatedWorker:
         def on_loaded() -> None:
             self.account()
             self._report_loaded(version, load_s)
-            if self._asked is not None:  # the pending request for groups still names the previous version
+            if self._asked is not None:  # the unanswered request for leases names the previous version
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
             self._follow_weights()
@@ -341,13 +351,16 @@ class SimulatedLearner:
         self.steps: list[tuple[float, float, int, list[int]]] = []
 
     def start(self) -> simpy.Process:
-        """Start the loops that plan batches and train on them. The returned process ends when the last step ends."""
+        """Start the loops that plan batches and train on them.
+
+        The returned process ends after the last step, or after the ranks' pause for the last step's publish.
+        """
         self.feed()
         self._env.process(self._plan())
         return self._env.process(self._train())
 
     def feed(self) -> None:
-        """Send prompts to the buffer until its queue has enough for the next batches and for all engines."""
+        """Fill the prompt queue of the buffer, so that it has prompts for the next batches and for all engines."""
         wanted = _QUEUED_STEPS * self._scenario.groups_per_step + self._simulation.capacity
         missing = wanted - self._buffer.ledger.groups.num_queued
         if missing > 0:
@@ -356,9 +369,9 @@ class SimulatedLearner:
             self._buffer.request(_CONTROLLER, commands.Enqueue(tuple(range(first, first + missing)), (0,) * missing))
 
     def account(self) -> None:
-        """Update ``idle`` with the time since the previous call of this method.
+        """If the ranks wait for a batch, add the time since the previous call of this method to ``idle``.
 
-        ``idle`` maps a cause to the seconds that the ranks waited for a batch.
+        ``idle`` maps a cause to idle seconds of the ranks. Its cause ``publish`` includes the pauses for publishes.
         """
         now = self._env.now
         if self._is_waiting:
@@ -430,9 +443,9 @@ class SimulatedLearner:
         return done
 
     def _publish(self, version: int) -> ProcessGenerator:
-        """Copy the weights when the previous publish is finished.
+        """Publish a version. The ranks pause until the previous publish is finished and the weights are copied.
 
-        The ranks wait for the rest of the publish only if ``LearnerModel.shares_learner`` is set.
+        If ``LearnerModel.shares_learner`` is set, the ranks also pause for ``publish_s`` and ``load_s``.
         """
         learner = self._scenario.learner
         began_s = self._env.now
@@ -527,7 +540,7 @@ class Simulation:
         self.learner.account()
 
     def planned(self, group_ids: set[int]) -> None:
-        """Record that groups no longer wait for a batch. ``group_ids`` are the groups that a batch took."""
+        """Record that a batch took the groups ``group_ids``, so these groups no longer wait."""
         for group_id in group_ids & self._queue.keys():
             del self._queue[group_id]
 

@@ -88,6 +88,7 @@ class Stretch:
     Attributes:
         lane: Name of the rank or engine in the record. Example: ``engine-0``.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
+        places: 1 for a rank; for an engine, its number of sample slots in this state.
     """
 
     lane: str
@@ -98,7 +99,7 @@ class Stretch:
 
     @property
     def total(self) -> int:
-        """Nanoseconds of the period times ``places`` (1 for a rank, or the sample slots of an engine in this state)."""
+        """Length of the period in nanoseconds, times ``places``."""
         return self.places * (self.end - self.start)
 
 
@@ -128,7 +129,7 @@ class PoolTime:
     def alone(self, pool: str, duration: int) -> float:
         """Return the part of ``duration`` that the pool ``pool`` would need if it never waited for the other pool.
 
-        Idle time that depends on the other pool does not count (see `OWN_CAUSES`).
+        Busy time counts, and so does idle time with a cause in `OWN_CAUSES`. All other idle time does not count.
         """
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
@@ -382,8 +383,8 @@ def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -
 
     The cause is ``batch_tail`` if two conditions hold:
 
-    - some samples are running, but at most half of the largest number so far in this step
-    - the staleness bound keeps some places free.
+    - samples run, but at most half as many as at the peak of this step so far
+    - the staleness bound keeps some places of the fleet idle.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:
@@ -517,7 +518,7 @@ class Figures:
         return weighted / num_lanes if num_lanes else 0.0
 
     def idle_s(self, pool: str) -> dict[str, float]:
-        """Return a dict from cause to idle seconds, as a mean over the places of a pool, largest first."""
+        """Return a dict from cause to idle seconds, largest first. The seconds are a mean over the places of a pool."""
         time = self.pools[pool]
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
@@ -543,7 +544,7 @@ class Figures:
         return {**head, **figures, "lag": asdict(self.lag), **pools}
 
     def flat(self) -> dict[str, float]:
-        """Return the figures as a dict from dotted name to number. Example of a name: ``learner.idle_s.fetch``."""
+        """Return the main figures as a dict from dotted name to number. Example of a name: ``learner.idle_s.fetch``."""
         found = {"step_s": self.step_s, "ideal_step_s": self.ideal_step_s, "utilisation": self.utilisation}
         found |= {f"lag.{name}": value for name, value in asdict(self.lag).items()}
         for pool in POOLS:
@@ -624,7 +625,7 @@ class OverlapReport:
 
 
 class LiveUse:
-    """Adds up the use of the pools in the finished steps of a run in progress. It reads each step once."""
+    """Adds up the busy and idle time of the pools in the finished steps of a run in progress, each step once."""
 
     def __init__(self, run_dir: Path) -> None:
         self._reader = TraceReader(run_dir)

@@ -2,7 +2,7 @@
 
 ``page/charts.js`` draws the charts.
 
-Times are seconds since training began. Versions and lags are learner steps.
+Times are in seconds. Versions and lags are learner steps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _FIGURES = 4
 def timeline(trace: Trace, attribution: Attribution) -> Chart:
     """Return the chart of the states of both pools, weight updates, buffer counts and mean lag over time.
 
-    The chart has at most `MAX_BINS` columns of equal width.
+    The chart has at most `MAX_BINS` columns of equal width. Time 0 is the start of ``attribution.window``.
     """
     start, end = attribution.window
     count = max(1, min(MAX_BINS, (end - start) // _LEAST_WIDTH_NS))
@@ -96,7 +96,7 @@ def fill(trace: Trace) -> Chart:
     """Return the chart of how batches fill up: one curve per step, for at most `MAX_CURVES` evenly spaced steps.
 
     Each curve has ``points``, pairs [seconds, share of the batch that the buffer has stored]. The batch is complete at
-    0 seconds; earlier times are negative. ``tail`` is the index of the point at which the last 5% begin.
+    0 seconds; earlier times are negative. ``tail`` is the index of the last point with a share of at most 95%.
     """
     stored: dict[int, list[int]] = defaultdict(list)
     for life in trace.trained_groups:
@@ -118,10 +118,11 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 
 
 def lag(trace: Trace, *, bound: int) -> Chart:
-    """Return the chart of the number of trained groups by lag (learner steps from the oldest token to the training).
+    """Return the chart of lags: for each lag, the number of trained groups that had this lag.
 
-    Each number is split by when the lag arose: before the buffer stored the group, or while the group waited for a
-    batch. ``bound`` is the largest allowed lag.
+    A group's lag is the number of learner steps from the group's oldest token to the training. A group without lag
+    counts in ``none``. For any other group, ``before`` counts the share of the lag that arose before the buffer stored
+    the group. ``in_queue`` counts the rest. ``bound`` is the largest allowed lag.
     """
     lives = trace.trained_groups
     parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}
@@ -137,7 +138,10 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 
 
 def lengths(trace: Trace) -> Chart:
-    """Return the chart of response lengths in tokens: histograms of the generated, trained and dropped samples."""
+    """Return the chart of response lengths in tokens: histograms of the generated, trained and dropped samples.
+
+    Only samples of groups that the buffer has stored count.
+    """
     found: dict[str, list[int]] = {"generated": [], "trained": [], "dropped": []}
     for life in trace.groups.values():
         for stamp in life.stamps:
@@ -161,7 +165,7 @@ def publishes(trace: Trace) -> Chart:
 
     Times are counted from the start of the learner's copy of the weights. The start and end of a stage are medians
     over all versions. A stage on several ranks or engines lasts from the first start to the last end. The total time
-    ends when all engines serve the version. The pause is the longest pause of an engine.
+    ends when all engines serve the version or a newer one. The pause is the longest pause of an engine.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -198,10 +202,14 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """Return the policy version of a span. If the span has none, return the version that its engine serves next."""
+    """Return the policy version that a span belongs to; -1 if unknown.
+
+    A span without a recorded version belongs to the version that its engine serves next. A re-prefill without a
+    recorded version belongs to the version of the engine's latest pause.
+    """
     if span.version != NONE:
         return span.version
-    if span.kind == SpanKind.re_prefill:  # recomputes KV caches after a pause that loaded a version
+    if span.kind == SpanKind.re_prefill:
         pauses = [pause for pause in trace.spans_of(SpanKind.pause, span.lane) if pause.start <= span.start]
         return _version_of(trace, pauses[-1]) if pauses else NONE
     later = (level.value for level in trace.levels_of(LevelName.version, span.lane) if level.time >= span.start)
@@ -218,7 +226,7 @@ _UP = ("starting", "catching_up", "ready", "updating")
 
 
 def _state(trace: Trace, lane: str) -> str:
-    """Return the engine's state as text, then its current activities after commas.
+    """Return the engine's state and its unfinished activities as text, separated by commas.
 
     If the engine's worker is not up, return the state of the worker.
     """
@@ -265,9 +273,10 @@ def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart
 
 
 def _served(trace: Trace) -> list[tuple[int, int]]:
-    """Return (version, time) pairs: the first time at which all engines serve this version or a newer one.
+    """Return (version, time) pairs. At ``time``, all engines serve ``version`` or a newer one for the first time.
 
-    An engine counts from its first version, until it fails or leaves.
+    A pair is left out if its time lies before the first step. An engine counts from its first version until its
+    worker stops or the engine leaves.
     """
     changes = []
     for lane in trace.lanes(Pool.fleet):
@@ -286,7 +295,10 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """Return the share of time per state, [bins] float64. The shares of a bin sum to 1."""
+    """Return for each state its share of the time of all places, [bins] float64.
+
+    The shares of a bin sum to 1. Without any stretch in a bin, they sum to 0.
+    """
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
         by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
@@ -318,7 +330,7 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
-    """Return the mean of a buffer count in each bin, as an array [bins]."""
+    """Return an array [bins]: the mean over each bin of the buffer's count ``name``, such as ``stored``."""
     changes = trace.levels_of(name, "buffer")
     if not changes:
         return np.zeros(len(edges) - 1)
@@ -328,7 +340,10 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
-    """Return an array [bins]: for each bin, the mean lag of the latest batch whose step ended by the end of the bin."""
+    """Return an array [bins]. A bin has the mean lag of the latest batch whose step had ended at the end of the bin.
+
+    The value is 0 if no step had ended.
+    """
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trace.trained_groups:
         lags[life.step].append(life.lag)
