@@ -60,7 +60,7 @@ _SHUTTING_DOWN = frozenset({410, 503})  # the policy's endpoint answers these HT
 
 
 class _Traces:
-    """The tasks, threads and programs that one episode has started in this process."""
+    """The tasks, threads, calls in thread pools, and programs that one episode has started in this process."""
 
     def __init__(self, episode: str) -> None:
         self.episode = episode
@@ -86,7 +86,7 @@ class _Traces:
     def mark(self, environment: Mapping[str, str] | None) -> dict[str, str]:
         """Return the environment variables for a program that the episode starts: ``environment`` plus two marks.
 
-        By the marks, `clear_up` and the parent of this process find the program, and kill it.
+        `clear_up` and the parent of this process find the program by these marks, and kill it.
         """
         self.has_programs = True
         given = os.environ if environment is None else environment
@@ -94,7 +94,7 @@ class _Traces:
 
     @property
     def num_stuck(self) -> int:
-        """Number of tasks, calls and threads of the episode that still run."""
+        """Number of tasks, threads, and calls in thread pools, that the episode has started and that still run."""
         unfinished = sum(not work.done() for work in (*self.tasks, *self.calls))
         return unfinished + sum(thread.is_alive() for thread in self.threads)
 

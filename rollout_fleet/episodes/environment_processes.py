@@ -195,10 +195,10 @@ class EnvironmentProcesses:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the child processes, and load the run's environment in one of them, to find errors early.
+        """Start the child processes. One of them loads the environment of the run, if it has a name, to find errors.
 
         Raises:
-            ValueError: the environment does not exist, or its options do not fit.
+            ValueError: the environment cannot be loaded, or ``rollout_fleet.environment.python`` is no interpreter.
             WorkerDiedError: a process ended before it was ready.
             DeadlineError: a process was not up in time.
         """
@@ -218,7 +218,7 @@ class EnvironmentProcesses:
         """Return whether an interrupted episode of the environment ``name`` may run again with its recorded turns.
 
         The result is the attribute ``replayable`` of the environment. ``options`` are the environment's keyword
-        arguments. Raises `EpisodeFailure` if the environment cannot be loaded.
+        arguments. Raises `EpisodeFailure` if the environment cannot be loaded, or its process cannot be started.
         """
         if name not in self._replayable:
             question = {"name": name, "options": self._merged(name, options)}
@@ -251,8 +251,8 @@ class EnvironmentProcesses:
             access: Base URL and key of the episode.
             sample: Index of the rollout in its group, 0..G - 1.
             name: The environment. Empty: the environment of the run.
-            options: Keyword arguments of the environment from the prompt's row of the data. They override the options
-                of the run's environment.
+            options: Keyword arguments of the environment from the prompt's row of the data. If the environment is that
+                of the run, they override its configured options.
             on_tool: Called when a call of `Policy.run_tool` begins and when it ends.
 
         Raises:
@@ -340,7 +340,10 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """Return the process of a slot, and start it if it is missing. Pause before a replacement."""
+        """Return the process of a slot. Start one if the slot has none, or if its process has ended.
+
+        If a process of any slot has ended or failed to start before, pause before the start.
+        """
         async with self._starting[slot]:
             process = self._slots[slot]
             if process is not None and not process.has_ended:

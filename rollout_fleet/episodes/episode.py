@@ -12,8 +12,8 @@ The states of a sampled turn. A new turn begins as *running*. A *recorded* turn 
 the prompt group sampled. `sample` continues a recorded turn; if the turn is complete, it is finished at once::
 
     recorded ──sample──▶ running ──take──▶ finished
-        │                   └──abandon──▶ dropped
-        └──sample, with a request that differs from the earlier attempt──▶ dropped
+        │                   └──abandon or refuse──▶ dropped
+        └──forget, or sample with a request that differs from the earlier attempt──▶ dropped
 
 `next_requests` makes a request for a running turn. After an abort it makes a new request for the same turn. The prompt
 of the new request ends with the turn's tokens so far.
@@ -50,8 +50,8 @@ class EpisodeBudget:
         max_tokens: Largest number of sampled tokens of all turns.
         max_context: Largest number of tokens on a path, from a root to the end of a turn; at most the model's context
             length.
-        max_tree_tokens: Largest number of tokens of all paths together. Each path counts with its whole history. A
-            limit of at most one micro-batch lets the learner train on all paths at once. 0: no limit.
+        max_tree_tokens: Largest number of tokens on all paths to leaves together. Tokens that paths share count once
+            per path. A limit of at most one micro-batch lets the learner train on all paths at once. 0: no limit.
     """
 
     max_turns: int
@@ -69,8 +69,8 @@ class _Node:
         depth: Number of tokens on the path to this turn, including its own tokens.
         is_live: Whether the environment gave or requested the turn in this attempt. A turn recorded in an earlier
             attempt is not live before its replay. A dropped turn is not live.
-        sampling: Sampling options of the turn. Its ``max_new_tokens`` limits the whole turn, also if the turn is
-            continued after an abort. None until the environment requests the turn, and for given turns.
+        sampling: Sampling options of the turn; None for given turns, and for turns that this attempt has not requested.
+            ``max_new_tokens`` limits the whole turn, also if the turn continues after an abort.
     """
 
     turn: Turn
@@ -93,15 +93,15 @@ class _Node:
 class Episode:
     """One rollout of a prompt, turn by turn. The learner trains on exactly the sampled tokens.
 
-    If an earlier attempt was cut off, ``recorded`` has its turns. The environment runs again, and `sample` returns the
-    recorded turns. This replay ends after all recorded turns, or at the first request that differs from the earlier
-    attempt. ``images`` are the prompt's images.
+    If an earlier attempt was cut off, ``recorded`` has the turns of that attempt. The environment runs again, and
+    `sample` returns the recorded turns. A request that differs from the earlier attempt ends this replay for the turns
+    below the request's ``parent``. ``images`` are the prompt's images.
 
     Attributes:
         name: Prefix of the ids of requests; without ``/``. Example: ``"4711-0-3"`` (group, attempt, sample).
         num_replayed: Number of recorded tokens that requests of this attempt have reused.
-        num_dropped: Number of dropped tokens: recorded tokens that are not replayed any more, and tokens of turns that
-            were abandoned or refused.
+        num_dropped: Number of dropped tokens: recorded tokens that will not be replayed, and tokens of turns that were
+            abandoned or refused.
 
     Raises:
         ValueError: ``recorded`` belongs to another prompt.
@@ -143,7 +143,7 @@ class Episode:
 
     @property
     def num_held(self) -> int:
-        """Number of all sampled tokens in the episode: `num_tokens` plus `num_waiting` plus dropped tokens."""
+        """Number of all sampled tokens in the episode: `num_tokens` plus `num_waiting` plus ``num_dropped``."""
         return self.num_tokens + self.num_waiting + self.num_dropped
 
     @property
@@ -168,9 +168,9 @@ class Episode:
 
     @property
     def live(self) -> list[int]:
-        """Indices of all turns so far, given or sampled, in ascending order, so a turn comes after its parent.
+        """Indices of all turns in use (`is_known`), in ascending order. A turn comes after its parent.
 
-        Turns recorded in an earlier attempt are missing until they are replayed.
+        Turns of an earlier attempt are missing until they are replayed. Dropped turns are missing.
         """
         return [index for index, node in enumerate(self._nodes) if node.is_live]
 
@@ -209,7 +209,7 @@ class Episode:
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
     def images(self, index: int) -> tuple[PlacedImage, ...]:
-        """Return the images in the tokens that `path` returns for ``index``, with their offsets in these tokens."""
+        """Return the images on the path to the turn ``index``. Their offsets are positions in the result of `path`."""
         images: list[PlacedImage] = []
         while index != ROOT:
             node = self._nodes[index]
@@ -218,15 +218,15 @@ class Episode:
         return tuple(images)
 
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray, *, images: tuple[PlacedImage, ...] = ()) -> int:
-        """Append tokens that the policy did not sample, such as a tool's result. Returns the index of this turn.
+        """Append a turn of tokens that the policy did not sample, such as a tool's result. Returns the turn's index.
 
-        ``parent`` is the index of the turn that the tokens follow, or `ROOT` to begin a new sequence. Equal tokens with
-        equal images after the same parent are one turn.
+        ``parent`` is the index of the turn before the tokens, or `ROOT` to begin a new path. Equal tokens with equal
+        images after the same parent are one turn.
 
         Raises:
-            EpisodeOverflow: this sequence, or all sequences together, would have more tokens than the budget allows.
+            EpisodeOverflow: the path to the turn, or all paths together, would have more tokens than the budget allows.
                 The episode does not change.
-            ValueError: there are no tokens, or ``parent`` is still being sampled or is not the index of a turn.
+            ValueError: there are no tokens, or ``parent`` is still being sampled or is not a turn in use (`is_known`).
         """
         self._check_parent(parent)
         ids = _int32(tokens)
@@ -257,14 +257,14 @@ class Episode:
         The ``new_tokens`` follow ``parent``, which is the index of a turn, or `ROOT`. ``images`` belong to the
         placeholders in ``new_tokens``. Equal requests get separate turns.
 
-        If an earlier attempt recorded a turn after the same ``parent``, tokens and images, and the turn is not too long
-        for ``sampling`` and the budget, that turn is used. It may already be finished.
-        Otherwise this attempt differs from the earlier attempt. So the recorded turns that follow ``parent`` and are
-        not replayed yet are dropped, with all turns that follow them.
+        The request reuses a turn that an earlier attempt recorded after the same ``parent``, tokens and images. This
+        turn may already be finished. It must not be too long for ``sampling`` and the budget.
+        Without such a turn, this attempt differs from the earlier attempt. So the recorded turns below ``parent`` that
+        are not replayed yet are dropped. If ``parent`` is `ROOT`, only those below ``new_tokens`` are dropped.
 
         Raises:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
-            ValueError: ``parent`` is being sampled or is not the index of a turn, or ``parent`` is `ROOT` and
+            ValueError: ``parent`` is being sampled or is not a turn in use (`is_known`). Or ``parent`` is `ROOT` and
                 ``new_tokens`` is empty.
         """
         most = self.check_room(parent, new_tokens, sampling, images=images)
@@ -296,10 +296,10 @@ class Episode:
         images: tuple[PlacedImage, ...] = (),
         num_turns: int = 1,
     ) -> int:
-        """Check that the budget has room for ``num_turns`` turns that `sample` requests with these arguments.
+        """Check that the budget has room for ``num_turns`` calls of `sample` with these arguments.
 
-        The turns run in parallel. Returns the largest number of tokens that the first of these turns may have. Raises
-        the errors of `sample`.
+        The turns of these calls run in parallel. Returns the largest number of tokens that the first turn may have.
+        Raises the errors of `sample`.
         """
         self._check_parent(parent)
         depth = self.depth(parent) + len(new_tokens)
@@ -339,8 +339,8 @@ class Episode:
     def take(self, request_id: str, output: SampleOutput) -> int:
         """Append the tokens of the engine's answer to the turn of its request, and return the turn's index.
 
-        If the engine aborted the sample, the turn stays unfinished. If the turn was dropped, the tokens are counted and
-        discarded.
+        If the engine aborted the request, the turn stays running, unless it has its maximum length. If the turn was
+        dropped, the tokens are discarded, and ``num_dropped`` counts them.
         """
         index = self._outstanding.pop(request_id)
         node = self._nodes[index]
@@ -367,7 +367,7 @@ class Episode:
         return index
 
     def abandon(self) -> None:
-        """Drop all turns that are being sampled. Later tokens of these turns are counted as dropped, and not used."""
+        """Drop all turns that are being sampled. Their later tokens are discarded; ``num_dropped`` counts them."""
         self._abandon(self.running)
 
     def trajectory(
@@ -377,11 +377,11 @@ class Episode:
         turn_rewards: Mapping[int, float] | None = None,
         metrics: Mapping[str, float] | None = None,
     ) -> Trajectory:
-        """Return the finished episode as a trajectory, which the learner trains on, with its ``reward``.
+        """Return the finished episode as a trajectory with the reward ``reward``. The learner trains on trajectories.
 
-        ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits turns that an earlier
-        attempt sampled and this attempt did not request again. It also omits given turns that have no reward and lead
-        to no sampled turn. So the indices of turns in the trajectory may differ from those in the episode.
+        ``turn_rewards`` maps indices of turns to additional rewards. The trajectory omits dropped turns. It omits turns
+        that an earlier attempt sampled and this attempt did not request again. It also omits given turns that have no
+        reward and lead to no sampled turn. So a turn's index in the trajectory may differ from its index here.
 
         Raises:
             ValueError: a turn is still running.
@@ -400,8 +400,8 @@ class Episode:
     def progress(self) -> Trajectory:
         """Return the turns to save for a later attempt at the group, as a trajectory with reward 0.
 
-        The trajectory includes unfinished turns. It also includes turns that an earlier attempt sampled and this
-        attempt has not requested again yet.
+        The trajectory includes unfinished turns that have tokens. It also includes turns that an earlier attempt
+        sampled and this attempt has not requested again yet. It omits dropped turns.
         """
         kept = (node.turn.sampled and not node.is_dropped and len(node.turn.token_ids) > 0 for node in self._nodes)
         turns, _ = self._subforest([index for index, is_kept in enumerate(kept) if is_kept])
@@ -440,9 +440,10 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return the number of tokens of all branches (paths to a leaf) that do not end in the turn ``extended``.
+        """Return the number of tokens on all paths to leaves together, without the path to the leaf ``extended``.
 
-        Each branch counts with its whole history, and a running turn with its maximum length.
+        Tokens that paths share count once per path. A running turn counts with its maximum length. If ``extended`` is
+        not a leaf, all paths count.
         """
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
@@ -451,9 +452,9 @@ class Episode:
     def _room(self, depth: int, above: int, longest: int, num_turns: int) -> int:
         """Return the largest number of tokens that a new turn after the turn ``above`` may have, at most ``longest``.
 
-        ``depth`` is the number of tokens on the path before the new turn. `EpisodeOverflow` is raised if the
-        `EpisodeBudget` has no room for ``num_turns`` new turns: the returned number of tokens for each turn except the
-        last, and one token for the last.
+        ``depth`` is the number of tokens on the path before the new turn. Raises `EpisodeOverflow` if the budget has no
+        room for ``num_turns`` such turns. Each of these turns except the last needs room for the returned number of
+        tokens, and the last turn needs room for one token.
         """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
@@ -502,7 +503,7 @@ class Episode:
             self._running.discard(index)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """Return the turns ``indices`` with all their ancestors, and a dict from each old index to the new index."""
+        """Return the prompt, the turns ``indices`` and their ancestors, and a dict from old indices to new indices."""
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:

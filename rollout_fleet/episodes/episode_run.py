@@ -29,7 +29,7 @@ class Player(Protocol):
 
     @property
     def budget(self) -> EpisodeBudget:
-        """The limits of each episode: turns, tokens and context length."""
+        """The limits of each episode."""
         ...
 
     def plays(self, prompt: Prompt) -> bool:
@@ -63,7 +63,7 @@ class Player(Protocol):
 
 @dataclass(kw_only=True)
 class PromptTokens:
-    """The number of prompt tokens of several requests, and how many of them the engine had in its cache."""
+    """Counts of the prompt tokens of several requests: all, and those that the engine had in its cache."""
 
     num_tokens: int = 0
     num_cached: int = 0
@@ -89,8 +89,8 @@ class EpisodeRun:
         metrics: Numbers about the episode to report, by name.
         times: The times of the episode's turns and tools.
         is_replayable: Whether another attempt can continue the episode from its recorded turns.
-        later_prompts: Numbers of prompt tokens of all turns after the first turn, if the engine reports how many of
-            these tokens were in its cache. Requests that continue a cut-off turn do not count.
+        later_prompts: Prompt tokens of all turns after the first turn. A request does not count if it continues a
+            cut-off turn, or if the engine does not report how many tokens of its prompt were in the cache.
 
     Args:
         ask: Called when a turn needs the engine. It must not wait.
@@ -142,7 +142,7 @@ class EpisodeRun:
         self.episode.forget()
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the environment gets an answer of the policy, which calls the tools ``names``.
+        """Record that the environment gets an answer of the policy. The answer calls the tools ``names``.
 
         ``names`` is empty if the answer calls no tool.
         """
@@ -150,21 +150,21 @@ class EpisodeRun:
         self._on_place()
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """Record that call ``number`` of `Policy.run_tool` begins or ends. The call runs the tool ``name``."""
+        """Record that call ``number`` of `Policy.run_tool` begins (``is_running``) or ends. Its tool is ``name``."""
         self.times.tool(number, name, is_running)
         self._on_place()
 
     def next_requests(self) -> list[SampleRequest]:
-        """Make the requests to send to the engine (`Episode.next_requests`). Their first tokens are timed."""
+        """Make the requests to send to the engine (`Episode.next_requests`). `times` records their first tokens."""
         return [
             replace(request, on_first_token=partial(self.times.first_token, self.episode.turn_of(request.id)))
             for request in self.episode.next_requests()
         ]
 
     def sampled(self) -> SampleOutput:
-        """Return all tokens that the policy sampled in this attempt as one sample, turn after turn.
+        """Return the tokens of all sampled turns as one sample, turn after turn. The finish reason is the last turn's.
 
-        Tokens of unfinished turns are included. The finish reason is that of the last turn.
+        The sample includes tokens of unfinished turns and of replayed turns. It omits dropped turns.
         """
         turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
@@ -198,7 +198,7 @@ class EpisodeRun:
             ``failure`` and ``duration_s`` of the episode, its ``tools`` as `ToolTimes`, and its ``turns``. A turn has:
 
             - ``turn``, ``parent`` (-1 for a root), ``is_sampled``, ``num_tokens``, ``reward`` and ``finish_reason``.
-            - ``pieces``: policy version and text of each stretch of tokens with one version; -1 for given tokens.
+            - ``pieces``: policy version and text of each stretch of tokens with one version. Given tokens have -1.
             - The fields of `TurnTimes` in seconds since the episode began; None for given turns.
         """
         turns = []
@@ -245,8 +245,8 @@ class EpisodeRun:
             EpisodeOverflow: a limit of `EpisodeBudget` is used up. The episode does not change.
             EpisodeEnded: `end` was called before the turn was finished.
             RequestRefused: a token is outside the vocabulary, or the engine refuses the request.
-            ValueError: ``parent`` is being sampled or is not the index of a turn, or ``parent`` is `ROOT` and
-                ``new_tokens`` is empty.
+            ValueError: ``parent`` is being sampled or is not a turn in use (`Episode.is_known`). Or ``parent`` is
+                `ROOT` and ``new_tokens`` is empty.
         """
         self._check_running()
         self._check_tokens(new_tokens)
@@ -256,7 +256,7 @@ class EpisodeRun:
         return index
 
     def give(self, parent: int, tokens: Sequence[int] | np.ndarray) -> int:
-        """Append tokens that the policy did not sample (`Episode.give`). Returns the index of the new turn.
+        """Append a turn of tokens that the policy did not sample (`Episode.give`). Returns the turn's index.
 
         Raises the errors of `Episode.give`, and `RequestRefused` if a token is outside the vocabulary.
         """
@@ -302,7 +302,7 @@ class EpisodeRun:
     def end(self, reason: str) -> None:
         """End the episode: later requests, and calls that wait for a turn, raise `EpisodeEnded` with ``reason``.
 
-        If the environment has ended, turns that are still sampled are dropped. A second call keeps the first reason.
+        If the environment has ended, turns that are being sampled are dropped. A second call keeps the first reason.
         """
         self._end_reason = self._end_reason or reason
         self.times.end()

@@ -2,10 +2,10 @@
 
 ::
 
-    asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ the next turn is asked for
+    asked ──queue──▶ first token ──generation──▶ ended ──tool or environment──▶ next turn asked
 
 An episode waits for a tool while a call of `Policy.run_tool` runs. After an answer with tool calls, it also waits for a
-tool until the next request. At other times without a running turn, it waits for its environment.
+tool until the next request or answer. At other times without a running turn, it waits for its environment.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from dataclasses import dataclass, fields
 
 @dataclass(kw_only=True, slots=True)
 class TurnTimes:
-    """The times of a sampled turn, in seconds since the episode began. A replayed turn takes no time.
+    """The times of a sampled turn, in seconds since the episode began. A turn that is replayed in full takes no time.
 
     Attributes:
-        asked_s: Time when the environment asked for the turn.
-        first_token_s: Time of the first token; None before the first token.
+        asked_s: Time when the environment requested the turn.
+        first_token_s: Time of the first token that the engine sampled in this attempt; None before this token.
         ended_s: Time of the last token; None while the turn runs.
     """
 
@@ -47,7 +47,7 @@ class EpisodeTimes:
 
     Attributes:
         turns: The times of each sampled turn, by its index.
-        tools: The tool calls, in the order of their beginnings.
+        tools: The tool calls, in the order of their beginnings. The entry for an answer is added when its calls end.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:
@@ -102,8 +102,8 @@ class EpisodeTimes:
         """Record that the environment gets an answer now. The answer calls the tools ``names``.
 
         ``names`` is empty if the answer calls no tool. The tools count as running until the environment requests the
-        next turn or gets the next answer, or until the episode ends. If a call of `Policy.run_tool` begins in this
-        time, `tools` has only the entry of that call.
+        next turn or gets the next answer, or until the episode ends. If calls of `Policy.run_tool` begin in this time,
+        `tools` has only the entries of these calls.
         """
         self._end_calls()
         if names:

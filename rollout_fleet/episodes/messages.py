@@ -5,7 +5,7 @@ Client libraries change the form of messages. So messages count as equal if they
 - ids of tool calls and the formatting of JSON arguments,
 - white space around an assistant's content,
 - the form of a content: a text, text parts or None,
-- unknown fields, or
+- the field ``name`` and unknown fields, or
 - reasoning that the client left out.
 """
 
@@ -132,8 +132,8 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
     """Return JSON bytes that are the same for two messages if the messages count as equal (see the module).
 
-    Reasoning is left out. ``call_places`` maps the id of each earlier tool call to its position in the conversation.
-    This position replaces the id.
+    The bytes leave out reasoning. ``call_places`` maps the id of each earlier tool call to its position among the tool
+    calls of the conversation. In a message of a tool, this position replaces the id.
     """
     content = message["content"]
     form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]
@@ -153,9 +153,9 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:
-    """Return the digest of a conversation plus one message, from the conversation's ``digest`` and the message.
+    """Return the digest of a conversation that ends with ``message``. ``digest`` covers the earlier messages.
 
-    ``call_places`` maps the id of each earlier tool call to its position in the conversation.
+    ``call_places`` maps the id of each earlier tool call to its position among the tool calls of the conversation.
     """
     return hashlib.blake2b(digest + canonical(message, call_places), digest_size=16).digest()
 
@@ -188,7 +188,7 @@ def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
 def with_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> list[Message]:
     """Return the messages ``sent`` by a client, with missing reasoning filled in.
 
-    ``known`` has the same messages as the fleet recorded them. A message without reasoning gets the recorded reasoning.
+    ``known`` has the fleet's records of the same messages. A message without reasoning gets the recorded reasoning.
     """
     return [
         {**own, "reasoning_content": other["reasoning_content"]}
