@@ -39,9 +39,9 @@ class GroupState(StrEnum):
 class StorePlace(Struct, kw_only=True, array_like=True):
     """Address and state of a store (a server that holds trajectories).
 
-    ``address`` and ``host`` are empty for a store that exists from the start. If ``is_gone``, the store is
-    lost and never returns. If ``is_awaited``, the store joined before the run was resumed. The next store that joins
-    takes over the number of the awaited store, and loads the groups of the awaited store from the checkpoint.
+    ``address`` and ``host`` are empty for a store that exists from the start, and for an awaited store. If ``is_gone``,
+    the store is lost and never returns. If ``is_awaited``, the store joined before the run was resumed. The next store
+    that joins takes over the number of the awaited store, and loads the awaited store's groups from the checkpoint.
     """
 
     address: str = ""
@@ -70,7 +70,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
             the current or an earlier attempt.
         num_inherited: Number of tokens from earlier attempts that the current attempt continues.
         summary: Metadata of the stored trajectories; None before the group is stored.
-        rank: Sort key of the stored group in the order in which batches take groups; smallest first.
+        rank: Sort key of the stored group. Batches take the groups with the smallest keys first.
         planned_for: The learner version whose batch holds the group; -1 if no batch does.
         num_bytes: Size of the trajectories in bytes; 0 before a store has reserved bytes for them.
         store: Number of the store that holds the trajectories.
@@ -114,7 +114,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
 
     @property
     def past_attempt(self) -> int:
-        """Number of the latest attempt that ended without a stored result; -1 if there is none."""
+        """Number of the latest attempt that ended and has no stored trajectories; -1 if there is none."""
         return self.attempt - (self.state is not GroupState.queued)
 
     @property
@@ -161,9 +161,10 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         )
 
     def describe(self, learner_version: int, now: float) -> dict[str, Any]:
-        """Return a JSON object that describes a leased, stored or planned group, for `asyncrl inspect`.
+        """Return a JSON object that describes the group, for `asyncrl inspect`.
 
-        ``now`` is the current time in seconds on the buffer server's clock.
+        A queued group has no lease, so its lag, owner and expiry mean nothing. ``now`` is the current time in seconds
+        on the buffer server's clock.
         """
         known = {
             "group_id": self.group_id,
@@ -225,8 +226,8 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # A restarted server must get an equal record from the journal. The journal has no renewals of leases, so the
-        # expiry of an ended lease is cleared.
+        # The journal does not record lease renewals, so a restarted server knows no renewed expiry. This server clears
+        # the expiry of an ended lease, so the restarted server's record of the group is equal.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -242,14 +243,15 @@ class LeaseIndex:
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """Return (group id, attempt number) pairs of the running groups with reserved bytes in the store ``store``."""
+        """Return (group id, attempt number) pairs of the leased groups with reserved bytes in store ``store``."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Choose leased groups to give up. For each k in order, choose ``numbers[k]`` groups due by ``version + k``.
+        """Return the leased groups that a new batch gives up.
 
-        Groups with the latest deadline (last learner version that may consume the group) are chosen first. Among groups
-        with equal deadlines, the newest leases are chosen first. No group is chosen twice.
+        For each k in order, choose up to ``numbers[k]`` more groups with a deadline of at most ``version + k``. A
+        group's deadline is the last learner version that may consume the group. Choose groups with the latest deadline
+        first, and among equal deadlines the newest leases first.
         """
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
@@ -282,7 +284,7 @@ class LeaseIndex:
         return [group for group in groups if group.expires_at <= now]
 
     def extend(self, group: Group, expires_at: float) -> None:
-        """Change the time when a group's lease expires, in seconds on the buffer server's clock."""
+        """Set the expiry time of a group's lease, in seconds on the buffer server's clock."""
         is_earlier = expires_at < group.expires_at
         group.expires_at = expires_at
         if is_earlier:
@@ -328,10 +330,11 @@ class StoreSpace:
     """The list of stores, and the bytes that trajectories and saved prefixes occupy.
 
     Attributes:
-        stores: Address and host of each store.
+        stores: Address and state of each store.
         stored_bytes: Bytes of trajectories per store, including reserved bytes.
-        prefix_bytes: Bytes of all saved prefixes (the tokens of unfinished groups).
-        expected_bytes: Expected size of a group's trajectories in bytes: the largest size of recently stored groups.
+        prefix_bytes: Bytes of all saved prefixes (the tokens that unfinished groups have so far).
+        expected_bytes: Expected size of a group's trajectories in bytes: the size of the largest stored group, reduced
+            by 1/16 with each smaller group that is stored later.
     """
 
     def __init__(self, num_stores: int) -> None:
@@ -352,13 +355,13 @@ class StoreSpace:
             self.stores[number] = StorePlace(address=address, host=host)
 
     def await_stores(self) -> None:
-        """Mark the joined stores as awaited, because the run resumes and new stores must replace them."""
+        """Mark all joined stores that are not gone as awaited, because the run resumes with new stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
 
     def awaited_stores(self) -> list[int]:
-        """Return the store numbers that no new store has taken over since the run was resumed from a checkpoint."""
+        """Return the numbers of the awaited stores (`StorePlace`), which no new store has replaced yet."""
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
@@ -368,7 +371,7 @@ class StoreSpace:
     def set_bytes(self, group: Group, num_bytes: int, store: int | None = None) -> None:
         """Record the size of a group's trajectories in bytes.
 
-        ``store`` is the number of the store that holds them. None leaves the store unchanged.
+        ``store`` is the number of the store that holds the trajectories. None leaves the group's store unchanged.
         """
         if group.num_bytes:
             self.stored_bytes[group.store] -= group.num_bytes
@@ -391,7 +394,7 @@ class StoreSpace:
         group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
 
     def evict_prefix(self, group: Group) -> None:
-        """Record that a group's saved prefix was evicted to free bytes. The prefix's tokens stay counted."""
+        """Record that a group's saved prefix was deleted to free bytes. ``group.progress`` still counts its tokens."""
         self.prefix_bytes -= group.prefix_bytes
         group.prefix_bytes, group.is_evicted = 0, True
 
@@ -406,7 +409,7 @@ class StoreSpace:
 
 
 class GroupTable:
-    """The unfinished prompt groups by id. Leased groups, stored groups, the queue and the batches have indexes too.
+    """The unfinished prompt groups by id, with indexes of the queued, leased, stored and planned groups.
 
     Attributes:
         leases: The groups that workers generate now.
@@ -414,8 +417,8 @@ class GroupTable:
         open_by_deadline: Maps each deadline (the last learner version that may consume a group) to its number of open
             groups. A group is open if it is leased, or stored and not in a planned batch.
         plans: Maps the version of each planned learner step to the group ids of its batch.
-        ended_attempts: (group id, attempt number) pairs of ended attempts whose payload a store may still hold. The
-            service empties the list.
+        ended_attempts: (group id, attempt number) pairs of ended attempts whose trajectories a store may still hold.
+            The service deletes these trajectories, and empties the list.
     """
 
     def __init__(self, *, num_stores: int = 1) -> None:
@@ -494,9 +497,10 @@ class GroupTable:
         return group is not None and group.state is GroupState.planned
 
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
-        """Return (group id, attempt number) pairs of the groups that store number ``store`` holds.
+        """Return (group id, attempt number) pairs of the stored and planned groups that belong to store ``store``.
 
-        None returns the groups of all stores.
+        None returns the groups of all stores. The result includes groups whose trajectories the store has lost
+        (`Group.is_missing`).
         """
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
@@ -509,8 +513,8 @@ class GroupTable:
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """Return the first ``number`` groups of the queue that the client ``owner`` may lease.
 
-        A group is a suspect if ``suspect_deaths`` or more workers died while they held it; 0 makes no group a suspect.
-        An owner holds at most one suspect, so the owner's death shows which suspect killed it.
+        A group is a suspect if its ``num_deaths`` is at least ``suspect_deaths``; 0 makes no group a suspect. An owner
+        leases at most one suspect at a time, so the death of the owner shows which suspect killed the owner.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -531,8 +535,8 @@ class GroupTable:
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Add a group at the tail of the queue.
 
-        ``num_attempts`` is the number of earlier attempts. It is above 0 only if the group had ended,
-        and the learner then went back to a checkpoint from before that end.
+        ``num_attempts`` is the number of earlier attempts. This number is above 0 only if the group was finished, and
+        the learner then returned to a checkpoint at which the group was unfinished.
         """
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
@@ -552,7 +556,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # The attempt is listed even if no bytes are reserved: its trajectories may still reach a store late.
+        # The attempt is added even if no bytes are reserved, because its trajectories may still reach a store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -562,7 +566,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        The group goes to the head of the queue. If the learner has trained on the group, it leaves the table instead.
+        The group goes to the head of the queue. A group that the learner has trained on leaves the table instead.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1
@@ -613,7 +617,7 @@ class GroupTable:
         self.plans[version] = group_ids
 
     def dissolve(self, versions: Iterable[int]) -> None:
-        """Undo the planned batches of these versions. The groups of the batches count as stored again."""
+        """Undo the planned batches of these versions. The groups of the batches become stored groups again."""
         for version in versions:
             for group_id in self.plans.pop(version):
                 self._return_to_stored(self._groups[group_id])
@@ -642,10 +646,10 @@ class GroupTable:
         self.ready.add(group)
 
     def finish_batch(self, version: int, again: Mapping[int, float]) -> None:
-        """Remove the batch of the committed learner step ``version``, and its groups.
+        """Remove the batch of the committed learner step ``version``.
 
-        The groups in ``again`` stay stored for a further use. ``again`` maps their ids to their new sort keys
-        (`Group.rank`).
+        ``again`` maps group ids to new sort keys (`Group.rank`). The groups in ``again`` become stored groups again,
+        for a further use. The other groups of the batch leave the table.
         """
         for group_id in self.plans.pop(version):
             group = self._groups[group_id]

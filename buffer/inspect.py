@@ -1,6 +1,6 @@
-"""Print the contents of a running buffer, or one of its groups.
+"""Print a report about a running buffer, or about one of its groups.
 
-``python -m buffer.inspect ADDRESS [--group ID [--payload]] [--json] [--keys DIRECTORY]``.
+``python -m buffer.inspect ADDRESS [--group ID [--payload]] [--json] [--keys DIRECTORY] [--timeout-s SECONDS]``.
 """
 
 import argparse
@@ -19,10 +19,10 @@ from .role_clients import BufferConnection, ControlClient, LearnerClient
 
 
 async def read(connection: BufferConnection, *, group_id: int = -1, with_payload: bool = False) -> dict[str, Any]:
-    """Request a report from a buffer's server, and return it as a JSON object.
+    """Request a report from a buffer's server, and return the report as a JSON object.
 
-    A ``group_id`` of 0 or more requests the report of one group. With ``with_payload``, this report contains the
-    group's trajectories if they are stored.
+    A ``group_id`` of 0 or more requests the report of one group. With ``with_payload``, the report of a group contains
+    the group's trajectories if a store has them.
     """
     client = connection.client()
     try:

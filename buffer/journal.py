@@ -1,13 +1,13 @@
 """Keeps on disk what a restarted server needs: the ledger's latest snapshot, all later commands, and frames.
 
-Frames are the encoded bytes of prompts and trajectories. ``NAME.N.log`` holds the commands and their outcomes in order,
-with small frames. The journal writes a command before any client gets a reply. Puts (finished groups) that arrive
-together share a write. ``NAME.N.frames`` holds large frames. A thread writes large frames before the journal writes the
-command that refers to these frames.
+Frames are the encoded bytes of prompts, saved prefixes and trajectories. ``PATH.N.log`` holds the commands and their
+outcomes in order, with small frames. The journal writes a command before the server replies to any client. One write
+stores all puts (finished groups) that arrive together. ``PATH.N.frames`` holds large frames. A thread writes large
+frames before the journal writes the command that refers to these frames.
 
 Written records survive the death of the process, but a power failure may lose the latest writes. So every record has a
-checksum, and a reader stops at the first broken record. When the files have grown, `Journal.compact` begins a new log
-and a new file of frames.
+checksum, and a reader stops at the first broken record. When the files have grown, the server calls `Journal.compact`,
+which begins a new log and a new file of frames.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ if another record has the frames. Place 0 drops the frames of this kind and key.
 
 
 class Head(Row, frozen=True, tag=True):
-    """The head of a record. The frames that ``references`` describes follow the head."""
+    """The head of a record. The frames whose lengths are in ``references`` follow the head."""
 
     references: tuple[Reference, ...] = ()
 
@@ -117,10 +117,10 @@ class AppendOnlyFile:
         self._num_reserved = os.fstat(self._descriptor).st_size
 
     def read(self) -> Iterator[tuple[Any, int]]:
-        """Yield a pair for each record: its `Head`, and the offset of its frames in bytes. Verify every checksum.
+        """Yield a pair for each record: its `Head`, and the offset of its frames in bytes.
 
-        A writable file is truncated after the last complete record. Raises `ValueError` if the file is not a journal of
-        this format.
+        Stop at the first record that is incomplete or has a wrong checksum, and truncate a writable file there. Raises
+        `ValueError` if the file is not a journal of this format.
         """
         end = 0
         if os.fstat(self._descriptor).st_size:
@@ -142,7 +142,7 @@ class AppendOnlyFile:
         self.cut(end)
 
     def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
-        """Return the head, the start of the frames and the end of a record; None if it is incomplete or damaged."""
+        """Return a record's head, the start of its frames, and its end; None for an incomplete or damaged record."""
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
@@ -163,9 +163,9 @@ class AppendOnlyFile:
         return frames_at(self._descriptor, start, lengths, self.path)
 
     def append(self, records: Iterable[tuple[Any, Frames]]) -> list[Written]:
-        """Write (head, frames) records at the end of the file: all of them, or none.
+        """Write (head, frames) records at the end of the file. Returns the position of each record's frames.
 
-        Returns the position of each record's frames. Raises `OSError` if the write fails.
+        Raises `OSError` if the write fails. The next write then begins at the old end of the file.
         """
         parts: list[Any] = [] if self.num_bytes else [_MAGIC]
         size = sum(map(len, parts))
@@ -324,7 +324,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
         for number in numbers_of(path):
             files.append(AppendOnlyFile(Path(f"{path}.{number}.log"), is_read_only=True))
             found = [*_read_records(files[-1], by_place)]
-            # If this file is missing, a file ``PATH.M.frames`` with a larger number M has copies of its frames.
+            # A server deletes ``PATH.N.frames`` only after it has copied the held frames to a file with a larger N.
             if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():
                 files.append(AppendOnlyFile(payloads, is_read_only=True))
                 deque(_read_records(files[-1], by_place), maxlen=0)
@@ -355,7 +355,7 @@ class _Write:
 
 
 def lock_journal(path: Path) -> int:
-    """Lock the journal at ``path``, and return the descriptor. Closing the descriptor releases the lock.
+    """Lock the journal at ``path``, and return a file descriptor. Closing the descriptor releases the lock.
 
     Raises `ReplayBufferError` if another process holds the lock.
     """
@@ -412,7 +412,7 @@ class Journal:
     # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Open the newest log that has a complete first record, or begin a log. Return the state in the log."""
+        """Open all files. Continue the newest log with a complete first record, or begin a log. Return its state."""
         numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
@@ -440,22 +440,26 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the state of an earlier server, which the files held when they were opened.
+        """Return the state of an earlier server, which the files held when this journal opened them.
 
-        Call this only once, because the journal then drops these contents from memory.
+        Call this only once, because the first call drops the state from memory. A later call returns an empty state.
         """
         recovered, self._recovered = self._recovered, Recovered()
         return recovered
 
     def begin_anew(self) -> None:
-        """Drop all values and frames of an earlier server. Raises `ReplayBufferError` if the write fails."""
+        """Drop the whole state of an earlier server: its values, snapshot, commands and frames.
+
+        Raises `ReplayBufferError` if the write fails.
+        """
         self._recovered, self._values = Recovered(), {}
         self.compact(None, ())
 
     def begin_from(self, recovered: Recovered) -> None:
-        """Begin with a copy of ``recovered``, the contents of another journal. Wait until the copy is on the disk.
+        """Begin this new journal with a copy of ``recovered``, the contents of another journal.
 
-        Raises `ReplayBufferError` if the copy cannot be written.
+        Returns when the copy is on the disk. Unreadable frames are logged as lost. Raises `ReplayBufferError` if the
+        copy cannot be written.
         """
         references: list[Reference] = []
         self._places = {}
@@ -486,8 +490,11 @@ class Journal:
     def claim(self, owner: Mapping[str, Any]) -> None:
         """Record the owner of a new journal: the run and its options. Check the owner of an existing journal.
 
-        ``owner`` maps names to plain values. Example: ``{"run": "4f1c", "max_lag": 2}``. Raises `ValueError` if an
-        existing journal has another value.
+        ``owner`` maps names to plain values. Example: ``{"run": "4f1c", "max_lag": 2}``.
+
+        Raises:
+            ValueError: An existing journal has another value.
+            ReplayBufferError: The write fails.
         """
         found = self.read("owner")
         if found is None:
@@ -501,10 +508,10 @@ class Journal:
                 )
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and its frames. Raises `ReplayBufferError` if the write fails.
+        """Write a command, its outcome and its frames, but delay a put (a finished group).
 
-        For a put (a finished group), this call only reserves bytes in the file. `flush` or the next write to the log
-        writes the put.
+        For a put, this call only reserves bytes in the file. `flush` or the next write to the log writes the put.
+        Raises `ReplayBufferError` if a write or the reservation fails.
         """
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
         for parts in frames.values():
@@ -521,14 +528,17 @@ class Journal:
             raise self._error("written", error) if isinstance(error, OSError) else error from error
 
     def flush(self) -> None:
-        """Write the puts that `record` delayed, before replies are sent. Raises `ReplayBufferError` on failure."""
+        """Write the puts that `record` delayed. Raises `ReplayBufferError` on failure.
+
+        The server calls this before it sends the replies to the puts.
+        """
         if self._later:
             self._write_log([])
 
     def note(self, frames: LoggedFrames) -> None:
         """Record which frames the server now holds, and which frames it has dropped.
 
-        ``frames`` maps (kind, key) to the frames that the server holds, or to 0 if it has dropped them. Raises
+        ``frames`` maps (kind, key) to frames that the server holds, or to 0 for dropped frames. Raises
         `ReplayBufferError` if the write fails.
         """
         references, inline = self._references(frames.items())
@@ -536,7 +546,7 @@ class Journal:
         refer(self._places, references)
 
     def adopt(self, kind: str, key: int, frames: FramesOnDisk) -> FramesOnDisk:
-        """Copy frames of another journal into this journal, and return the copied frames.
+        """Copy frames of another journal into this journal, and return the copy.
 
         ``kind`` and ``key`` identify the frames in this journal. Raises `OSError` if the frames cannot be read, and
         `ReplayBufferError` if the write fails.
@@ -548,7 +558,7 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write one record with all commands that `record` has delayed. Then write ``records``.
+        """Write one record with all commands that `record` has not written yet. Then write ``records``.
 
         Returns the position of the frames of the last record that was written.
         """
@@ -584,9 +594,10 @@ class Journal:
         return self._next_place - 1
 
     def keep(self, frames: Frames, then: Callable[[FramesOnDisk | ReplayBufferError], None]) -> None:
-        """Write frames to the file of large frames, on the journal's thread. The frames are not copied.
+        """Write frames to the file of large frames, on the journal's thread.
 
-        After the write, the event loop calls ``then`` with the frames on disk, or with the error.
+        The thread reads the memory of the frames later, so do not change the frames before ``then`` is called. The
+        event loop calls ``then`` after the write, with the frames on disk or with the error.
         """
         views = [memoryview(frame) for frame in frames]
 
@@ -625,7 +636,7 @@ class Journal:
         """Make hard links ``PATH.N.log`` and ``PATH.N.frames`` to the journal's files, for a checkpoint.
 
         Each link keeps the number N of its file. Returns the largest of these numbers plus 1, and references to the
-        frames that the server holds. The checkpoint's own log takes the returned number and contains these references.
+        frames that the server holds. The caller writes a log with the returned number and these references.
 
         Raises:
             OSError: A link fails, for example on another disk.
@@ -639,9 +650,9 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Return whether the files have grown so much that `compact` should be called.
+        """Return whether the files have grown so much that `compact` should be called; False during compaction.
 
-        ``is_urgent=False`` halves the threshold. Use False when compacting is cheap.
+        With ``is_urgent=False``, files of half that size are enough. Use this when compacting is cheap.
         """
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
@@ -652,8 +663,8 @@ class Journal:
         """Begin a new pair of files, with a snapshot (plain values) instead of all commands.
 
         ``frames`` yields (kind, key, frames) for all frames that the server holds. The journal's thread copies the
-        frames later. The old files stay until the copy is complete. If the snapshot cannot be written, the journal
-        continues with the old files, and `ReplayBufferError` is raised.
+        frames later. The old files stay until the copy is complete. Raises `ReplayBufferError` if the snapshot cannot
+        be written. The journal then continues with the old files.
         """
         self.flush()
         held = {
@@ -672,7 +683,7 @@ class Journal:
             raise self._error("written", error) from error
         self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
-        # The journal's thread is still writing these frames to the old file.
+        # The journal's thread is still writing these frames to the old file, so they are copied too.
         base += [kept for write in self._writing for kept in write.frames]
         self._former += [self._log, self._frames]
         self._log, self._frames = pair
@@ -685,9 +696,9 @@ class Journal:
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
         """Start a thread that deletes the old files.
 
-        ``kept`` holds the copies of all frames in the new files, or the error of the copying. If there was an error,
-        the old files stay. ``meanwhile`` holds the writes to the old files that were not complete when `compact` was
-        called. Their frames were copied too, and are read from the copies from now on.
+        ``kept`` holds the copies of all frames in the new files, or the error of the copying. After an error, the old
+        files stay. ``meanwhile`` holds the writes to the old files that were incomplete when `compact` was called. The
+        new files have copies of the frames of these writes, and readers use the copies from now on.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -705,7 +716,7 @@ class Journal:
         """Delete the old files when the new files are on the disk.
 
         Each file of frames is deleted before its log, because a server finds a file of frames by the name of its log.
-        So no file is forgotten if this process dies in between.
+        If this process dies between the two, a later server still finds the log, and deletes the log.
         """
         try:
             for file in new:
