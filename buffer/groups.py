@@ -513,8 +513,9 @@ class GroupTable:
     def head(self, number: int, *, owner: bytes, suspect_deaths: int = 0) -> list[Group]:
         """Return the first ``number`` groups of the queue that the client ``owner`` may lease.
 
-        A group is a suspect if its ``num_deaths`` is at least ``suspect_deaths``; 0 makes no group a suspect. An owner
-        leases at most one suspect at a time, so the death of the owner shows which suspect killed the owner.
+        A group is a suspect if ``suspect_deaths`` or more workers died or fell silent while they held a lease on the
+        group; 0 makes no group a suspect. A client holds leases on at most one suspect. So the death of the client
+        shows which suspect caused the death.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):

@@ -97,7 +97,7 @@ class Recovered:
         snapshot: The ledger's latest snapshot; None in a new journal.
         commands: The commands after the snapshot, in order, with their outcomes.
         frames: Frames on disk by kind (``prompt``, ``payload``, ``progress``) and key.
-        num_lost_prompts: Number of groups without a prompt, because a file is damaged.
+        num_lost_prompts: Number of groups whose prompt is lost, because a file is damaged or missing.
     """
 
     snapshot: dict[str, Any] | None = None
@@ -733,7 +733,10 @@ class Journal:
             logger.warning("the old files of the journal were not deleted yet: %s", error)
 
     def close(self) -> None:
-        """Close the files. Drop unwritten frames without calling their callbacks."""
+        """Write the puts that `record` delayed, and close the files.
+
+        Large frames are dropped if the journal's thread has not begun their write. No callback of `keep` is called.
+        """
         with suppress(ReplayBufferError):
             self.flush()
         self._closed = True
@@ -755,10 +758,10 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Write all frames in one call. If the call fails, try each write separately.
+    """Add the frames of all ``writes`` to the file. Return the error of each write, or None if it succeeded.
 
-    Returns the error of each write, or None for a write without an error. Frames on disk are copied one after the
-    other, to save memory.
+    One call adds all frames in memory. If this call fails, each of the ``writes`` is tried alone. Frames on disk are
+    copied one after the other, to save memory.
     """
     new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:
@@ -785,7 +788,7 @@ def _is_on_disk(frames: Frames) -> TypeGuard[FramesOnDisk]:
 
 
 def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
-    """Copy frames to another file. Unreadable frames are logged as lost."""
+    """Copy ``frames`` to ``file``, and read them there from now on. Log unreadable frames as lost."""
     try:
         read = frames.read()
     except OSError as error:

@@ -1,11 +1,11 @@
-"""The CURVE keys (ZMQ's encryption) of a run, one per role.
+"""The CURVE key pairs (ZMQ's encryption) of a run: of the ledger's server, of the store servers, and of each role.
 
-The run makes the keys at its start, and only their owner can read them.
+The run makes the keys at its start. Only the owner of the key files can read them.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role, such as
-``rollout.json``. Copy to each host only the files of the roles that run there. The server refuses unknown keys. It also
-refuses operations that the key's role may not send. The roles' keys can be replaced while the servers run. The servers'
-own keys stay, because they never leave their hosts.
+``rollout.json``. Copy to each host only the files of the servers and roles that run there. A server refuses a client
+with an unknown key, and operations that the client's role may not send. The roles' keys can be replaced while the
+servers run. The servers' own keys stay, because only the servers' hosts have the servers' secret keys.
 """
 
 import json
@@ -46,9 +46,9 @@ class ServerKeys:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientKeys:
-    """A client's key pair, and the public keys of the server and of the store servers, as Z85 text.
+    """A client's key pair, and the public keys of the ledger's server and of the store servers, as Z85 text.
 
-    ``path`` is the file with these keys.
+    ``path`` is the file with these keys; None if they were not read from a file.
     """
 
     public: str
@@ -64,7 +64,7 @@ class ClientKeys:
     def newest(self) -> "ClientKeys":
         """Return a copy of these keys with the key pair that the file ``path`` holds now.
 
-        If the file cannot be read, the keys are returned unchanged.
+        If there is no file, or the file cannot be read, the keys are returned unchanged.
         """
         if self.path is None:
             return self
@@ -113,7 +113,7 @@ def add_keys(directory: Path) -> dict[str, ClientKeys]:
     """Make new keys for all roles, and add them to the servers' files. Return the new keys by role.
 
     The servers must read their files again before you call `put_keys`. Raises `ValueError` if a file is missing or
-    malformed, or if another user owns it or can read it.
+    malformed, or if another user owns the file or has access to it.
     """
     new = {role.value: _pair() for role in BufferRole}
     server, store = server_keys(directory), store_keys(directory)
@@ -162,15 +162,15 @@ def ensure_keys(directory: Path) -> None:
 
 
 def server_keys(directory: Path) -> ServerKeys:
-    """Return the keys of the ledger's server, read from its file in ``directory``.
+    """Read the keys of the ledger's server from the server's file in ``directory``, and return them.
 
-    Raises `ValueError` if the file is missing or malformed, or if another user owns it or can read it.
+    Raises `ValueError` if the file is missing or malformed, or if another user owns the file or has access to it.
     """
     return ServerKeys(**_read(directory / SERVER_KEYS, _SERVER_NAMES, optional=("former_publics",)))
 
 
 def store_keys(directory: Path) -> ServerKeys:
-    """Return the keys of the store servers, read from their file in ``directory``.
+    """Read the keys of the store servers from ``store.json`` in ``directory``, and return them.
 
     Raises `ValueError` in the same cases as `server_keys`, for example if the file is missing.
     """
@@ -178,7 +178,7 @@ def store_keys(directory: Path) -> ServerKeys:
 
 
 def client_keys(directory: Path, role: BufferRole) -> ClientKeys:
-    """Return the keys of a client with this role, read from the role's file in ``directory``.
+    """Read the keys of a client with this role from the role's file in ``directory``, and return them.
 
     Raises `ValueError` in the same cases as `server_keys`, for example if the file is missing.
     """
@@ -197,17 +197,16 @@ def _read(path: Path, names: Collection[str], *, optional: Collection[str] = ())
     if path.stat().st_mode & 0o077:
         raise ValueError(f"{path} is readable by others (mode {path.stat().st_mode & 0o777:o}); chmod 600 {path}")
     values = json.loads(path.read_text())
-    if values.keys() - {*optional} != {*names}:
-        raise ValueError(
-            f"{path} must hold {sorted(names)}, got {sorted(values)}; remove the directory, and new keys are made"
-        )
+    if not isinstance(values, dict) or values.keys() - {*optional} != {*names}:
+        got = sorted(values) if isinstance(values, dict) else type(values).__name__
+        raise ValueError(f"{path} must hold {sorted(names)}, got {got}; remove the directory, and new keys are made")
     return values
 
 
 def check_exposure(host: str, keys: str) -> None:
-    """Check that a server with a port (``host`` is not empty) has keys. Raises `ValueError` otherwise.
+    """Raise `ValueError` if a server listens on a port (``host`` is not empty) without ``keys``.
 
-    Every user of the host can reach even a loopback port.
+    Every user of the server's machine can reach a port, even a loopback port.
     """
     if host and not keys:
         raise ValueError(
@@ -234,9 +233,9 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers the authentication requests of ZMQ (ZAP, RFC 27): accepts a client with a known key, and refuses others.
 
-    The answer for an accepted client has the client's public key. Make this object before the sockets of ``context``
-    are bound. ZMQ asks only once per connection. The server also calls `role_of` for each message, because keys may be
-    replaced meanwhile.
+    Make this object before the sockets of ``context`` are bound. ZMQ asks only once per connection. The answer for an
+    accepted client has the client's public key. ZMQ adds this key to each message of the connection. The server calls
+    `role_of` with the key of each message, because keys may be replaced while the client is connected.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:

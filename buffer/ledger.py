@@ -66,7 +66,8 @@ class Ledger:
         first_version: Version of the learner's policy at the beginning.
         max_bytes: Bound on the bytes in each store (a server that holds trajectories); 0 means no bound.
         num_stores: Number of stores at the beginning.
-        max_deaths: A group is dropped when this many workers have died while they held a lease on it; 0 drops no group.
+        max_deaths: A group is dropped when this many workers died or fell silent while they held a lease on the group;
+            0 drops no group.
 
     Attributes:
         learner_version: v, the version of the learner's policy. Each committed training step adds 1.
@@ -116,7 +117,8 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        # A group is a suspect if this many workers died while they held a lease on it. One more death drops the group.
+        # A group is a suspect if this many workers died or fell silent while they held a lease on the group. One more
+        # death drops a suspect; ``max_deaths=1`` drops a group at its first death. 0 makes no group a suspect.
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(
@@ -139,8 +141,9 @@ class Ledger:
         Raises:
             ReplayBufferError: The command is refused, and nothing has changed.
             LeaseExpired: The sender has lost the lease. The tokens of a put count as dropped, unless they were counted
-                before.
-            VersionTooOld: A token is too old. The tokens of a put count as dropped, and its prompt is queued again.
+                before. A saved prefix is not stored.
+            VersionTooOld: A token is too old. The tokens of a put count as dropped, and the group's prompt is queued
+                again. A saved prefix is not stored, and the lease stays. A repeated put changes nothing.
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, Call(now, sender))
@@ -182,13 +185,16 @@ class Ledger:
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Return whether a group was ever queued."""
+        """Return whether a group is queued or was queued before.
+
+        When the learner goes back to a checkpoint, the groups that have finished since then become unknown.
+        """
         return group_id in self.groups or group_id in self.history.finished
 
     def check_engine_version(self, engine_version: int) -> None:
-        """Check that the engine version in a request for leases is not newer than the learner's version.
+        """Check the engine version in a request for leases.
 
-        Raises `VersionTooNew` otherwise.
+        Raises `VersionTooNew` if the engine version is negative or newer than the learner's version.
         """
         if not 0 <= engine_version <= self.learner_version:
             raise VersionTooNew(
@@ -197,9 +203,9 @@ class Ledger:
             )
 
     def check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
-        """Check that an attempt's newest token does not have a newer policy version than the learner.
+        """Check the policy version of an attempt's newest token.
 
-        Raises `VersionTooNew` otherwise.
+        Raises `VersionTooNew` if ``newest_version`` is newer than the learner's version.
         """
         if newest_version > self.learner_version:
             raise VersionTooNew(
@@ -221,26 +227,29 @@ class Ledger:
     def can_plan(self) -> bool:
         """Return whether the next batch can be made now.
 
-        With ``on_stale=wait``, this is False while a group that the batch must contain is still generated. Otherwise
-        the batch is made without this group, and the group's lease is revoked.
+        A batch needs ``groups_per_step`` stored groups. With ``on_stale=wait``, the batch also waits for all running
+        groups that it must contain. With another ``on_stale``, the plan revokes the leases of these running groups, and
+        the batch is made without them.
         """
         if self.groups.num_stored < self.rule.groups_per_step:
             return False
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many running (leased) groups the next batch must take.
+        """Return how many running (leased) groups the next batch must take, as ``max_lag + 1`` numbers by deadline.
 
-        A group's deadline is the last version that may consume the group. The sum of the numbers 0 … k is how many
-        running groups with the deadline ``next_plan + k`` or earlier the batch must take.
+        A group's deadline is the last version that may consume the group. The numbers 0 … k together count the groups
+        with the deadline ``next_plan + k`` or earlier.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Return whether the stores are too small for a batch, after they refused bytes for ``group_id``.
+        """Return whether the stores are too small for a batch. Call this when the stores have refused a group's bytes.
 
-        Returns True if no batch is planned and none can be made, no other running group has reserved bytes, and no
-        other running group has an earlier deadline.
+        The stores are too small if both statements are true:
+
+        - No batch is planned, and none can be made.
+        - No other running group has reserved bytes or an earlier deadline.
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
@@ -295,7 +304,7 @@ class Ledger:
 
 
 _EFFECTS = ("group_ids", "leases", "unsent", "missing", "is_new", "was_running", "was_owed")
-"""An outcome changes the state only if one of these fields is true, except for the types that `_has_effect` tests."""
+"""An outcome changes the state only if one of these fields is true. `_has_effect` has the exceptions."""
 
 
 def _has_effect(ledger: Ledger, outcome: Any) -> bool:
@@ -559,9 +568,10 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 
 
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
-    """Decide which groups are lost, and which batches are planned again: the batch of a lost group and later batches.
+    """Decide which groups are lost, and which batches are planned again.
 
-    Groups of these batches that no store holds are lost too.
+    If the command names a group of a batch, this batch and all later batches are planned again. A group of these
+    batches is lost too if no store has the group's trajectories.
     """
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
@@ -629,7 +639,10 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: outc
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> outcomes.Planned:
-    """Decide a batch. The outcome is empty if no batch can be made yet."""
+    """Decide the groups of a batch. A planned batch keeps its groups.
+
+    The outcome has no groups if the batch cannot be made yet. Raises the error of `Ledger.check_plan`.
+    """
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:
@@ -659,9 +672,10 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outc
 
 
 def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
-    """Decide a commit. The outcome is empty for a repeated commit.
+    """Decide which groups a learner step has consumed. The outcome of a repeated commit has no groups.
 
-    Raises `StalenessError` if a group breaks the staleness bound. Such an error would show a bug of the ledger.
+    Raises `ReplayBufferError` if the step's batch is not planned, or an earlier step is not committed. Raises
+    `StalenessError` if a group breaks the staleness bound. This error would show a bug of the ledger.
     """
     version = command.version
     if 0 <= version < ledger.learner_version:
@@ -683,9 +697,10 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
-    """Return (group id, new sort key) pairs of the groups of a committed batch that stay for a further use.
+    """Return which groups of a committed batch stay stored for a further step, as (group id, new sort key) pairs.
 
-    The staleness rule counts such a group as open again.
+    A group stays if a store has its trajectories, fewer than ``max_uses`` steps have trained on it, and the staleness
+    rule admits it again. The committed step counts as a use.
     """
     rule, again = ledger.rule, []
     if rule.max_uses == 1:

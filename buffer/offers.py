@@ -8,9 +8,9 @@ buffer shows these engines no newer offers until they are unpinned.
 - A controller's request waits until enough engines have loaded a version, or until the set of pinned engines changes.
 - A timer ends each wait after half of ``buffer.request_timeout_s``.
 
-When the learner goes back to a checkpoint, the buffer withdraws all offers. The buffer then shows the next offer to
-every engine, because the same version number may now mean other weights. A journal keeps the offers. Heartbeats tell a
-restarted server which version each engine serves.
+When the learner goes back to a checkpoint, the buffer withdraws all offers. A version number may then mean other
+weights than before. So the buffer shows the next offer to every engine, even if the engine serves a higher
+version number. A journal keeps the offers. Heartbeats tell a restarted server which version each engine serves.
 """
 
 import asyncio
@@ -56,10 +56,13 @@ class OfferLog:
         self._slowest_s: dict[int, float] = {}
 
     def append(self, offer: WeightOffer) -> None:
-        """Add an offer of weights. An earlier offer of the same version is replaced."""
+        """Add an offer of weights. An earlier offer of the same version is replaced.
+
+        If there are too many offers, the second oldest offer without a pin is deleted.
+        """
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            # The oldest offer stays in the log, because engines may be loading its weights.
+            # Engines may be loading the weights of the oldest offer or of the pinned offer, so both stay.
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]
 
     def pin(self, version: int, num_engines: int) -> bool:
@@ -83,7 +86,10 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Return whether no engine serves the pinned version and no engine can still load it."""
+        """Return whether the log has no offer of the pinned version any more, and no pinned engine serves this version.
+
+        Returns False until engines may load a newer version. Raises `WeightsError` if a publish failed.
+        """
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
         return is_past and self._pin not in self._offers and not self.pinned()
@@ -107,7 +113,8 @@ class OfferLog:
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
         """Return the offer that an engine should load next, of version ``at_least`` or newer; None if there is none.
 
-        Raises `WeightsError` if a publish failed.
+        Until enough engines are pinned, an engine that gets the pinned version becomes a pinned engine. Raises
+        `WeightsError` if a publish failed.
         """
         newest = self.newest(learner_version)
         if newest is None:
@@ -120,7 +127,7 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                # the pinned offer was deleted before this engine restarted, so the engine loads the newest version
+                # If a pinned engine restarts after the pinned offer was deleted, it loads the newest version.
                 self._pinned.discard(engine)
         return self._offers[newest] if newest >= at_least else None
 
@@ -129,14 +136,15 @@ class OfferLog:
         return min(self._offers, default=0)
 
     def check(self) -> None:
-        """Check that the learner has published every version so far. Raises `WeightsError` if a publish failed."""
+        """Raise `WeightsError` if the learner failed to publish a version."""
         if self.failure:
             raise WeightsError(self.failure)
 
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
         """Record that an engine serves a version after a load of ``took_s`` seconds.
 
-        ``engine`` is the client id of the engine's worker, and ``name`` the engine's name for the controller.
+        ``engine`` is the client id of the engine's worker. ``name`` is the name by which the controller knows the
+        engine. Another report of the same version changes nothing.
         """
         if self._serving.get(engine) != version:
             self._stop_counting(engine)
@@ -146,7 +154,7 @@ class OfferLog:
             self._slowest_s[version] = max(took_s, self._slowest_s.get(version, 0.0))
 
     def forget(self, engine: bytes) -> None:
-        """Forget an engine that is lost or serves no version."""
+        """Forget the version, the name and the pin of an engine that is lost or serves no version."""
         self._stop_counting(engine)
         self._names.pop(engine, None)
         self._pinned.discard(engine)
@@ -175,7 +183,7 @@ class OfferLog:
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
-        """Return the state that a restarted server needs as a dict of plain values, for `restore`."""
+        """Return a dict of plain values, for `restore`: the state that a restarted server needs."""
         return {
             "offers": to_builtins(list(self._offers.values())),
             "pin": [self._pin, self._num_wanted, sorted(self._pinned)],
@@ -220,7 +228,10 @@ class OfferRequests:
             held.close()
 
     def show(self) -> None:
-        """Answer the workers' requests for weights, if there is a newer version that engines may load."""
+        """Answer the held requests for weights and for pins, if the newest version that engines may load has changed.
+
+        A failed publish counts as no version.
+        """
         newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
         if newest != self._shown:
             self._shown = newest
@@ -229,7 +240,10 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
-        """Answer some workers now, so they can lease early. Answer the other workers in later turns of the loop."""
+        """Answer some workers now, and the other workers in later turns of the loop.
+
+        So the first workers can request leases before all workers are answered.
+        """
         self._next_turn = None
         told = [self._untold.popleft() for _ in range(min(_TOLD_AT_ONCE, len(self._untold)))]
         self._receivers.answer(self._answer_receiver, [request for request in told if request in self._receivers])
@@ -251,8 +265,11 @@ class OfferRequests:
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
-        """Forget the engine of a worker that is gone or whose engine serves no version."""
+        """Forget a worker's engine, because the worker is gone or the engine serves no version."""
+        num_pinned = self._log.num_pinned
         self._log.forget(client)
+        if self._log.num_pinned != num_pinned:
+            self._write()
         self._tell_controllers()
 
     def withdraw(self) -> None:
@@ -266,9 +283,10 @@ class OfferRequests:
         return message.incarnation == self._ledger.incarnation
 
     def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
-        """Add an offer, or fail the waiting requests because a publish failed. Answer with the oldest offered version.
+        """Add the learner's offer. Answer with the oldest version in the log of offers; 0 without offers.
 
-        Raises `WrongEpoch` if another learner has replaced the sender.
+        If the message reports a failed publish, all waiting requests fail with this failure. Raises `WrongEpoch` if
+        another learner has replaced the sender.
         """
         if not self.is_current(offer):
             raise WrongEpoch(
@@ -295,7 +313,7 @@ class OfferRequests:
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 accepts weights of any version
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 means any version
         num_pinned = self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:
@@ -303,7 +321,11 @@ class OfferRequests:
         return None if offer is None else commands.Offered(offer)
 
     def on_served(self, request: Message, served: commands.Served) -> Answer | None:
-        """Answer with the oldest served version, as soon as it is ``at_least`` or newer and enough engines serve."""
+        """Answer with the oldest version that any engine serves.
+
+        The answer waits until ``num_engines`` engines serve a version, and all of them serve ``at_least`` or newer.
+        Raises `WeightsError` if a publish failed.
+        """
         self._log.check()
         return self._answer_follower(request) or self._followers.hold(request)
 
@@ -317,9 +339,10 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def on_pin(self, request: Message, pin: commands.Pin) -> Answer | None:
-        """Pin engines to a version. Answer with the names of the engines that serve this version.
+        """Pin engines to a version. Answer with the names of the pinned engines that serve this version.
 
-        The answer waits until these names differ from the names that the controller knows.
+        The answer waits until these names differ from the names that the controller knows. Raises `WeightsGone` if
+        `OfferLog.is_pin_lost` is true, and `WeightsError` if a publish failed.
         """
         self._log.check()
         if self._log.pin(pin.version, pin.num_engines):

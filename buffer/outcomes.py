@@ -108,9 +108,12 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """The effect of a `Release`. It ended a running attempt, or it reported the tokens of a revoked attempt.
+    """The effect of a `Release`, a worker's report about an attempt without a result.
 
-    ``is_dropped`` is true if the group is dropped, because too many of its attempts failed.
+    Attributes:
+        was_running: Whether the worker still held the lease. The report then ends the lease.
+        was_owed: Whether the attempt's lease was revoked, and the ledger still waits for the attempt's tokens.
+        is_dropped: Whether the group is dropped, because too many of its attempts failed.
     """
 
     was_running: bool
@@ -119,11 +122,12 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups whose leases are revoked, because the leases have expired or their worker is silent or dead.
+    """Revoked leases: the leases have expired, or the worker that holds the leases is silent or dead.
 
-    The groups in ``dropped`` end, because too many of their workers have died. The prompts of the other groups in
-    ``group_ids`` are queued again. ``num_lost`` is the number of tokens that a dead worker generated, but neither saved
-    nor reported; None if no worker has died.
+    Attributes:
+        group_ids: The groups whose leases are revoked. Their prompts are queued again, except those in ``dropped``.
+        num_lost: Number of tokens that a dead worker generated, but neither saved nor reported; None if no worker died.
+        dropped: Groups that end, because too many workers died or fell silent while they held a lease on the group.
     """
 
     group_ids: tuple[int, ...]
@@ -139,8 +143,8 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
         dissolved: Versions of the learner steps whose batches are undone, and planned again later.
         unsent: Leased groups. The ledger has reserved bytes for their trajectories in a store, but the store does not
             have the trajectories. The reserved bytes become free, and the workers send the trajectories again.
-        missing: Planned groups whose trajectories no store has. The learner's ranks may have fetched these groups, so
-            they count as lost only if their batch is planned again.
+        missing: Planned groups whose trajectories no store has. A missing group counts as lost only if its batch is
+            planned again, because the learner's ranks may have fetched the group already.
     """
 
     group_ids: tuple[int, ...]
