@@ -45,7 +45,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
 
 class _BuiltWhenRead:
-    """Descriptor for the field ``batch`` of `DataProto`. The first read of the field builds the TensorDict."""
+    """Descriptor for the field ``batch`` of `DataProto`. The first read builds a TensorDict from the tensors."""
 
     def __get__(self, data: Any, kind: Any = None) -> Any:
         if data is not None and isinstance(data._batch, UnbuiltBatch):
@@ -81,7 +81,7 @@ class DataProto:
         meta_info: Values that apply to all rows.
 
     Raises:
-        BatchError: the columns do not have the same number of rows.
+        BatchError: the columns do not have the same number of rows, or `check_consistency` finds another fault.
     """
 
     batch: TensorDict | None = _BUILT_WHEN_READ
@@ -124,7 +124,7 @@ class DataProto:
     def check_consistency(self) -> None:
         """Check that all columns have the same number of rows, and that ``batch`` has exactly one batch dimension.
 
-        Raises `BatchError` otherwise.
+        Raises `BatchError` if not, or if an entry of ``non_tensor_batch`` is not a numpy array.
         """
         if self._batch is not None and len(self._batch.batch_size) != 1:
             raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
@@ -395,7 +395,7 @@ class DataProto:
         return self
 
     def is_padding_enabled(self) -> bool:
-        """Return whether a call may append rows to this batch, so that the ranks get parts of equal size."""
+        """Return whether a worker group's calls may append rows to this batch, to give all ranks equally many rows."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -414,14 +414,15 @@ class DataProto:
         self.reorder([*range(len(self)), *[row] * padding_size])
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Cut the rows into a list of ``chunks`` batches of equal size.
+        """Cut the rows into a list of ``chunks`` parts. The parts have equal size if padding is not enabled.
 
-        The batches share memory with this batch, except rows of nested tensors.
+        The parts share memory with this batch, except rows of nested tensors.
 
-        If padding is enabled, the parts may differ in size. A batch with tensors is then cut as by ``torch.chunk``,
-        with empty parts at the end. A batch without tensors is cut as by ``numpy.array_split``.
+        If padding is enabled, the parts may differ in size. A batch with tensors is then cut like by ``torch.chunk``.
+        If this gives fewer parts, empty parts follow. A batch without tensors is cut like by ``numpy.array_split``.
 
-        Raises `BatchError` if padding is not enabled and the rows cannot be cut evenly.
+        Raises `BatchError` if ``chunks`` is below 1, or if padding is not enabled and ``chunks`` does not divide the
+        number of rows.
         """
         if chunks < 1 or (len(self) % chunks != 0 and not self.is_padding_enabled()):
             raise BatchError(f"{len(self)} rows cannot be cut into {chunks} equal parts; pad them or enable padding")
@@ -443,12 +444,12 @@ class DataProto:
 
     @staticmethod
     def concat(data: Sequence[DataProto]) -> DataProto:
-        """Concatenate the rows of batches with the same columns.
+        """Concatenate the rows of batches with the same columns. An empty list gives an empty batch.
 
         In the meta information, ``metrics`` becomes a dict of lists: for each metric, the values of all batches.
 
-        Raises `BatchError` if the batches differ in their columns, in the shape of a column's rows, or in meta
-        information other than ``metrics``.
+        Raises `BatchError` if the batches have different columns, or if the rows of a column do not fit together. Also
+        raises `BatchError` if two batches have different values for a key of the meta information, except ``metrics``.
         """
         if not data:
             return DataProto()
@@ -472,9 +473,9 @@ class DataProto:
     ) -> Iterator[DataProto]:
         """Return an iterator over mini-batches of ``mini_batch_size`` rows, for ``epochs`` passes over the rows.
 
-        A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. ``seed`` is the seed
-        of the loader's shuffling. The arrays of the mini-batches have dtype object. Raises `BatchError` if
-        ``mini_batch_size`` does not divide the number of rows.
+        A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. By default the rows
+        keep their order. ``seed`` is the seed of the option ``shuffle``. The arrays of the mini-batches have dtype
+        object. Raises `BatchError` if ``mini_batch_size`` does not divide the number of rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -538,13 +539,16 @@ class DataProto:
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the batch as the codec's header and buffers. From protocol 5 on, the buffers are out-of-band."""
+        """Pickle the batch as the parts of `__getstate__`. From protocol 5 on, the buffers can be out-of-band."""
         header, buffers, foreign = self.__getstate__()
         wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        """Return the encoded batch. For a batch that is not decoded yet, return the message that it received."""
+        """Return the encoded batch: header, buffers, and values that the codec does not support.
+
+        If the batch arrived as a message and is not decoded yet, return the message.
+        """
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
         foreign: list[Any] = []  # values that the codec does not support; Ray pickles them
@@ -575,10 +579,10 @@ class DataProto:
         return self._derived(batch, arrays, self.meta_info)
 
     def _shared_batch(self) -> Any:
-        """Return the tensors for a new batch that shares memory with this batch.
+        """Return the tensors of this batch, for a new batch that shares memory with this batch.
 
-        Borrowed tensors (other processes may read their memory) are returned as an `UnbuiltBatch`. From these tensors,
-        this batch and the new batch later build separate TensorDicts with copies.
+        If other processes may read the memory, return an `UnbuiltBatch`. This batch and the new batch then each build
+        a TensorDict with copies of the tensors, when ``batch`` is read. Otherwise return this batch's own TensorDict.
         """
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
@@ -647,7 +651,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
 
     Example: ``[A, B, ...]`` becomes ``[A * B, ...]``.
 
-    Raises `BatchError` for nested tensors.
+    Raises `BatchError` for nested tensors, or if a column has fewer than ``batch_dims`` dimensions.
     """
 
     def unfold(key: str, column: Any) -> Any:

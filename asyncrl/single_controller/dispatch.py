@@ -1,7 +1,7 @@
 """The decorator `register` for methods that a worker group can call, and the dispatch modes.
 
-A dispatch mode divides the arguments of a call over the ranks, and joins the ranks' results. This module does not load
-torch or ray.
+A dispatch mode distributes the arguments of a call over the ranks, and joins the ranks' results. The import of this
+module does not load torch or ray.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from typing import Any, ClassVar, TypeVar
 from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
-# The keyword argument in which a dispatch function reports how many rows of padding it has appended to each batch.
-# The call later removes as many rows from the result.
+# A dispatch function that appends rows of padding to batches returns the number of these rows in this keyword argument.
+# The worker group's call later removes the same number of rows from the joined result.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -37,13 +37,13 @@ def merge(parts: Sequence[Any]) -> Any:
 class DataProtoFuture:
     """The result of a call that may still be running.
 
-    Await the future or call `get` for the result. Or pass the future to a call of another group: the workers of that
-    group then fetch the result.
+    Await the future or call `get` for the result. The future can also be an argument of another worker group's call.
+    The workers of the other group then fetch the result.
 
     Attributes:
         collect_fn: Function that joins the list of the ranks' results into one result.
-        futures: Ray references to the results, one for each rank that returns a result. References of ranks that send
-            only their errors follow.
+        futures: First a Ray reference for each rank that returns a result, then one for each rank that returns only
+            errors.
         dispatch_fn: Function that selects a part of the joined result; None selects the whole result.
     """
 
@@ -61,7 +61,7 @@ class DataProtoFuture:
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
-        """Return a future of ``select(result)``, where ``result`` is the joined result of this future.
+        """Return a future of ``select(result)``, where ``result`` is what `get` of this future returns.
 
         The process that fetches the result calls ``select``.
         """
@@ -69,12 +69,17 @@ class DataProtoFuture:
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
     def with_errors_of(self, references: list[Any]) -> DataProtoFuture:
-        """Return a future that also waits for Ray references, and raises their errors. Their values are ignored."""
+        """Return a future that also waits for other calls. ``references`` are Ray references to their results.
+
+        The future raises the errors of the other calls, and ignores the results of the other calls.
+        """
         collect_fn = partial(_joined_first, collect_fn=self.collect_fn, count=len(self.futures))
         return replace(self, collect_fn=collect_fn, futures=[*self.futures, *references])
 
     def get(self, timeout_s: float | None = None) -> Any:
-        """Wait at most ``timeout_s`` seconds for the results of all ranks, join them, and return the joined result.
+        """Wait at most ``timeout_s`` seconds for the results of all ranks, and return the joined result.
+
+        If ``dispatch_fn`` is not None, return the part of the joined result that ``dispatch_fn`` selects.
 
         Raises `DeadlineError` if a result is late, and `WorkerDiedError` if a worker died.
         """
@@ -105,9 +110,10 @@ def _both(data: Any, first: Callable[[Any], Any], second: Callable[[Any], Any]) 
 
 
 class BatchData:
-    """Wraps a batch to cut it into parts, or a list of batches to concatenate them.
+    """Wraps a value: a batch to cut into parts, or a list of batches to concatenate.
 
-    A batch is a `DataProto`, a `DataProtoFuture`, a TensorDict, or a Ray reference to one of them.
+    A batch is a `DataProto` or a TensorDict. `chunk` also cuts a `DataProtoFuture`. `concat` also accepts a list of
+    Ray references to batches.
 
     Example: ``BatchData(argument).chunk(chunks=4)``, ``BatchData(results).concat()``.
     """
@@ -116,19 +122,20 @@ class BatchData:
         self._data = data
 
     def is_chunkable(self) -> bool:
-        """Return whether the value is a batch or a `DataProtoFuture`, so that `chunk` can cut it."""
+        """Return whether `chunk` can cut the value: it is a batch or a `DataProtoFuture`."""
         return _is_batch(self._data) or isinstance(self._data, DataProtoFuture)
 
     def is_concatable(self) -> bool:
-        """Return whether the value is a list of at least one batch or Ray reference, so that `concat` can join it."""
+        """Return whether the value is a list or tuple whose first item is a batch or a Ray reference."""
         data = self._data
         return isinstance(data, list | tuple) and len(data) > 0 and (_is_batch(data[0]) or _is_reference(data[0]))
 
     def chunk(self, chunks: int) -> Sequence[Any]:
         """Cut the rows of the value into ``chunks`` parts of the same type as the value.
 
-        Raises `BatchError` if the rows cannot be cut evenly. Raises `UsageError` if `is_chunkable` returns False. A
-        `DataProto` with padding enabled may be cut unevenly.
+        Raises `UsageError` if `is_chunkable` returns False. Raises `BatchError` if ``chunks`` does not divide the
+        number of rows; a `DataProtoFuture` raises this error when a part is fetched. The parts of a `DataProto` with
+        padding enabled may differ in size.
         """
         if _is_tensordict(self._data):
             from asyncrl.single_controller import columns  # imported here, because it loads torch
@@ -141,7 +148,8 @@ class BatchData:
     def concat(self) -> Any:
         """Concatenate the rows of a list of batches. For a list of Ray references, return a future of the result.
 
-        Raises `ValueError` if the list is empty, and `UsageError` if it has values that are not batches.
+        Raises `ValueError` if the list is empty. Raises `UsageError` unless the list has only `DataProto` objects or
+        only TensorDicts. Raises `BatchError` if the batches have different columns.
         """
         data = self._data
         if not data:
@@ -178,7 +186,10 @@ def _is_reference(data: Any) -> bool:
 
 
 class _Members(type):
-    """Metaclass of `DynamicEnum`. Its classes support iteration, ``in``, ``len``, and lookup by name in brackets."""
+    """Metaclass of `DynamicEnum`. Each subclass of `DynamicEnum` thereby supports ``for``, ``in`` and ``len``.
+
+    ``Kind["name"]`` and ``Kind.name`` return the member of the class ``Kind`` with this name, in upper or lower case.
+    """
 
     _registry: dict[str, Any]
 
@@ -237,12 +248,15 @@ class DynamicEnum(metaclass=_Members):
 
     @classmethod
     def remove(cls, name: str) -> Any:
-        """Remove the member with this name from the enumeration, and return the member."""
+        """Remove the member with this name from the enumeration, and return the member.
+
+        The name may be in upper or lower case. Raises `KeyError` if there is no such member.
+        """
         return cls._registry.pop(name.upper())
 
     @classmethod
     def from_name(cls, name: str) -> Any:
-        """Return the member with this name, in upper or lower case, or None."""
+        """Return the member with this name, or None if there is none. The name may be in upper or lower case."""
         return cls._registry.get(name.upper())
 
     @classmethod
@@ -258,7 +272,10 @@ class DynamicEnum(metaclass=_Members):
 
 
 def _member(kind: type[DynamicEnum], name: str) -> Any:
-    """Return the member with this name. If this process does not have the member, register it."""
+    """Return the member of the enumeration ``kind`` with this name, for unpickling.
+
+    If ``kind`` has no such member in this process, register the member.
+    """
     return kind.from_name(name) or kind.register(name)
 
 
@@ -268,7 +285,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(DynamicEnum):
-    """How a call of a worker group divides its arguments over the workers, and how it joins their results."""
+    """How a worker group distributes the arguments of a call over the ranks, and how it joins the ranks' results."""
 
     RANK_ZERO: Dispatch
     ONE_TO_ALL: Dispatch
@@ -299,11 +316,11 @@ def register(
     blocking: bool = True,
     materialize_futures: bool = True,
 ) -> Callable[[Method], Method]:
-    """Return a decorator for a method of a worker class, which makes the method callable through a worker group.
+    """Return a decorator for methods of a worker class. The decorator makes a method callable through a worker group.
 
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
-        execute_mode: Whether all workers run the method, or only rank 0.
+        execute_mode: Whether all workers run the method, or only rank 0. With ``Dispatch.RANK_ZERO``, always rank 0.
         blocking: Whether the group's call waits for the results. Otherwise the call returns references or a
             `DataProtoFuture`.
         materialize_futures: Whether the method gets the result of a `DataProtoFuture` instead of the future.
@@ -345,10 +362,10 @@ BESIDE = "beside"
 
 
 def beside(method: Method) -> Method:
-    """Decorate a method that has the decorator `register`, so that it runs in a second thread of the worker.
+    """Make the worker run the method in a second thread. The method must have the decorator `register` already.
 
-    The second thread runs its calls in order. The methods must be thread-safe. All other methods of the class then run
-    in one thread, which is not the main thread of the process.
+    The second thread runs the calls of decorated methods in order. The decorated methods must be thread-safe. The first
+    thread runs all other methods of the class. Neither thread is the main thread of the process.
     """
     getattr(method, MAGIC_ATTR)[BESIDE] = True
     return method
@@ -407,7 +424,7 @@ Dispatched = tuple[Any, dict[str, Any]]
 
 
 def dispatch_one_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Repeat each argument for every rank. Return (args, kwargs) of lists with one entry per rank."""
+    """Repeat each argument for every rank. Return (args, kwargs), whose values are lists with one entry per rank."""
     return mapped(lambda value: [value] * worker_group.world_size, args, kwargs)
 
 
@@ -421,14 +438,14 @@ def dispatch_all_to_all(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatc
 
 
 def collect_all_to_all(worker_group: Any, output: Any) -> Any:
-    """Return the list of results, one per rank, unchanged."""
+    """Return the results unchanged: a list with one result per rank, or the result of rank 0 if only rank 0 ran."""
     return output
 
 
 def dispatch_dp_compute(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Return the (args, kwargs) of a call, in which every argument must be a list with one entry per rank.
+    """Check that every argument of a call is a list or tuple with one entry per rank. Return (args, kwargs).
 
-    Raises `UsageError` if an argument is not such a list.
+    In the returned (args, kwargs), each argument is a list. Raises `UsageError` if an argument has another form.
     """
     for name, value in [*enumerate(args), *kwargs.items()]:
         if not isinstance(value, list | tuple) or len(value) != worker_group.world_size:
@@ -447,10 +464,11 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 
 
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Cut the rows of each argument into one part per rank. Return (args, kwargs) of lists with one entry per rank.
+    """Cut the rows of each argument into one part per rank.
 
-    An argument is a `DataProto`, a `DataProtoFuture` or a TensorDict. A `DataProto` with padding enabled is padded
-    first. ``kwargs`` then also has the number of appended rows, under `_padding_size_key`.
+    Returns (args, kwargs), whose values are lists with one entry per rank. An argument is a `DataProto`, a
+    `DataProtoFuture` or a TensorDict. If a `DataProto` has padding enabled, this function cuts a padded copy instead.
+    The returned ``kwargs`` then also has the number of appended rows, under `_padding_size_key`.
     """
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
@@ -459,7 +477,7 @@ def dispatch_dp_compute_data_proto_with_func(worker_group: Any, *args: Any, **kw
     """Repeat the first argument for every rank. Cut the rows of the other arguments into one part per rank.
 
     Returns (args, kwargs) like `dispatch_dp_compute_data_proto`. Raises `UsageError` if the first argument is not a
-    function.
+    Python function (``def`` or ``lambda``).
     """
     if not args or not isinstance(args[0], FunctionType):
         raise UsageError(f"the first argument must be a function, got {type(args[0]).__name__ if args else 'none'}")
@@ -481,11 +499,11 @@ def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> A
 def dispatch_nd_compute(
     dp_rank_mapping: list[int], dp_size: int, worker_group: Any, *args: Any, **kwargs: Any
 ) -> Dispatched:
-    """Give each rank one part of every argument. Return (args, kwargs) of lists with one entry per rank.
+    """Give each rank one part of every argument. Return (args, kwargs), whose values are lists with one entry per rank.
 
     Every argument is a list of ``dp_size`` parts. ``dp_rank_mapping`` has the index of the part that each rank gets,
-    such as ``[0, 0, 1, 1]``. Each part is stored once in Ray's object store, even if several ranks get the part.
-    Parts of a `DataProtoFuture` are not stored.
+    such as ``[0, 0, 1, 1]``. This function puts each part once into Ray's object store, and gives the ranks references.
+    If the parts are `DataProtoFuture` objects, the ranks get the parts themselves.
     """
 
     def handed_out(name: Any, parts: Any) -> list[Any]:
@@ -510,8 +528,8 @@ def dispatch_nd_compute_dataproto(
 ) -> Dispatched:
     """Cut the rows of each argument into ``dp_size`` parts, and give each rank one of the parts.
 
-    ``dp_rank_mapping`` has the index of the part that each rank gets. The arguments, the padding and the
-    result are like in `dispatch_dp_compute_data_proto`.
+    ``dp_rank_mapping`` has the index of the part that each rank gets. The arguments, the padding and the returned
+    ``kwargs`` are like in `dispatch_dp_compute_data_proto`. The ranks get references like in `dispatch_nd_compute`.
     """
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}
@@ -530,10 +548,10 @@ def collect_nd_compute_dataproto(collect_mask: list[bool], worker_group: Any, ou
 
 
 def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
-    """Cut the rows of every argument into one part per dp rank, and give each rank the part of its dp rank.
+    """Cut the rows of every argument into one part per dp rank, and give each worker the part of its dp rank.
 
-    The workers must have registered the mesh ``mesh_name``. The mesh gives each worker its dp rank. Returns (args,
-    kwargs) like `dispatch_dp_compute_data_proto`.
+    Each worker must have registered its dp rank in the mesh ``mesh_name``. The first call of this function for a group
+    asks the workers for their dp ranks. Returns (args, kwargs) like `dispatch_nd_compute_dataproto`.
     """
     if mesh_name not in worker_group._dispatch_info:
         worker_group._dispatch_info[mesh_name] = worker_group._query_dispatch_info(mesh_name)
@@ -542,16 +560,19 @@ def dispatch_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: A
 
 
 def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Concatenate the rows of the results of some workers: one worker for each dp rank.
+    """Concatenate the rows of the results of one worker per dp rank. Ignore the results of the other workers.
 
-    The workers must have registered the mesh ``mesh_name``. The mesh selects the workers whose results are used. If the
-    results are references, return a `DataProtoFuture`.
+    Each worker must have registered in the mesh ``mesh_name`` whether its result is used. If the results are
+    references, return a `DataProtoFuture`.
     """
     return collect_nd_compute_dataproto(_collect_mask(mesh_name, worker_group), worker_group, *args, **kwargs)
 
 
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
-    """Return the ranks whose results ``collect_fn`` ignores, so that these ranks need to send only errors."""
+    """Return the ranks that need to send only errors, because ``collect_fn`` ignores their results.
+
+    The set is empty unless ``collect_fn`` comes from `make_nd_compute_dataproto_dispatch_fn`.
+    """
     if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
         return frozenset()
     mask = _collect_mask(collect_fn.args[0], worker_group)
@@ -567,8 +588,8 @@ def _collect_mask(mesh_name: str, worker_group: Any) -> list[bool]:
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
     """Return a dict with a dispatch and a collect function, for the argument ``dispatch_mode`` of `register`.
 
-    Calls then cut each batch over the dp ranks of the mesh ``mesh_name``. Each worker must first register its dp rank
-    in this mesh, with ``_register_dispatch_collect_info``.
+    Calls of the method then cut each batch into one part per dp rank of the mesh ``mesh_name``. Before the first call,
+    each worker must register its dp rank in this mesh with ``_register_dispatch_collect_info``.
     """
     return {
         "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
@@ -643,10 +664,13 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Pad the batches that have padding enabled, by an equal number of rows. Split all arguments into parts.
+    """Cut all arguments into ``chunks`` parts. First append rows to copies of the batches with padding enabled.
 
-    If there is such a batch, the result of each `DataProtoFuture` among the arguments is padded too, provided that the
-    result has padding enabled. Before padding, this result must have as many rows as the batch.
+    All batches with padding enabled must have the same number of rows. Each copy gets the same number of new rows. The
+    returned ``kwargs`` then has this number under `_padding_size_key`.
+
+    If there is such a batch, the results of `DataProtoFuture` arguments get new rows too, when the results are fetched.
+    These results must have as many rows as the batch. A result without padding enabled gets no new rows.
     """
     lengths = {len(value) for value in (*args, *kwargs.values()) if _asks_for_padding(value)}
     if not lengths:

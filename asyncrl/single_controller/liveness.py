@@ -1,4 +1,4 @@
-"""Detects the death of a worker, and reads the last lines that a dead worker printed.
+"""Detects the death of a worker or of a Ray daemon, and reads the last lines that a worker printed.
 
 `first_death` calls no method of a worker, because a living worker may be busy with a long method.
 """
@@ -39,8 +39,8 @@ def address_of(worker: Any) -> str:
 async def ray_death() -> NoReturn:
     """Wait until a Ray daemon on this machine has died: the raylet, or the control service (gcs_server).
 
-    Without this function, Ray reports a dead raylet only as the death of its workers, after some 15 s. If the control
-    service dies, Ray ends this process some seconds later without an error.
+    Ray itself reports a dead raylet only after some 15 s, and only as the death of the raylet's workers. If the control
+    service dies, Ray ends this process some seconds later without an error. Without a daemon here, wait forever.
 
     Raises:
         ClusterDiedError: a daemon has died. The message names the daemon and has the last lines of its log.
@@ -100,7 +100,7 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
     try:
         while True:
             ended, _ = await asyncio.wait({*waiting, *afar}, timeout=every_s, return_when=asyncio.FIRST_COMPLETED)
-            if cluster != current_cluster():  # Ray was shut down, which ended the workers
+            if cluster != current_cluster():  # Ray was shut down
                 return None
             found = [waiting[one] if one in waiting else afar[one].get(one.result() or 0) for one in ended]
             states = await asyncio.to_thread(lambda: list(map(is_alive, workers)))
@@ -117,7 +117,10 @@ async def first_death(workers: Sequence[Any], is_alive: Callable[[Any], bool], e
 
 
 async def _end_on(node_id: str, pids: list[int]) -> int | None:
-    """Wait until one of these processes ends on a node. Return its pid, or None if Ray lost the waiting task."""
+    """Wait until one of the processes ``pids`` of a node ends, and return the process's pid.
+
+    A Ray task waits on the node. Return None if Ray lost the task.
+    """
     there = NodeAffinitySchedulingStrategy(node_id=node_id, soft=False)
     task: Any = _first_to_end.options(scheduling_strategy=there).remote(pids)
     try:
@@ -143,6 +146,7 @@ def last_words(actor_id: str, log_file: str | None) -> str:
     """Return a text with the last lines that an actor has printed, and the path of the log file.
 
     ``log_file`` is the path of the actor's log on the actor's node. If it is None, the function reads Ray's log files.
+    If the log cannot be read, the text says why.
     """
     if not ray.is_initialized():
         return f"{log_file}:\n{last_lines(log_file)}" if log_file else "its output: (Ray is shut down)"
@@ -164,7 +168,10 @@ def last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def _newest_complaints() -> str:
-    """Return the path and the last lines of the newest raylet error log. The log may say why no process starts."""
+    """Return the path and the last lines of this node's newest raylet error log; empty without such a log.
+
+    The log may say why an actor's process did not start.
+    """
     node: Any = ray_worker._global_node
     logs = [*Path(node.get_logs_dir_path()).glob("raylet*.err")]
     newest = max(logs, key=lambda path: path.stat().st_mtime_ns, default=None)
