@@ -122,6 +122,24 @@ async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_pa
             await client.close()
 
 
+async def test_an_engine_that_was_lost_before_a_restart_takes_no_place_of_a_pinned_engine(tmp_path: Path):
+    options = {"durability": Durability.disk, "directory": str(tmp_path), "max_lag": 4}
+    async with running(groups_per_step=1, **options) as run:
+        worker, control = run.client(name="w"), run.client(name="c")
+        name = await worker.enter()
+        await control.offer(bare_offer(0))
+        pinning = asyncio.ensure_future(control.pin(0, 1, ()))
+        await control.stats()
+        await worker.loaded((await worker.next_offer(-1)).version, 0.5)
+        assert await pinning == {"w"}
+        await control.bury(name)
+    async with running(groups_per_step=1, **options) as run:
+        other, control = run.client(name="v"), run.client(name="c")
+        pinning = asyncio.ensure_future(control.pin(0, 1, ()))
+        await other.loaded((await other.next_offer(-1)).version, 0.5)
+        assert await asyncio.wait_for(pinning, 5) == {"v"}
+
+
 async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_later_attempt(tmp_path: Path):
     """Copies of a request and of its cancellation arrive after the group was leased to another worker."""
     server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)

@@ -271,6 +271,10 @@ def test_key_files_belong_to_their_owner_only(tmp_path: Path):
         client_keys(tmp_path, ROLLOUT)
     with pytest.raises(ValueError, match="exists; keys are made once"):
         make_keys(tmp_path)
+    (tmp_path / "rollout.json").chmod(0o600)
+    (tmp_path / "rollout.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"rollout.json must hold \[.*\], got list"):
+        client_keys(tmp_path, BufferRole.rollout)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "*", "127.0.0.1", "lo", "localhost"])
