@@ -302,7 +302,7 @@ async def test_an_episode_that_ends_by_an_overflow_is_scored_whatever_error_its_
     path = tmp_path / "agent.py"
     path.write_text(FULL)
     renderer = load_renderer(model, RendererConfig())
-    command = {"command": f"{sys.executable} {path}"} if agent == "command" else {}
+    command = {"command": [sys.executable, str(path)]} if agent == "command" else {}
     config = RolloutFleetConfig(
         reward="environment",
         sampling=SamplingConfig(max_new_tokens=10),
