@@ -583,8 +583,8 @@ class BufferClient:
     async def close(self, goodbye: Callable[[ClientSocket], Awaitable[None]] | None = None) -> None:
         """Close the connections. Pending calls raise `ReplayBufferError`.
 
-        Before the connections close, ``goodbye`` is awaited with the connection to the server, if the server can be
-        reached.
+        If the server can be reached, the method first calls and awaits ``goodbye``. The argument of ``goodbye`` is the
+        connection to the server.
         """
         if self.is_closed:
             return

@@ -247,9 +247,10 @@ class LeaseIndex:
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Return the leased groups that a new batch gives up.
+        """Return the leased groups whose leases the buffer revokes, so that a new batch fits the rule.
 
-        For each k in order, choose up to ``numbers[k]`` more groups with a deadline of at most ``version + k``. A
+        ``numbers`` has a number of groups per step k. For each k in order, choose up to ``numbers[k]`` more groups with
+        a deadline of at most ``version + k``. A
         group's deadline is the last learner version that may consume the group. Choose groups with the latest deadline
         first, and among equal deadlines the newest leases first.
         """

@@ -142,9 +142,9 @@ class HeldRequests:
         return request
 
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
-        """Answer ``requests``, or all held requests, if ``answer_to`` returns an answer for them.
+        """Call ``answer_to`` with each of the ``requests``, by default with all held requests, and send the answers.
 
-        A request stays if ``answer_to`` returns None. If ``answer_to`` raises an error, the error is the answer.
+        A request stays held if ``answer_to`` returns None. If ``answer_to`` raises an error, the error is the answer.
         """
         for request in self.all() if requests is None else requests:
             try:

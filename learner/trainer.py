@@ -111,10 +111,11 @@ class ModelOptimizer:
 
 
 def global_grad_norm(parameters: Iterable[nn.Parameter], shards: DeviceMesh | None) -> float:
-    """Return the L2 norm of all gradients of ``parameters`` together. All shards of a sharded gradient count.
+    """Return the L2 norm of all gradients of ``parameters`` together.
 
-    ``shards`` is the mesh of the ranks that share one copy of the parameters; None means that the parameters are not
-    sharded. Either all gradients are plain tensors, or all gradients are sharded in the same way.
+    For a sharded gradient, the norm includes all shards. ``shards`` is the mesh of the ranks that share one copy of the
+    parameters; None means that the parameters are not sharded. Either all gradients are plain tensors, or all gradients
+    are sharded in the same way.
     """
     gradients = _local_gradients(parameters)
     if not gradients:

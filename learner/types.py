@@ -164,7 +164,7 @@ class TokenSequence:
 
     @property
     def compared(self) -> np.ndarray:
-        """[T] int32: ``images.compared``, or ``input_ids`` without images.
+        """[T] int32: ``images.compared``, or ``input_ids`` if the sequence has no images.
 
         Two sequences can share their first n tokens only if the first n entries are equal.
         """

@@ -1,4 +1,7 @@
-"""A reward from a language model that grades responses. Any server with OpenAI's chat completions can serve it."""
+"""A reward from a language model that grades responses.
+
+Any server with OpenAI's chat completions can serve the model.
+"""
 
 from __future__ import annotations
 

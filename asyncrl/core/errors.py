@@ -47,7 +47,7 @@ class BatchLost(AsyncRLError):
 
 
 class ClusterDiedError(WorkerDiedError):
-    """One of Ray's own processes died or did not start. Ray cannot stop the workers."""
+    """One of Ray's own processes died or did not start. So Ray can no longer stop the workers."""
 
 
 class CheckpointError(AsyncRLError):

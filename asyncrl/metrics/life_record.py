@@ -1,6 +1,6 @@
-"""Reads and writes ``life.json`` in a run folder, which says when one life of a run began and how it ended.
+"""Reads and writes the file ``life.json`` of a life. The file says when the life began and how it ended.
 
-A life is one ``asyncrl train`` process, with its own run folder.
+A life of a run is one ``asyncrl train`` process. Each life has its own run folder, which contains the file.
 """
 
 from __future__ import annotations

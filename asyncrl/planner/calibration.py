@@ -140,7 +140,7 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The recorded events of trained groups: one entry for each step after the warm-up that trained on a group."""
+        """The recorded events of trained groups. A group has one entry per training step, without the warm-up steps."""
         return [use for use in self._trace.trained_groups if use.step >= self._first_step]
 
     @cached_property

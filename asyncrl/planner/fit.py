@@ -75,7 +75,8 @@ def model_size(path: str) -> ModelSize:
 def policy_size(config: RunConfig) -> ModelSize:
     """Return the sizes of a run's policy model.
 
-    Raises the errors of `ModelSize.of`, also for the models of the other roles, such as the critic.
+    The function also reads the models of the other roles, such as the critic. Raises the errors of `ModelSize.of` for
+    each model.
     """
     for role in learner_roles(config):
         model_size(role_model(config, role))

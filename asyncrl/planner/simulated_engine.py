@@ -26,7 +26,7 @@ class SimulatedGroup:
 
     Attributes:
         lengths: Final number of tokens of each sample.
-        to_write: Number of tokens that each unfinished sample needs at the start of this attempt.
+        to_write: Number of tokens that each unfinished sample must still generate at the start of this attempt.
         oldest_version: Policy version that generated the group's first token; -1 before the group begins.
         newest_version: Policy version at the end of the sample that ended last; -1 before a sample ends.
         written: Number of tokens that this attempt generated for samples that have ended.

@@ -121,8 +121,8 @@ def lag(trace: Trace, *, bound: int) -> Chart:
     """Return the chart of lags: for each lag, the number of trained groups that had this lag.
 
     A group's lag is the number of learner steps from the group's oldest token to the training. A group without lag
-    counts in ``none``. For any other group, ``before`` counts the share of the lag that arose before the buffer stored
-    the group. ``in_queue`` counts the rest. ``bound`` is the largest allowed lag.
+    counts in ``none``. Any other group is split: ``before`` gets the share of its lag that arose before the buffer
+    stored the group, and ``in_queue`` gets the rest. ``bound`` is the largest allowed lag.
     """
     lives = trace.trained_groups
     parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}

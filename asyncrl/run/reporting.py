@@ -1,8 +1,8 @@
 """The reports of a run: a `StepRecord` per learner step, the counts of all tokens at the end, and the display of both.
 
-A failure of the terminal, a tracker, the dashboard or the advice does not end the run. After a step, a thread computes
-how busy learner and engines were. The thread then pauses for 100 times the duration of this computation, to use little
-CPU time.
+If the terminal, a tracker, the dashboard or the planner's advice fails, the run continues. After a step, a thread
+computes how busy learner and engines were. The thread then pauses for 100 times the duration of this computation, to
+use little CPU time.
 """
 
 from __future__ import annotations
@@ -388,7 +388,10 @@ class Watching:
             await look_for_advice(self._run_dir)
 
     def go_on(self, history: History) -> None:
-        """Send the steps and evaluations of the run's earlier processes to the trackers. Show the alarms that last."""
+        """Send the steps and evaluations of the run's earlier processes to the trackers.
+
+        Show the alarms that have begun and not ended.
+        """
         self._alarms.go_on(history)
         self._show(self._alarms.current)
         self._trackers.go_on([*history.evaluations, *history.steps])

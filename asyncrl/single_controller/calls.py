@@ -99,11 +99,11 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Take the Ray references out of a call's arguments, to send them as separate arguments.
+    """Take the Ray references out of a call's arguments. The caller sends them as separate arguments.
 
-    Returns the arguments, in which each `DataProtoFuture` has None instead of each reference, and a list of the
-    references. An argument that is a reference becomes a `DataProtoFuture` of its value, because Ray does not fetch
-    references inside of other arguments.
+    Returns the arguments and a list of the references. In the returned arguments, the `DataProtoFuture` objects contain
+    None in place of their references. An argument that is a reference becomes a `DataProtoFuture` of its value, because
+    Ray does not fetch references inside of other arguments.
     """
     references: list[Any] = []
 

@@ -48,7 +48,7 @@ Parameters = Mapping[str, Tensor]
 class _Block:
     """A copy from a view of a tensor to a view of a parameter. Both views have the same shape.
 
-    Offsets and strides count values.
+    Offsets and strides are in values, not in bytes.
 
     A block can also describe that a constant was written into the parameter. A constant has no source. ``source`` and
     ``source_strides`` then equal ``start`` and ``strides``, so that `joined` compares only the targets.

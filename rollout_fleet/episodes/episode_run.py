@@ -155,7 +155,10 @@ class EpisodeRun:
         self._on_place()
 
     def next_requests(self) -> list[SampleRequest]:
-        """Make the requests to send to the engine (`Episode.next_requests`). `times` records their first tokens."""
+        """Make the requests to send to the engine (`Episode.next_requests`).
+
+        `times` records the time of each first token.
+        """
         return [
             replace(request, on_first_token=partial(self.times.first_token, self.episode.turn_of(request.id)))
             for request in self.episode.next_requests()
