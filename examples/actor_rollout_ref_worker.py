@@ -61,7 +61,7 @@ class ActorRolloutRefWorker(ActorWorker):
         if self._publisher is None:
             return super().rollout_mode(version)
         offers = [self._publisher.publish(version).result()]  # only rank 0 gets an offer, other ranks None
-        self._offload.enter_rollout()
+        self.offload.enter_rollout()
         dist.broadcast_object_list(offers, src=0)
         if self.engine is not None:
             self.on_engine(self.engine.load_weights(offers[0]))
