@@ -528,10 +528,7 @@ class Journal:
             raise self._error("written", error) if isinstance(error, OSError) else error from error
 
     def flush(self) -> None:
-        """Write the puts that `record` delayed. Raises `ReplayBufferError` on failure.
-
-        The server calls this before it sends the replies to the puts.
-        """
+        """Write the puts that `record` delayed, before the server replies to them. Raises `ReplayBufferError`."""
         if self._later:
             self._write_log([])
 

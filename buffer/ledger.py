@@ -185,17 +185,11 @@ class Ledger:
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Return whether a group is queued or was queued before.
-
-        When the learner goes back to a checkpoint, the groups that have finished since then become unknown.
-        """
+        """Return whether a group is known. A return to a checkpoint forgets the groups that have finished since."""
         return group_id in self.groups or group_id in self.history.finished
 
     def check_engine_version(self, engine_version: int) -> None:
-        """Check the engine version in a request for leases.
-
-        Raises `VersionTooNew` if the engine version is negative or newer than the learner's version.
-        """
+        """Raise `VersionTooNew` if a request for leases has a negative version, or one newer than the learner's."""
         if not 0 <= engine_version <= self.learner_version:
             raise VersionTooNew(
                 f"an engine requested a lease at policy version {engine_version}, but the learner has committed "
@@ -203,10 +197,7 @@ class Ledger:
             )
 
     def check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
-        """Check the policy version of an attempt's newest token.
-
-        Raises `VersionTooNew` if ``newest_version`` is newer than the learner's version.
-        """
+        """Raise `VersionTooNew` if an attempt's newest token has a newer policy version than the learner."""
         if newest_version > self.learner_version:
             raise VersionTooNew(
                 f"group {group_id} attempt {attempt} holds a token of policy version {newest_version}, but the learner "
@@ -244,12 +235,9 @@ class Ledger:
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Return whether the stores are too small for a batch. Call this when the stores have refused a group's bytes.
+        """Return whether the stores, which have refused a group's bytes, are too small for a batch.
 
-        The stores are too small if both statements are true:
-
-        - No batch is planned, and none can be made.
-        - No other running group has reserved bytes or an earlier deadline.
+        True if no batch is planned or can be made, and no other running group has bytes or an earlier deadline.
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
