@@ -5,9 +5,10 @@ Run as ``python -m benchmarks.agents``.
 ``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
     growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
     duration of each turn between 0.3 and 0.9 s, so calls arrive at different times, as with a real engine. As in a
-    rollout worker, garbage collections skip the objects that were loaded at the start (``gc.freeze``). The figure is a
-    median over calls: the time of a call minus the duration of its turn. The client measures the time of a call, so the
-    client's own time is included. ``bare_ms`` is the same figure for an aiohttp server that only waits and answers.
+    rollout worker, the event loop is uvloop, because Ray runs asynchronous actors on uvloop, and garbage collections
+    skip the objects that were loaded at the start (``gc.freeze``). The figure is a median over calls: the time of a
+    call minus the duration of its turn. The client measures the time of a call, so the client's own time is included.
+    ``bare_ms`` is the same figure for an aiohttp server that only waits and answers.
     ``endpoint_cpu_ms`` is the endpoint's CPU time per call. Its inverse is an upper bound on the rate of calls.
 
 ``tree_vs_linear_tokens``: tokens that the learner computes for the trees of a search agent, divided by the tokens of
@@ -47,6 +48,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
+import uvloop
 from aiohttp import web
 
 from asyncrl.core.images import PlacedImage
@@ -180,7 +182,7 @@ async def _in_client(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def _play_all(accesses: Sequence[tuple[str, str]]) -> list[float]:
-    return asyncio.run(_play(accesses))
+    return uvloop.run(_play(accesses))
 
 
 async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
@@ -231,9 +233,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         renderer = load_renderer(save_tokenizer(Path(folder)), RendererConfig())
         gc.freeze()
-        rounds = [asyncio.run(endpoint_ms(renderer)) for _ in range(1 if options.quick else 3)]
+        rounds = [uvloop.run(endpoint_ms(renderer)) for _ in range(1 if options.quick else 3)]
         figures |= {name: statistics.median(of_round[name] for of_round in rounds) for name in rounds[0]}
-        figures |= asyncio.run(fleet_figures(Path(folder), quick=options.quick))
+        figures |= uvloop.run(fleet_figures(Path(folder), quick=options.quick))
     figures |= tree_vs_linear_tokens()
     is_met = print_report(
         "agents", {}, figures, TARGETS, baseline="the same agent on the engine directly, and the turn's own seconds"
