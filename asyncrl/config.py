@@ -9,6 +9,7 @@ import math
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 from asyncrl.core.errors import check_bounds
@@ -499,6 +500,12 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         check_bounds("", self, seed=">= 0; 0 is usual", total_steps=">= 1", save_timeout_s="> 0", stop_timeout_s="> 0")
+        folder = Path(self.experiment)
+        if not folder.parts or folder.is_absolute() or ".." in folder.parts:
+            raise ValueError(
+                f"experiment must be the name of a folder below output_dir, got {self.experiment!r}; set output_dir to "
+                "write elsewhere"
+            )
         if late := [step for step in self.profile.torch_steps if step >= self.total_steps]:
             raise ValueError(
                 f"profile.torch_steps must be below total_steps={self.total_steps}, got {late}; the last step is "

@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from asyncrl.core.errors import check_bounds
+
 from .rule import StalenessRule, find_filters, find_order
 
 
@@ -151,14 +153,10 @@ class BufferConfig:
     bulk_port: int = 0
 
     def __post_init__(self) -> None:
-        for name, meaning in _MAY_BE_ZERO.items():
-            if getattr(self, name) < 0:
-                raise ValueError(f"buffer.{name} must be >= 0, got {getattr(self, name)}; {meaning}")
+        check_bounds("buffer.", self, **{name: f">= 0; {meaning}" for name, meaning in _MAY_BE_ZERO.items()})
         times = ("lease_s", "heartbeat_s", "request_timeout_s")
         sizes = ("max_stored_bytes", "max_prompt_bytes", "max_message_bytes")
-        for name in (*times, *sizes, "queue_size", "max_requests_per_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"buffer.{name} must be > 0, got {getattr(self, name)}; see buffer/config.py")
+        check_bounds("buffer.", self, **dict.fromkeys((*times, *sizes, "queue_size", "max_requests_per_s"), "> 0"))
         StalenessRule(max_lag=self.max_lag, groups_per_step=1, max_uses=self.max_uses)
         self._check_stores()
         if self.host in _EVERY_ADDRESS and not self.advertised_host:

@@ -144,4 +144,4 @@ def main(overrides: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    print(__doc__) if {"-h", "--help"} & set(sys.argv) else main(sys.argv[1:])

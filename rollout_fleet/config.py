@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from asyncrl.core.errors import check_bounds
 from asyncrl.weights.carriers import load_limit_s
 
 from .episodes.config import EnvironmentConfig
@@ -59,12 +60,6 @@ class OnRewardFailure(StrEnum):
 
     retry_group = "retry_group"
     drop_trajectory = "drop_trajectory"
-
-
-def _check_least(section: str, options: object, **least: int) -> None:
-    for name, low in least.items():
-        if getattr(options, name) < low:
-            raise ValueError(f"{section}.{name} must be >= {low}, got {getattr(options, name)}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +119,7 @@ class SamplingConfig:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not all(isinstance(text, str) and text for text in self.stop):
             raise ValueError(f"rollout_fleet.sampling.stop must hold texts that are not empty, got {list(self.stop)}")
-        _check_least("rollout_fleet.sampling", self, max_new_tokens=1)
+        check_bounds("rollout_fleet.sampling.", self, max_new_tokens=">= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,9 +156,8 @@ class SGLangConfig:
     extra_args: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        _check_least(
-            "rollout_fleet.sglang", self, tp_size=1, max_total_tokens=0, max_running_requests=1, samples_per_request=1
-        )
+        at_least_1 = ("tp_size", "max_running_requests", "samples_per_request")
+        check_bounds("rollout_fleet.sglang.", self, max_total_tokens=">= 0", **dict.fromkeys(at_least_1, ">= 1"))
 
     def dtype_on(self, device: EngineDevice) -> str:
         """Return the name of the dtype that a server on ``device`` uses; ``auto`` is resolved.
@@ -197,7 +191,7 @@ class TransformersConfig:
     reproducible: bool = False
 
     def __post_init__(self) -> None:
-        _check_least("rollout_fleet.transformers", self, max_rows=1)
+        check_bounds("rollout_fleet.transformers.", self, max_rows=">= 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +210,7 @@ class SamplesConfig:
     num_shown: int = 2
 
     def __post_init__(self) -> None:
-        _check_least("rollout_fleet.samples", self, every_steps=0, num_groups=1, num_shown=0)
+        check_bounds("rollout_fleet.samples.", self, every_steps=">= 0", num_groups=">= 1", num_shown=">= 0")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,9 +466,8 @@ class RolloutFleetConfig:
         self._check_rewards()
         self._check_judge()
         self._check_sampling()
-        _check_least(
-            "rollout_fleet", self, reward_processes=1, max_attempts=1, max_failures_in_a_row=1, max_image_pixels=1
-        )
+        at_least_1 = ("reward_processes", "max_attempts", "max_failures_in_a_row", "max_image_pixels")
+        check_bounds("rollout_fleet.", self, **dict.fromkeys(at_least_1, ">= 1"))
         _check_bounds("num_engines", self.num_engines)
         _check_bounds("groups_in_flight", self.groups_in_flight)
         if isinstance(self.groups_in_flight, Mapping) and self.engine is EngineKind.transformers:
@@ -487,11 +480,8 @@ class RolloutFleetConfig:
                 f"rollout_fleet.min_engines must be in 1..{self.fewest_engines}, the engines that the run starts with "
                 f"(rollout_fleet.num_engines={self.num_engines}), got {self.min_engines}"
             )
-        if self.restarts < 0:
-            raise ValueError(f"rollout_fleet.restarts must be >= 0, got {self.restarts}; 0 replaces nothing")
-        for name, value in vars(self).items():
-            if name.endswith("_s") and not value > 0:
-                raise ValueError(f"rollout_fleet.{name} must be > 0 seconds, got {value}")
+        check_bounds("rollout_fleet.", self, restarts=">= 0; 0 replaces nothing")
+        check_bounds("rollout_fleet.", self, **{name: "> 0 seconds" for name in vars(self) if name.endswith("_s")})
         self._check_sglang()
 
     def _check_sglang(self) -> None:

@@ -3,6 +3,7 @@
 A user's mistake (a wrong option, a missing file) raises ``ValueError`` instead.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from functools import wraps
@@ -203,7 +204,7 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
 
 
 def check_bounds(section: str, options: object, **bounds: str) -> None:
-    """Check the lower bounds of numeric options. Raise `ValueError` for the first option that violates its bound.
+    """Check that numeric options are finite and keep their lower bounds. Raise `ValueError` for the first violation.
 
     Args:
         section: Prefix of the options' names in the message.
@@ -215,5 +216,8 @@ def check_bounds(section: str, options: object, **bounds: str) -> None:
     for name, bound in bounds.items():
         value, (wanted, _, remedy) = getattr(options, name), bound.partition("; ")
         relation, low = wanted.split()[:2]
-        if not (value >= float(low) if relation == ">=" else value > float(low)):
-            raise ValueError(f"{section}{name} must be {wanted}, got {value}" + (f"; {remedy}" if remedy else ""))
+        if not (value >= float(low) if relation == ">=" else value > float(low)) or value == math.inf:
+            finite = " and finite" if value == math.inf else ""
+            raise ValueError(
+                f"{section}{name} must be {wanted}{finite}, got {value}" + (f"; {remedy}" if remedy else "")
+            )

@@ -287,7 +287,10 @@ def load_spec(path: Path) -> Scenario:
         schema = OmegaConf.structured(Scenario)
         for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):
             OmegaConf.set_readonly(node, False)  # OmegaConf makes nodes of frozen dataclasses read-only
-        scenario = OmegaConf.to_object(OmegaConf.merge(schema, OmegaConf.load(path)))
+        given = OmegaConf.load(path)
+        if not given:
+            raise ValueError(f"{path} is empty, expected options of a scenario, such as num_engines: 8")
+        scenario = OmegaConf.to_object(OmegaConf.merge(schema, given))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is not a scenario: {' '.join(str(error).split())}") from error
     assert isinstance(scenario, Scenario)

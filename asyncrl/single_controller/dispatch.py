@@ -366,7 +366,11 @@ def beside(method: Method) -> Method:
 
     The second thread runs the calls of decorated methods in order. The decorated methods must be thread-safe. The first
     thread runs all other methods of the class. Neither thread is the main thread of the process.
+
+    Raises `UsageError` if the method is not registered yet.
     """
+    if not hasattr(method, MAGIC_ATTR):
+        raise UsageError(f"{method.__qualname__} has no @register; put @beside above @register")
     getattr(method, MAGIC_ATTR)[BESIDE] = True
     return method
 
@@ -653,7 +657,8 @@ def update_dispatch_mode(
 
     Raises `UsageError` for an unknown mode.
     """
-    _check_dispatch_mode(dispatch_mode)
+    if not isinstance(dispatch_mode, Dispatch):
+        raise UsageError(f"dispatch_mode must be a Dispatch, got {dispatch_mode!r}")
     get_predefined_dispatch_fn(dispatch_mode)
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 

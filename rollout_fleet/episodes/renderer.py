@@ -358,12 +358,15 @@ class TemplateRenderer(ChatRenderer):
         """Split a sampled answer into content, reasoning and tool calls (`ChatRenderer.parse`)."""
         ids = self.without_stop(sampled_ids)
         reasoning, rest = split_reasoning(self.tokenizer, prompt_ids, ids)
-        content, calls, malformed = self.tokenizer.decode(rest), [], []
-        if self._tool_parser is not None:
+        calls: list[ToolCall] = []
+        malformed: list[str] = []
+        if self._tool_parser is None:
+            content = self.tokenizer.decode(rest)
+        else:
             try:
                 content, calls, malformed = self._tool_parser.split(rest, tools)
             except (RecursionError, ValueError):  # JSON with too many levels or too long a number
-                content, malformed = "", [content]
+                content, malformed = "", [self.tokenizer.decode(rest)]
         for token in self.tokenizer.all_special_tokens:
             content = content.replace(token, "")
         return ParsedAnswer(

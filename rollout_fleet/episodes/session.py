@@ -608,12 +608,10 @@ class Session:
         episode = self._sampler.episode
         if options.n > 1:  # if one of the n turns does not fit, the client gets an error, so then sample none
             episode.check_room(place.parent, place.new_tokens, sampling, images=place.images, num_turns=options.n)
-        seeds = [None if options.seed is None else options.seed + i for i in range(options.n)]
+        seed = sampling.seed
+        samplings = [replace(sampling, seed=seed + i) if i and seed is not None else sampling for i in range(options.n)]
         sampled = await asyncio.gather(
-            *(
-                self._sampler.sample(place.parent, place.new_tokens, replace(sampling, seed=seed), place.images)
-                for seed in seeds
-            ),
+            *(self._sampler.sample(place.parent, place.new_tokens, own, place.images) for own in samplings),
             return_exceptions=True,
         )
         failures = [turn for turn in sampled if isinstance(turn, BaseException)]
@@ -685,6 +683,7 @@ class Session:
             stop=(*self._sampling.stop, *options.stop),
             stop_token_ids=tuple(dict.fromkeys(ends)),
             json_schema=options.json_schema,
+            seed=options.seed,
         )
 
     def _know(self, turn: int) -> None:

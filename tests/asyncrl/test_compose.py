@@ -80,6 +80,7 @@ def test_overrides_set_nested_options_with_their_types():
         ("rollout_fleet.load_timeout_s=nan", ["rollout_fleet.load_timeout_s must be > 0", "got nan"]),
         ("rollout_fleet.sglang.max_total_tokens=-1", ["rollout_fleet.sglang.max_total_tokens must be >= 0", "got -1"]),
         ("buffer.lease_s=nan", ["buffer.lease_s must be > 0", "got nan"]),
+        ("buffer.lease_s=inf", ["buffer.lease_s must be > 0 and finite", "got inf"]),
         ("ray.start_timeout_s=-1", ["ray.start_timeout_s must be > 0", "got -1"]),
         ("ray.object_store_bytes=1", ["ray.object_store_bytes must be >= 78643200", "got 1"]),
         ("evaluation.pass_reward=nan", ["evaluation.pass_reward must be a finite number", "got nan"]),
@@ -312,6 +313,13 @@ def test_a_users_experiment_without_its_suffix_is_an_error_with_the_file_name(tm
     (tmp_path / "mine.yaml").write_text("# @package _global_\nexperiment: mine\n")
     with pytest.raises(ValueError, match=r"no built-in experiment mine; .* write experiment=mine\.yaml"):
         compose_run(["experiment=mine"])
+
+
+@pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", ".", "a/../.."])
+def test_a_users_experiment_is_a_folder_below_the_output_directory(name, tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"# @package _global_\nexperiment: {name}\n")
+    with pytest.raises(ValueError, match="experiment must be the name of a folder below output_dir"):
+        compose_run([f"experiment={tmp_path}/mine.yaml"])
 
 
 def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):

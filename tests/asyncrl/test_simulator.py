@@ -258,6 +258,8 @@ def test_a_scenario_is_read_from_yaml_and_errors_name_the_option(tmp_path):
         ("\tnum_engines: 2", "spec.yaml is not a scenario"),
         ("3\n", "spec.yaml is not a scenario"),
         ("- 1\n", "spec.yaml is not a scenario"),
+        ("", "spec.yaml is empty"),
+        ("# num_engines: 8\n", "spec.yaml is empty"),
     ],
 )
 def test_a_scenario_with_invalid_values_is_refused_by_name(tmp_path, text, named):

@@ -38,6 +38,7 @@ from asyncrl.single_controller.dispatch import (
     _padding_size_key,
     _split_args_kwargs_data_proto,
     _split_args_kwargs_data_proto_with_auto_padding,
+    beside,
     collect_nd_compute,
     dispatch_dp_compute_data_proto_with_func,
     dispatch_one_to_all,
@@ -123,6 +124,19 @@ def test_a_mode_can_be_added_once():
 def test_a_mode_can_be_replaced():
     update_dispatch_mode(Dispatch.ONE_TO_ALL, print, repr)
     assert get_predefined_dispatch_fn(Dispatch.ONE_TO_ALL)["dispatch_fn"] is print
+
+
+def test_only_a_mode_by_name_can_be_replaced():
+    with pytest.raises(UsageError, match="must be a Dispatch"):
+        update_dispatch_mode({"dispatch_fn": print, "collect_fn": repr}, print, repr)
+
+
+def test_only_a_registered_method_can_run_beside_the_others():
+    def method(worker):
+        pass
+
+    with pytest.raises(UsageError, match="@register"):
+        beside(method)
 
 
 def test_an_unknown_member_is_refused_by_name():
