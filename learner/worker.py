@@ -660,7 +660,7 @@ def _largest_lag(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> int
 
     Raises `StalenessError` if a lag exceeds the batch's bound.
     """
-    lags = {group_id: batch.version - group.summary.oldest_version for group_id, group in groups.items()}
+    lags = {group_id: batch.version - group.oldest_version for group_id, group in groups.items()}
     for group_id, lag in lags.items():
         if not 0 <= lag <= batch.max_lag:
             raise StalenessError(

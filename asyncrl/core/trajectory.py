@@ -491,6 +491,11 @@ class TrajectoryGroup:
     def _ends(self) -> list[int]:
         return np.cumsum(self.turns["num_tokens"]).tolist()
 
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a token of the group. Tokens of baselines count too."""
+        return int(np.minimum.reduce(self.versions.view(np.uint32)))  # -1 (`UNVERSIONED`) is the maximum
+
     @cached_property
     def summary(self) -> GroupSummary:
         """The group's metadata without tokens: lengths, rewards, oldest and newest version."""
@@ -515,7 +520,7 @@ class TrajectoryGroup:
             num_prompt_tokens=self._rows[0][2],
             response_lengths=lengths,
             num_tokens=sum([row[2] for row in sampled]),
-            oldest_version=int(np.minimum.reduce(self.versions.view(np.uint32))),  # -1 (`UNVERSIONED`) is the maximum
+            oldest_version=self.oldest_version,
             newest_version=int(np.maximum.reduce(self.versions)),
             rewards=tuple(rewards.tolist()),
             branch_tokens=branch_tokens,
