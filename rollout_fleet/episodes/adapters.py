@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack, ExitStack, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
+from asyncrl.core.errors import SandboxError
 from asyncrl.core.registry import Registry
 from rollout_fleet.child_pipes import kill_marked
 
@@ -449,7 +450,7 @@ async def use_tools(
         **options: Further fields of each request.
 
     Raises:
-        ToolError: a tool exceeded its deadline or lost its connection.
+        ToolError: a tool exceeded its deadline or lost its connection, or its sandbox failed.
         EpisodeFailure: the episode has used up its turns or tokens, or the policy's endpoint did not answer.
     """
     names = {tool["function"]["name"] for tool in tools}
@@ -465,7 +466,8 @@ async def use_tools(
                 raise ToolError(f"the arguments of {name} are not JSON: {error}") from error
             content = await policy.run_tool(call(name, arguments), name=name)
         except ToolError as error:
-            if isinstance(error.__cause__, OSError):  # the tool lost its connection or missed its deadline
+            # the tool lost its connection, missed its deadline, or could not start its sandbox
+            if isinstance(error.__cause__, (OSError, SandboxError)):
                 raise
             content = f"error: {error}"
         return {"role": "tool", "tool_call_id": wanted["id"], "name": name, "content": content}

@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from asyncrl.core.errors import SandboxError
 from asyncrl.core.types import Prompt
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.episodes.config import EnvironmentConfig
-from rollout_fleet.episodes.environment import Outcome
+from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
 from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
+from rollout_fleet.sandbox import Sandbox
 from tests.support.policy_endpoint import PolicyEndpoint
 
 ROOT = Path(__file__).parents[2]
@@ -66,6 +68,67 @@ async def test_an_expression_that_the_calculator_refuses_is_told_to_the_policy(e
     outcome, requests = await play(f"{AGENTS}/calculator.py:Calculator", {}, script, text="?", truth="1")
     assert (outcome.reward, outcome.metrics["tool_errors"]) == (0.0, 1.0)
     assert requests[1]["messages"][-1]["content"].startswith("error: tool calculate raised")
+
+
+@pytest.fixture
+async def _isolating():
+    try:
+        await Sandbox().start()
+    except SandboxError as error:
+        pytest.skip(f"this machine cannot isolate: {error}")
+
+
+PYTHON = f"{AGENTS}/python_tool.py:PythonTool"
+
+
+@pytest.mark.usefixtures("_isolating")
+async def test_programs_of_the_policy_run_in_a_sandbox_and_their_output_is_told(tmp_path):
+    (secret := tmp_path / "secret.txt").write_text("the answer is 42")
+    programs = [
+        "print(sum(range(10))); print('x' * 5000)",
+        f"print(open({str(secret)!r}).read())",
+        "import socket; socket.create_connection(('127.0.0.1', 80))",
+        "while True: pass",
+        "raise SystemExit(3)",
+        "",
+    ]
+    script = in_order(calls(*(("python", {"code": code}) for code in programs)), said("45 "))
+    outcome, requests = await play(PYTHON, {"wall_time_s": 2.0, "max_chars": 600}, script, text="?")
+    assert (outcome.answer, outcome.metrics["programs"], outcome.metrics["failed_programs"]) == ("45", 6.0, 4.0)
+    told = [message["content"] for message in requests[1]["messages"] if message["role"] == "tool"]
+    assert told[0].startswith("45\nxxx")
+    assert len(told[0]) < 700
+    assert "characters left out" in told[0]
+    assert "FileNotFoundError" in told[1]
+    assert "the answer is" not in told[1]
+    assert "Error" in told[2]
+    assert told[2].endswith("[exit status 1]")
+    assert re.fullmatch(r"\[the limit of (wall|cpu)_time ended the program\]", told[3])
+    assert told[4:] == ["[exit status 3]", "the program printed nothing"]
+
+
+async def test_a_machine_without_the_sandbox_fails_the_episode_and_not_only_its_tools(monkeypatch):
+    script = in_order(calls(("python", {"code": "print(1)"})), said("1"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(EpisodeFailure, match=r"bubblewrap: .*install bubblewrap") as caught:
+        await play(PYTHON, {"kind": "bubblewrap"}, script, text="?")
+    assert caught.value.kind is FailureKind.environment
+
+
+async def test_a_sandbox_that_fails_costs_the_episode_and_the_policy_is_not_told(tmp_path):
+    (tmp_path / "broken.py").write_text(
+        "from asyncrl.core.errors import SandboxError\n"
+        "from rollout_fleet.episodes import use_tools\n"
+        "async def call(name, arguments):\n"
+        "    raise SandboxError('no more processes')\n"
+        "async def main(prompt, policy):\n"
+        "    tool = {'type': 'function', 'function': {'name': 'python', 'parameters': {}}}\n"
+        "    await use_tools(policy, prompt.messages, tools=[tool], call=call)\n"
+    )
+    script = in_order(calls(("python", {})), said("1"))
+    with pytest.raises(EpisodeFailure, match="tool python raised SandboxError: no more processes") as caught:
+        await play(f"{tmp_path}/broken.py:main", {}, script, text="?")
+    assert caught.value.kind is FailureKind.tool
 
 
 async def test_a_number_is_guessed_by_bisection():
