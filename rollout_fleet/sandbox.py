@@ -16,6 +16,7 @@ import asyncio
 import base64
 import json
 import logging
+import math
 import os
 import platform
 import random
@@ -95,8 +96,9 @@ class SandboxLimits:
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
-            if value <= 0:
-                raise ValueError(f"{name} of a sandbox must be > 0, got {value}; leave it out for the default")
+            if not 0 < value < math.inf:
+                wanted = "finite" if value == math.inf else "> 0"
+                raise ValueError(f"{name} of a sandbox must be {wanted}, got {value}; leave it out for the default")
 
 
 @dataclass(frozen=True, kw_only=True)

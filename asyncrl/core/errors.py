@@ -215,8 +215,8 @@ def check_bounds(section: str, options: object, **bounds: str) -> None:
     """
     for name, bound in bounds.items():
         value, (wanted, _, remedy) = getattr(options, name), bound.partition("; ")
-        relation, low = wanted.split()[:2]
-        if not (value >= float(low) if relation == ">=" else value > float(low)) or value == math.inf:
+        relation, low = wanted.split()[0], float(wanted.split()[1])
+        if not (low <= value < math.inf if relation == ">=" else low < value < math.inf):
             finite = " and finite" if value == math.inf else ""
             raise ValueError(
                 f"{section}{name} must be {wanted}{finite}, got {value}" + (f"; {remedy}" if remedy else "")

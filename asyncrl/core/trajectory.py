@@ -494,7 +494,7 @@ class TrajectoryGroup:
     @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a token of the group. Tokens of baselines count too."""
-        return int(np.minimum.reduce(self.versions.view(np.uint32)))  # -1 (`UNVERSIONED`) is the maximum
+        return int(np.minimum.reduce(self.versions.view(np.uint32)))  # as uint32, `UNVERSIONED` is the largest value
 
     @cached_property
     def summary(self) -> GroupSummary:

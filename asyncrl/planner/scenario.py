@@ -289,7 +289,7 @@ def load_spec(path: Path) -> Scenario:
             OmegaConf.set_readonly(node, False)  # OmegaConf makes nodes of frozen dataclasses read-only
         given = OmegaConf.load(path)
         if not given:
-            raise ValueError(f"{path} is empty, expected options of a scenario, such as num_engines: 8")
+            raise ValueError(f"{path} is empty; write the options of a scenario into it, such as num_engines: 8")
         scenario = OmegaConf.to_object(OmegaConf.merge(schema, given))
     except (OmegaConfBaseException, YAMLError, UnicodeDecodeError, OSError) as error:
         raise ValueError(f"{path} is not a scenario: {' '.join(str(error).split())}") from error

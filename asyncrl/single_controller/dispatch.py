@@ -658,7 +658,7 @@ def update_dispatch_mode(
     Raises `UsageError` for an unknown mode.
     """
     if not isinstance(dispatch_mode, Dispatch):
-        raise UsageError(f"dispatch_mode must be a Dispatch, got {dispatch_mode!r}")
+        raise UsageError(f"dispatch_mode must be a Dispatch, got {dispatch_mode!r}; pass a dict to register")
     get_predefined_dispatch_fn(dispatch_mode)
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 

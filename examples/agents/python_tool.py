@@ -46,7 +46,9 @@ def describe(result: SandboxResult, max_chars: int) -> str:
 
 
 class PythonTool:
-    """One question per episode. The policy may run programs, then answers. Reward functions score the answer.
+    """In each episode, the policy answers one question. Before its answer, it may run programs.
+
+    Reward functions score the answer.
 
     Args:
         wall_time_s: Seconds that a program may take. ``rollout_fleet.environment.tool_timeout_s`` must be larger.
@@ -64,7 +66,7 @@ class PythonTool:
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Play one episode. Return the policy's answer, and the numbers of programs and of failed programs."""
-        await self._sandbox.start()  # fails the episode, not only its tools, on a machine that cannot isolate programs
+        await self._sandbox.start()  # if this machine cannot isolate programs, the episode fails here
         results: list[SandboxResult] = []
 
         async def call(_name: str, arguments: Mapping[str, Any]) -> str:

@@ -450,7 +450,7 @@ async def use_tools(
         **options: Further fields of each request.
 
     Raises:
-        ToolError: a tool exceeded its deadline or lost its connection, or its sandbox failed.
+        ToolError: a tool exceeded its deadline, lost its connection, or its sandbox failed.
         EpisodeFailure: the episode has used up its turns or tokens, or the policy's endpoint did not answer.
     """
     names = {tool["function"]["name"] for tool in tools}
@@ -466,7 +466,7 @@ async def use_tools(
                 raise ToolError(f"the arguments of {name} are not JSON: {error}") from error
             content = await policy.run_tool(call(name, arguments), name=name)
         except ToolError as error:
-            # the tool lost its connection, missed its deadline, or could not start its sandbox
+            # the tool lost its connection, missed its deadline, or its sandbox failed
             if isinstance(error.__cause__, (OSError, SandboxError)):
                 raise
             content = f"error: {error}"

@@ -223,7 +223,7 @@ def split_reasoning(
 
     ids = list(token_ids)
     is_begun = tokenizer.decode(list(prompt_ids[-PROMPT_END:])).rstrip().endswith(REASONING_BEGIN)
-    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # without the library's slower search
+    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # the library's search is slower
         return "", ids
     boundary = scan_reasoning(tokenizer, ids, prefilled=is_begun)
     if boundary.text is None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import math
 import os
 import shutil
 import socket
@@ -525,5 +526,7 @@ def test_wrong_options_of_a_sandbox_are_refused():
         Sandbox(kind="chroot")
     with pytest.raises(ValueError, match="memory_bytes of a sandbox must be > 0, got 0"):
         SandboxLimits(memory_bytes=0)
+    with pytest.raises(ValueError, match="cpu_time_s of a sandbox must be finite, got inf"):
+        SandboxLimits(cpu_time_s=math.inf)
     with pytest.raises(ValueError, match="must be a Python interpreter, got /bin/nothing"):
         asyncio.run(Sandbox(python="/bin/nothing").start())
