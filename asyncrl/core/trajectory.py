@@ -219,24 +219,19 @@ class TrajectoryGroup:
         self._check_rows("token", token, num_tokens)
         self._check_rows("turn", self.turn_columns, len(self.turns))
         self._check_rows("trajectory", trajectory, num_trajectories)
-        if self.image_columns:
-            self._check_images()
+        if self.images is not None:
+            self.images.check(self._where)
+            for name, trailing in ((IMAGE_ROWS, ()), (POSITIONS, (3,))):
+                column = token.get(name)
+                if column is None or column.dtype != np.dtype("<i4") or column.shape[1:] != trailing:
+                    raise ValueError(
+                        f"{self._where}: a group with images needs the token column {name!r}, int32 [N, {trailing}]"
+                    )
+            rows, num_rows = token[IMAGE_ROWS], self.images.first_rows[-1]
+            if len(rows) and not -1 <= int(rows.min()) <= int(rows.max()) < num_rows:
+                raise ValueError(f"{self._where}: {IMAGE_ROWS} must be in -1..{num_rows - 1}")
         if not self._is_flat(num_tokens, num_trajectories):
-            self._check_tree(self._where)
-
-    def _check_images(self) -> None:
-        images = self.images
-        assert images is not None
-        images.check(self._where)
-        for name, trailing in ((IMAGE_ROWS, ()), (POSITIONS, (3,))):
-            column = self.token_columns.get(name)
-            if column is None or column.dtype != np.dtype("<i4") or column.shape[1:] != trailing:
-                raise ValueError(
-                    f"{self._where}: a group with images needs the token column {name!r}, int32 [N, {trailing}]"
-                )
-        rows = self.token_columns[IMAGE_ROWS]
-        if len(rows) and not -1 <= int(rows.min()) <= int(rows.max()) < images.first_rows[-1]:
-            raise ValueError(f"{self._where}: {IMAGE_ROWS} must be in -1..{images.first_rows[-1] - 1}")
+            self._check_tree()
 
     @cached_property
     def images(self) -> GroupImages | None:
@@ -265,7 +260,8 @@ class TrajectoryGroup:
             and max(reasons) < len(FINISH_REASONS)
         )
 
-    def _check_tree(self, where: str) -> None:
+    def _check_tree(self) -> None:
+        where = self._where
         rows, num_trajectories, total, last = self._rows, self.num_trajectories, 0, SHARED
         num_reasons = len(FINISH_REASONS)
         if not rows or rows[0][0] != SHARED or rows[0][3]:
