@@ -137,7 +137,7 @@ def _cards() -> list[str]:
 
 
 def _layers_on(cards: Sequence[str]) -> int:
-    """Return the number of layers of the checked models: 4 from 70 GB of GPU memory on, 2 from 36 GB on, else 1."""
+    """Return the number of layers of the checked models: 4 with at least 70 GB of GPU memory, 2 with 36 GB, else 1."""
     megabytes = [int(match[1]) for card in cards if (match := re.search(r"(\d+) MiB", card))]
     smallest = min(megabytes, default=0) * 1.048576 / 1e3
     return 4 if smallest >= 70 else 2 if smallest >= 36 else 1

@@ -251,7 +251,7 @@ class RankSetup:
     def gathers(self) -> bool:
         """Whether FSDP computes with copies of the parameters instead of the stored parameters.
 
-        It does not for one float32 shard without offloading.
+        False if a rank holds all parameters, computes in float32 and does not offload.
         """
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 

@@ -399,7 +399,7 @@ class SimulatedHost:
         self._last = self.ranks
 
     def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Run ``work_s`` seconds of work of a process that is no engine and no rank, such as the buffer.
+        """Run ``work_s`` seconds of work of a process other than engines and ranks, such as the buffer.
 
         ``num_slices`` equal slices run one after another. Each slice takes the core that has fewer jobs at its start.
         If both cores have equally many jobs, the slice takes the core that the previous slice did not take.
