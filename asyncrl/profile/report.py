@@ -245,7 +245,7 @@ class SampleFiles:
     def newest(self, count: int) -> list[dict[str, Any]]:
         """Return at most ``count`` samples from the newest files of each kind, as dicts for JSON.
 
-        Files in ``samples/`` with the same prefix, such as ``train``, are one kind. All files in ``tokens/`` are another kind.
+        Files in ``samples/`` with the same prefix, such as ``train``, are one kind. Files in ``tokens/`` are another.
         """
         kinds: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):

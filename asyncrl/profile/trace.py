@@ -157,13 +157,13 @@ class GroupLife:
 
     @property
     def lag_before_queue(self) -> int:
-        """Learner steps from the group's oldest token until the buffer stored the group; -1 if the group was not stored."""
+        """Learner steps from the group's oldest token until the buffer stored the group; -1 if it was never stored."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
     @property
     def lag_in_queue(self) -> int:
-        """Learner steps from the storage of the group to its training; -1 if the group was not stored or not trained."""
+        """Learner steps from the group's storage to its training; -1 if the group was not stored or not trained."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 

@@ -533,7 +533,7 @@ def dispatch_nd_compute_dataproto(
     """Cut the rows of each argument into ``dp_size`` parts, and give each rank one of the parts.
 
     ``dp_rank_mapping`` has the index of the part that each rank gets. The arguments, the padding and the returned
-    ``kwargs`` are like in `dispatch_dp_compute_data_proto`. The ranks get references like in `dispatch_nd_compute`.
+    ``kwargs`` are as in `dispatch_dp_compute_data_proto`. The ranks get references as in `dispatch_nd_compute`.
     """
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}

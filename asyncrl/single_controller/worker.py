@@ -276,7 +276,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
         return
     if hip and cuda and hip != cuda:
         raise UsageError(
-            f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one of them, or both to one value"
+            f"HIP_VISIBLE_DEVICES is {hip!r}, but CUDA_VISIBLE_DEVICES is {cuda!r}; set only one of them"
         )
     if hip:
         env_vars["CUDA_VISIBLE_DEVICES"] = cuda = hip
