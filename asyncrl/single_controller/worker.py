@@ -275,9 +275,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
         env_vars.pop("ROCR_VISIBLE_DEVICES", None)
         return
     if hip and cuda and hip != cuda:
-        raise UsageError(
-            f"HIP_VISIBLE_DEVICES is {hip!r}, but CUDA_VISIBLE_DEVICES is {cuda!r}; set only one of them"
-        )
+        raise UsageError(f"HIP_VISIBLE_DEVICES is {hip!r}, but CUDA_VISIBLE_DEVICES is {cuda!r}; set only one of them")
     if hip:
         env_vars["CUDA_VISIBLE_DEVICES"] = cuda = hip
     rocr = env_vars.get("ROCR_VISIBLE_DEVICES")

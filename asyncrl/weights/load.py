@@ -69,7 +69,7 @@ class WeightSource(Protocol):
 
     @property
     def copier(self) -> FileWeights | None:
-        """The object that copies and verifies bytes of files; None if the tensors are no views of files."""
+        """The object that copies and verifies bytes of files; None if the tensors are not views of files."""
         ...
 
     def verify(self) -> None:
