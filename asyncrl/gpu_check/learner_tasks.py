@@ -30,7 +30,7 @@ Measured = Iterator[dict[str, Any]]
 
 
 def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> str:
-    """Save a model of these sizes with random weights in ``directory``, and return the directory's path.
+    """Save a model with the sizes ``sizes`` and random weights in ``directory``. Return the path of the directory.
 
     ``experts`` selects a mixture of experts instead of a dense model.
     """

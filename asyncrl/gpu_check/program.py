@@ -396,7 +396,7 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit also stops tasks and runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # exiting also stops tasks and runs
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

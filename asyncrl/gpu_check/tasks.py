@@ -62,7 +62,7 @@ class Sizes:
     def budget(self, num_ranks: int) -> int:
         """Return the largest number of tokens in a micro-batch of a rank.
 
-        It is half of the rank's tokens of a batch, but at least one sequence.
+        This is half of the tokens of a batch on one rank, but at least the tokens of one sequence.
         """
         return max(self.num_sequences * self.length // num_ranks // 2, self.length)
 

@@ -326,7 +326,7 @@ class SimulatedWorker:
         def on_loaded() -> None:
             self.account()
             self._report_loaded(version, load_s)
-            if self._asked is not None:  # this request for leases names the previous version
+            if self._asked is not None:  # cancel the lease request, which names the previous version
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
             self._follow_weights()
@@ -534,7 +534,7 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # a batch may first take groups at this moment
+            call_after(self.env, 0.0, bound_queue)  # first let a batch take groups at this moment
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()

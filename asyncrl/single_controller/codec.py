@@ -403,7 +403,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
     """Return an array's content as bytes in C order: a view if the array is contiguous, else a copy."""
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # not contiguous, empty, or a dtype without a buffer format
+    except (TypeError, ValueError):  # the array is empty or not contiguous, or its dtype has no buffer format
         if array.nbytes == 0:
             return memoryview(b"")
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -552,5 +552,5 @@ def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
     """Return a shape from a header as a tuple. Raises `WireError` if it does not match the number of ``items``."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
-        raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")
+        raise WireError(f"array of shape {shape} must have {prod(shape)} items")
     return shape

@@ -431,7 +431,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory once per process: cause and ignore it here
+with warnings.catch_warnings():  # torch warns about read-only memory only once; ignore this warning
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))

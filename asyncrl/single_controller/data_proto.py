@@ -97,7 +97,7 @@ class DataProto:
 
     if TYPE_CHECKING:
         _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # the message from Ray, until it is decoded
+        _arrived: ClassVar[serialization.Message]  # the received message, until the batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:

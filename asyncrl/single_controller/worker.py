@@ -191,7 +191,7 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method with ``results`` instead of its futures. Ray fetched the results before this call."""
+        """Call a method. ``results``, which Ray has fetched, replace the futures in its arguments."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 

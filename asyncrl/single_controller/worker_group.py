@@ -385,7 +385,7 @@ class RayWorkerGroup(WorkerGroup):
             "WG_BACKEND": "ray",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "LOCAL_RANK": str(slot.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl reads the two local values by these names
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names of the two local values
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),

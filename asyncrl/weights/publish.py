@@ -255,7 +255,7 @@ class WeightPublisher:
         if self._shards.num_ranks == 1:
             return [own]
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
-        # Rank 0 knows from the buffer's answer to its latest offer which version is the oldest that engines may load.
+        # The buffer's answer to rank 0's latest offer contains the oldest version that engines may load.
         self._oldest = gathered[0][1]
         if self._sender is not None:
             self._sender.retire(self._oldest)

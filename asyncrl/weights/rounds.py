@@ -84,7 +84,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOffer:
-    """What rank 0 keeps of an offered version.
+    """The data that rank 0 keeps for an offered version.
 
     Attributes:
         manifest: Text of the version's manifest.

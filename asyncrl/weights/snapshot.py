@@ -149,7 +149,7 @@ class WritableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes the later unmapping fast
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes unmapping faster
         self.data = torch.empty(0, dtype=torch.uint8)
 
 

@@ -87,7 +87,7 @@ _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
 @dataclass(frozen=True, kw_only=True)
 class HeldPart:
-    """What one learner rank sends of a version.
+    """The part of a version that one learner rank sends.
 
     Attributes:
         data: The data file, [bytes] uint8.
