@@ -30,7 +30,7 @@ Measured = Iterator[dict[str, Any]]
 
 
 def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> str:
-    """Save a model of these sizes with random weights in ``directory``, and return the directory's path.
+    """Save a model with the sizes ``sizes`` and random weights in ``directory``. Return the path of the directory.
 
     ``experts`` selects a mixture of experts instead of a dense model.
     """
@@ -74,9 +74,9 @@ def models(setup: Setup, *, experts: bool) -> Measured:
 
 
 def kernels(setup: Setup) -> Measured:
-    """Compare the attention kernels with float32 attention, and measure their speeds. On the CPU, compare none.
+    """Compare the attention kernels with float32 attention, and measure their speeds. On the CPU, only select a kernel.
 
-    Yields a mapping per kernel, with its speed in TFLOP/s or its error. The last mapping names the kernel that
+    Yields a mapping per compared kernel, with the speed in TFLOP/s or an error. The last mapping names the kernel that
     ``learner.attention=auto`` selects.
     """
     device, sizes = torch.device(setup.device), setup.sizes
@@ -105,7 +105,8 @@ def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.d
         options = {"starts": starts, "longest": sizes.length, "scale": None, "window": None, "soft_cap": None}
         call_kernel(kernel, q, k, v, **options).sum().backward()
 
-    flops = 3.5 * sum(2 * length**2 for length in lengths) * sizes.heads * sizes.head_dim  # backward: 2.5 x forward
+    # The backward pass needs 2.5 times the operations of the forward pass.
+    flops = 3.5 * sum(2 * length**2 for length in lengths) * sizes.heads * sizes.head_dim
     return flops / _median_s(step, device) / 1e12
 
 
@@ -168,7 +169,7 @@ def log_probs(setup: Setup) -> Measured:
 
 
 def sequences_of(sizes: Sizes, *, part: int = 0, parts: int = 1) -> list[TokenSequence]:
-    """Return every ``parts``-th sequence, from number ``part`` on, of a random batch.
+    """Return a part of a random batch: every ``parts``-th sequence, beginning with the sequence at index ``part``.
 
     The batch has four samples per prompt. A quarter of each sequence is the prompt.
     """

@@ -88,7 +88,7 @@ class Check:
 
     Attributes:
         name: The value of the option ``--only`` that selects this check.
-        run: Function that yields the results. The time of a result counts from the previous result.
+        run: Function that yields the results. The time of a result begins at the previous result.
         needs: Names of required Python packages. If a package is missing, the check is skipped.
     """
 
@@ -137,7 +137,7 @@ def _cards() -> list[str]:
 
 
 def _layers_on(cards: Sequence[str]) -> int:
-    """Return the number of layers of the checked models: 4 on GPUs of at least 70 GB, 2 from 36 GB, else 1."""
+    """Return the number of layers of the checked models: 4 with at least 70 GB of GPU memory, 2 with 36 GB, else 1."""
     megabytes = [int(match[1]) for card in cards if (match := re.search(r"(\d+) MiB", card))]
     smallest = min(megabytes, default=0) * 1.048576 / 1e3
     return 4 if smallest >= 70 else 2 if smallest >= 36 else 1
@@ -173,8 +173,8 @@ def log_probs(setup: Setup) -> Iterator[Result]:
 def training(setup: Setup) -> Iterator[Result]:
     """Make learner steps with different numbers of ranks and options.
 
-    All variants must have the loss and the gradient norm of one rank. The peak memory of each variant must fit the
-    planned memory.
+    All variants must have the same loss and gradient norm as the first variant, which runs on one rank. The peak memory
+    of each variant must fit the planned memory.
     """
     for experts in (False, True):
         kind = "mixture" if experts else "dense"
@@ -209,7 +209,7 @@ def training(setup: Setup) -> Iterator[Result]:
 
 
 def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool | str) -> int:
-    """Return the planner's peak memory of a rank."""
+    """Return the peak memory of a rank in bytes, as the planner predicts it."""
     rank = RankSetup(
         num_shards=num_ranks,
         tokens=setup.sizes.budget(num_ranks),
@@ -321,7 +321,10 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
 
 
 def runs(setup: Setup) -> Iterator[Result]:
-    """Run the quickstart in several forms: in separate pools, colocated, and with a killed engine."""
+    """Run the quickstart in several forms: in separate pools, colocated, and with a killed engine.
+
+    On a machine with one GPU, only the colocated form runs.
+    """
     rows: list[tuple[str, list[str], bool]] = [("quickstart-colocated", ["placement.colocated=true"], False)]
     if setup.device == "cpu" or setup.num_gpus > 1:
         rows.insert(0, ("quickstart", [], False))
@@ -382,7 +385,7 @@ def main() -> int:
     names = [check.name for check in CHECKS]
     chosen = arguments.only.split(",") if arguments.only else names
     if unknown := sorted(set(chosen) - set(names)):
-        raise ValueError(f"--only={','.join(unknown)} is not a check, expected some of {', '.join(names)}")
+        raise ValueError(f"--only must list checks from {', '.join(names)}, got {', '.join(unknown)}")
     folder = Path(arguments.output or tempfile.mkdtemp(prefix="check-gpu-"))
     folder.mkdir(parents=True, exist_ok=True)
     setup = Setup(
@@ -393,7 +396,7 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the exit also stops tasks and runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # exiting also stops tasks and runs
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

@@ -1,7 +1,4 @@
-"""Checks of ``asyncrl check-gpu`` that run the quickstart training.
-
-One run has separate devices for learner and engine. Another run shares devices between them. Another kills an engine.
-"""
+"""Runs the quickstart training for ``asyncrl check-gpu``, and kills an engine during the run if a check requests it."""
 
 from __future__ import annotations
 
@@ -75,7 +72,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
 
 
 def _kill_a_server(pid: int) -> bool:
-    """Kill one scheduler among the descendants of a process. Return whether there was one."""
+    """Kill one scheduler among the descendants of a process. Return whether a scheduler was killed."""
     for child in psutil.Process(pid).children(recursive=True):
         try:
             if _SERVER in " ".join(child.cmdline()) or _SERVER in child.name():

@@ -23,7 +23,7 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # equals the constant of `learner.config`, which is slow to import
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # same value as in `learner.config`, which is slow to import
 
 
 class TaskFailed(Exception):
@@ -62,7 +62,7 @@ class Sizes:
     def budget(self, num_ranks: int) -> int:
         """Return the largest number of tokens in a micro-batch of a rank.
 
-        It is half of the rank's tokens of a batch, but at least one sequence.
+        This is half of the tokens of a batch on one rank, but at least the tokens of one sequence.
         """
         return max(self.num_sequences * self.length // num_ranks // 2, self.length)
 
@@ -152,7 +152,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
         codes = [process.wait() for process in ranks]
         if not stop.is_alive():
             raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); logs: {logs[0]}")
-        # Report the rank that failed by itself. After its failure, the other ranks were killed and have the status -9.
+        # After the failure of a rank, the other ranks are killed and get the status -9. So prefer another status.
         for code, log in sorted(zip(codes, logs, strict=True), key=lambda pair: pair[0] == -9):
             if code:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])

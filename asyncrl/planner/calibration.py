@@ -357,7 +357,7 @@ class _Reading:
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
-        """Return two lists over groups: seconds per decoding step, and mean number of running samples on the engine."""
+        """Return two lists, by group: seconds per decoding step, and mean number of running samples on the engine."""
         times, loads = [], []
         for life in self.trained:
             first, last = life.last(GroupEvent.first_token), life.last(GroupEvent.last_token)
@@ -422,7 +422,7 @@ class _Reading:
 
 
 def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the ratios of measured to expected time, with a mean of 1."""
+    """Return the ratios of measured to expected time, divided by the mean of these ratios."""
     ratios = [took_s / max(expected_s, 1e-9) for took_s, expected_s in times]
     mean = fmean(ratios) if ratios else 1.0
     return [ratio / mean for ratio in ratios]

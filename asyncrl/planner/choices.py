@@ -284,7 +284,7 @@ def advise(
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
         with suppress(ReplayBufferError):  # leave out a change that cannot run (see `predict`)
-            # One simulation shows the gain. Only if it is large enough, more simulations give the interval.
+            # Simulate once for the gain. If the gain is large enough, simulate more often for the interval.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []
@@ -321,7 +321,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
     # The number of engines changes by `moved`. The devices of these engines move to the ranks or come from the ranks.
-    # `moved` is the smallest number with which the number of ranks remains a multiple of `ranks_at_once`.
+    # `moved` is the smallest number that keeps the number of ranks a multiple of `ranks_at_once`.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
         ranks = scenario.num_devices - engines * scenario.devices_per_engine
@@ -330,7 +330,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
 
 
 _REASONS = {
-    "batch_tail": "the ranks wait for the last groups of a batch, and the engines may not start others",
+    "batch_tail": "the ranks wait for the last groups of a batch, and the engines may not start other groups",
     "publish": "the ranks wait until the engines have the new weights",
     "slow_generation": "the ranks wait for generation",
     "staleness_gate": "the engines wait for admission",

@@ -113,7 +113,7 @@ class ModelSize:
                 model.
         """
         if not Path(path, "config.json").is_file():
-            raise ValueError(f"{path} holds no config.json: the memory of its model cannot be estimated")
+            raise ValueError(f"{path} has no config.json, so the memory of its model cannot be estimated")
         stored: dict[str, int] = {}
         for file in Path(path).glob("*.safetensors"):
             with file.open("rb") as stream:
@@ -143,7 +143,7 @@ class ModelSize:
             attention, mixture = _attention_sizes(settings), _mixture_sizes(settings)
         except KeyError as error:
             raise ValueError(
-                f"{name}: the memory of its model cannot be estimated, config.json lacks {error}"
+                f"{name}: config.json lacks {error}, so the memory of the model cannot be estimated"
             ) from error
         is_tied = bool(settings.get("tie_word_embeddings"))
         query, key, num_experts = attention["query"], attention["key"], mixture["num_experts"]
@@ -251,7 +251,7 @@ class RankSetup:
     def gathers(self) -> bool:
         """Whether FSDP computes with copies of the parameters instead of the stored parameters.
 
-        It does not for one float32 shard without offloading.
+        False if a rank holds all parameters, computes in float32 and does not offload.
         """
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 

@@ -65,12 +65,12 @@ class LengthModel:
         return np.clip(np.rint(np.exp(logarithms)), 1, self.max_tokens).astype(np.int64)
 
     def stream(self, rng: np.random.Generator, num_samples: int) -> Iterator[list[int]]:
-        """Yield a list of ``num_samples`` response lengths for one group after another, without end."""
+        """Yield one list of ``num_samples`` response lengths per group, without end."""
         while True:
             yield from self.draw(rng, _DRAWN_AT_ONCE, num_samples).tolist()
 
     def resampled(self, rng: np.random.Generator) -> LengthModel:
-        """Return a copy with as many recorded groups, drawn from the recorded groups with replacement.
+        """Return a copy with the same number of recorded groups, drawn with replacement from the recorded groups.
 
         Without recorded groups, return this object.
         """
@@ -191,7 +191,7 @@ class Scenario:
         pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in a real run.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
         queue_groups: Largest number of finished groups that wait for a batch, at least ``groups_per_step``. Above it,
-            the buffer drops the oldest group and requeues its prompt. 0, as in a real run, is no limit.
+            the buffer drops the oldest group and requeues its prompt. 0 means no limit, as in a real run.
         warm_up_steps: Number of steps at the start of the run that do not count in the step time, the rate, the lags
             and the waits.
         hands_on: Whether workers save running groups if the buffer asks, so that other workers continue the groups.

@@ -37,7 +37,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # for all timers that never fire
+        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # shared by all timers that never fire
 
     def time(self) -> float:
         """Return the current time in simulated seconds."""
@@ -100,7 +100,7 @@ def call_after(env: simpy.Environment, delay: float, callback: Callable[[], None
 
 
 class _Size:
-    """Stands for a payload: it has a size in bytes, but no content."""
+    """A placeholder for a payload, with a size in bytes but without content."""
 
     __slots__ = ("_num_bytes",)
 
@@ -144,7 +144,7 @@ class SimulatedBuffer:
         """Register the client with the name ``client``. A client holds leases (rights to generate a prompt group).
 
         The buffer calls ``on_revoked(group_id, attempt)`` after it has taken a lease back. It calls ``on_hand_on`` with
-        (group id, attempt number) pairs of groups that the client shall stop, so that another client continues them.
+        (group id, attempt number) pairs of groups that the client must stop, so that another client continues them.
         """
         self._on_revoked[client] = on_revoked
         if on_hand_on is not None:

@@ -300,7 +300,7 @@ class SimulatedEngine:
     def _set_timer(self) -> None:
         if self._model.takes_batches:
             return
-        self._timer += 1  # invalidates the previous timer
+        self._timer += 1  # the previous timer then does nothing
         timer = self._timer
         if self._is_loading or not self._running:
             return
@@ -376,7 +376,7 @@ class SharedCore:
             self._done_s += passed_s / len(self._jobs)
 
     def _set_timer(self) -> None:
-        self._timer += 1  # invalidates the previous timer
+        self._timer += 1  # the previous timer then does nothing
         if self._jobs:
             timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
             call_after(self._env, left_s, lambda: self._end_first(timer))
@@ -399,7 +399,7 @@ class SimulatedHost:
         self._last = self.ranks
 
     def other(self, work_s: float, *, num_slices: int = 1) -> None:
-        """Run ``work_s`` seconds of work of a process that is no engine and no rank, such as the buffer.
+        """Run ``work_s`` seconds of work of a process other than engines and ranks, such as the buffer.
 
         ``num_slices`` equal slices run one after another. Each slice takes the core that has fewer jobs at its start.
         If both cores have equally many jobs, the slice takes the core that the previous slice did not take.

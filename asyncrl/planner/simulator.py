@@ -81,8 +81,8 @@ def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
 def variation(recorded: Sequence[float], rng: np.random.Generator) -> Callable[[float], float]:
     """Return a function that takes an expected time and returns it multiplied by the next ratio of ``recorded``.
 
-    The first ratio is chosen at random; the others follow in recorded order, again and again. Without ratios, the
-    returned function returns its argument.
+    The first ratio is chosen at random. The next ratios follow in recorded order, and restart after the last one. If
+    ``recorded`` is empty, the returned function returns its argument.
     """
     first = int(rng.integers(len(recorded))) + 1 if recorded else 0
     ratios = cycle([*recorded[first:], *recorded[:first]] or [1.0])
@@ -326,7 +326,7 @@ class SimulatedWorker:
         def on_loaded() -> None:
             self.account()
             self._report_loaded(version, load_s)
-            if self._asked is not None:  # the unanswered request for leases names the previous version
+            if self._asked is not None:  # cancel the lease request, which names the previous version
                 self._buffer.cancel_lease(self._client, self._asked)
                 self._asked = None
             self._follow_weights()
@@ -534,7 +534,7 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # drop later, because a batch may take groups at this moment
+            call_after(self.env, 0.0, bound_queue)  # first let a batch take groups at this moment
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()

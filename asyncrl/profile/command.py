@@ -122,7 +122,7 @@ def _causes_table(run: Figures, pool: str) -> Table:
 
 
 def _steps_table(report: OverlapReport) -> Table:
-    # A narrow terminal folds the names of causes. The default would cut them off.
+    # Fold the names of causes in a narrow terminal. By default, the names would be cut off.
     learner, fleet = (Column("waits most for", overflow="fold") for _ in POOLS)
     table = Table("step", "s", "learner", learner, "fleet", fleet, "lag", title_justify="left")
     for version, step in report.steps[-_SHOWN_STEPS:]:

@@ -108,7 +108,7 @@ class Dashboard:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         host = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdigit() else request.host
         if self._only_loopback and not is_loopback(host.strip("[]")):
-            raise web.HTTPForbidden(text=f"this dashboard answers on loopback only, got the host {request.host}\n")
+            raise web.HTTPForbidden(text=f"this dashboard serves only loopback hosts, got {request.host}\n")
         if self._token:
             if self._is_token(request.query.get("token", "")):
                 answer = web.HTTPFound("/")

@@ -124,8 +124,8 @@ def _earlier_lives(run_dir: Path) -> Iterator[str]:
 def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
     """Write the report of a run to ``report.html`` in the run's folder, atomically; return the path of the file.
 
-    ``trace`` is the record to show, and ``overlap`` its figures; None to read or compute them. Raises the errors of
-    `RunReport.document`.
+    ``trace`` is the record to show; None reads the record. ``overlap`` has the figures of ``trace``; None computes the
+    figures. Raises the errors of `RunReport.document`.
     """
     path = run_dir / REPORT
     partial = path.with_suffix(".html.partial")
@@ -245,7 +245,7 @@ class SampleFiles:
     def newest(self, count: int) -> list[dict[str, Any]]:
         """Return at most ``count`` samples from the newest files of each kind, as dicts for JSON.
 
-        Files in ``samples/`` with one prefix, such as ``train``, are one kind. The files in ``tokens/`` are another.
+        Files in ``samples/`` with the same prefix, such as ``train``, are one kind. Files in ``tokens/`` are another.
         """
         kinds: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):
@@ -282,7 +282,7 @@ class SampleFiles:
 
     @cached_property
     def _decode(self) -> Decode | None:
-        """The decoder of the policy in the run's folder, or of the initial model; None if neither has a tokenizer."""
+        """Function from token ids to text; None if neither the run's policy nor the initial model has a tokenizer."""
         policy = self._run_dir / "policy"
         initial = _options(self._run_dir).get("model", {}).get("path", "")
         folders = (policy, Path(initial or policy))

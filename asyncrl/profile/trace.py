@@ -157,19 +157,19 @@ class GroupLife:
 
     @property
     def lag_before_queue(self) -> int:
-        """Learner steps from the group's oldest token until the buffer stored the group; -1 if it did not."""
+        """Learner steps from the group's oldest token until the buffer stored the group; -1 if it was never stored."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
     @property
     def lag_in_queue(self) -> int:
-        """Learner steps from the storage of the group to the step that trained on the group; -1 if no step did."""
+        """Learner steps from the group's storage to its training; -1 if the group was not stored or not trained."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None or self.step == NONE else self.step - stored.details["learner"]
 
     @property
     def step(self) -> int:
-        """Number of the latest learner step that trained on the group; -1 if no step did."""
+        """Number of the latest learner step that trained on the group; -1 if there is none."""
         trained = self.last(GroupEvent.trained)
         return NONE if trained is None else trained.version
 
@@ -291,7 +291,7 @@ class Trace:
     def spans_of(self, kind: str, lane: str | None = None) -> tuple[Span, ...]:
         """Return the activities of one kind, sorted by start.
 
-        ``lane`` is the name of a rank, engine or other component; None selects the activities of all.
+        ``lane`` is the name of a rank, engine or other component; None selects all components.
         """
         return self._spans_by_kind.get((kind, lane), ())
 

@@ -45,7 +45,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "_padding_size_key":  # verl's dispatch functions import it from here
+    if name == "_padding_size_key":  # verl's dispatch functions import this name
         return import_module(".dispatch", __name__)._padding_size_key
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -55,4 +55,4 @@ def __getattr__(name: str) -> Any:
         if hasattr(home, name):
             value = globals()[name] = getattr(home, name)
             return value
-    raise AttributeError(f"module {__name__!r} names {name!r} in __all__, but no module of it defines the name")
+    raise AttributeError(f"{name!r} is in __all__ of {__name__!r}, but no module of this package defines it")

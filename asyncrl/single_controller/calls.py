@@ -56,7 +56,7 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 class PendingResults(list[Any]):
     """A list of Ray references to the results of a call, one per rank. Await it, or call `get`, for the results."""
 
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - `asyncio.gather` needs a hash
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - `asyncio.gather` needs hashable objects
 
     def __init__(self, refs: Iterable[Any] = ()) -> None:
         super().__init__(refs)
@@ -197,7 +197,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These functions return a list with one result per rank, from which rows of padding cannot be removed.
+# These functions return a list with one result per rank. Rows of padding cannot be removed from this list.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 

@@ -38,7 +38,7 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's limit
-# A structured dtype may be at most this many times as large as its fields together. Alignment needs less.
+# Largest ratio of the size of a structured dtype to the total size of its fields. Alignment gives smaller ratios.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
@@ -117,8 +117,8 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     prefix = bytes(header[: len(_PREFIX)])
     if prefix != _PREFIX:
         if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
-            versions = f"version {prefix[-1]}, this side speaks version {VERSION}"
-            raise WireError(f"message is of {versions}; upgrade the older side")
+            versions = f"version {prefix[-1]}, this process reads version {VERSION}"
+            raise WireError(f"message has {versions}; write and read it with the same release")
         raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
     decoder = Decoder(buffers, foreign, writable=writable)
     try:
@@ -403,7 +403,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
     """Return an array's content as bytes in C order: a view if the array is contiguous, else a copy."""
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # not contiguous, empty, or a dtype without a buffer format
+    except (TypeError, ValueError):  # the array is empty or not contiguous, or its dtype has no buffer format
         if array.nbytes == 0:
             return memoryview(b"")
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
@@ -552,5 +552,5 @@ def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
     """Return a shape from a header as a tuple. Raises `WireError` if it does not match the number of ``items``."""
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
-        raise WireError(f"array of shape {shape} does not have its {prod(shape)} items")
+        raise WireError(f"array of shape {shape} must have {prod(shape)} items")
     return shape

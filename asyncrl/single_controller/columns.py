@@ -37,7 +37,7 @@ def as_index(idxs: Any, num_rows: int) -> np.ndarray:
         raise TypeError(f"rows are indexed by integers or bools, got {index.dtype}")
     index = index.astype(np.int64)
     if index.min() < -num_rows or index.max() >= num_rows:
-        raise IndexError(f"rows {index.min()} to {index.max()} asked for, of a batch of {num_rows} rows")
+        raise IndexError(f"rows must be in [{-num_rows}, {num_rows}), got {index.min()} to {index.max()}")
     return np.where(index < 0, index + num_rows, index)
 
 
@@ -69,7 +69,7 @@ def cat_columns(parts: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
 def cat_arrays(arrays: Sequence[np.ndarray]) -> np.ndarray:
     """Concatenate the rows of arrays.
 
-    `object_array` gives a part whose lists have equal lengths more dimensions. If the shapes of such parts differ, the
+    `object_array` turns lists of equal length into further dimensions. If object arrays differ in these dimensions, the
     result has one list per row.
     """
     if len({array.shape[1:] for array in arrays}) == 1 or any(array.dtype != object for array in arrays):
@@ -139,7 +139,7 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
     """Remove entries from several dicts, and return the removed entries of each dict.
 
     Args:
-        parts: The dicts (or TensorDict, or None), by name for errors.
+        parts: Dicts, TensorDicts or None, by the name that error messages show.
         wanted: The keys to remove from each dict, in the order of ``parts``.
 
     Raises:
@@ -157,9 +157,9 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 class UnbuiltBatch:
     """The tensors of a `DataProto` before a TensorDict is built from them.
 
-    Building a TensorDict takes longer than cutting the tensors, so a batch builds it only when it is read. Do not
-    change an object of this class. The dataclass is not frozen, because constructing a frozen dataclass takes twice the
-    time.
+    Building a TensorDict takes longer than cutting the tensors. Therefore a `DataProto` builds its TensorDict only when
+    ``batch`` is read. Do not change an object of this class. The dataclass is not frozen, because constructing a frozen
+    dataclass takes twice the time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
@@ -431,7 +431,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory once per process: cause and ignore it here
+with warnings.catch_warnings():  # torch warns about read-only memory only once; ignore this warning
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))

@@ -97,7 +97,7 @@ class DataProto:
 
     if TYPE_CHECKING:
         _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # the message from Ray, until it is decoded
+        _arrived: ClassVar[serialization.Message]  # the received message, until the batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
@@ -316,7 +316,7 @@ class DataProto:
         Each of ``old_keys`` and ``new_keys`` is one name or a list of names.
         """
         if self.batch is None:
-            raise BatchError("this DataProto holds no tensors to be renamed")
+            raise BatchError("this DataProto has no tensors, so there is nothing to rename")
         for keys in (old_keys, new_keys):
             if not isinstance(keys, str | list | tuple):
                 raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
@@ -418,8 +418,8 @@ class DataProto:
 
         The parts share memory with this batch, except rows of nested tensors.
 
-        If padding is enabled, the parts may differ in size. A batch with tensors is then cut like by ``torch.chunk``.
-        If this gives fewer parts, empty parts follow. A batch without tensors is cut like by ``numpy.array_split``.
+        If padding is enabled, the parts may differ in size. A batch with tensors is then cut as ``torch.chunk`` does,
+        with empty parts at the end if parts are missing. A batch without tensors is cut as ``numpy.array_split`` does.
 
         Raises `BatchError` if ``chunks`` is below 1, or if padding is not enabled and ``chunks`` does not divide the
         number of rows.
@@ -517,7 +517,7 @@ class DataProto:
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors and arrays in bytes. Of an object array, only the pointers count."""
+        """Size of the tensors and arrays in bytes. For an object array, only the pointers count."""
         return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:

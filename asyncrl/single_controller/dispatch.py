@@ -33,7 +33,7 @@ def merge(parts: Sequence[Any]) -> Any:
     return None if parts and all(part is None for part in parts) else BatchData(parts).concat()
 
 
-@dataclass(eq=False)  # ``asyncio.gather`` needs a hash
+@dataclass(eq=False)  # ``asyncio.gather`` needs hashable objects
 class DataProtoFuture:
     """The result of a call that may still be running.
 
@@ -138,7 +138,7 @@ class BatchData:
         padding enabled may differ in size.
         """
         if _is_tensordict(self._data):
-            from asyncrl.single_controller import columns  # imported here, because it loads torch
+            from asyncrl.single_controller import columns  # imported here, because the import loads torch
 
             return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
@@ -186,9 +186,9 @@ def _is_reference(data: Any) -> bool:
 
 
 class _Members(type):
-    """Metaclass of `DynamicEnum`. Each subclass of `DynamicEnum` thereby supports ``for``, ``in`` and ``len``.
+    """Metaclass of `DynamicEnum`: an enumeration ``Kind`` supports ``for``, ``in`` and ``len``.
 
-    ``Kind["name"]`` and ``Kind.name`` return the member of the class ``Kind`` with this name, in upper or lower case.
+    ``Kind["name"]`` and ``Kind.name`` return the member with the name ``name``, in upper or lower case.
     """
 
     _registry: dict[str, Any]
@@ -533,7 +533,7 @@ def dispatch_nd_compute_dataproto(
     """Cut the rows of each argument into ``dp_size`` parts, and give each rank one of the parts.
 
     ``dp_rank_mapping`` has the index of the part that each rank gets. The arguments, the padding and the returned
-    ``kwargs`` are like in `dispatch_dp_compute_data_proto`. The ranks get references like in `dispatch_nd_compute`.
+    ``kwargs`` are as in `dispatch_dp_compute_data_proto`. The ranks get references as in `dispatch_nd_compute`.
     """
     split_args, split_kwargs = _split_args_kwargs_data_proto_with_auto_padding(dp_size, *args, **kwargs)
     padding = {key: split_kwargs.pop(key) for key in (_padding_size_key,) if key in split_kwargs}

@@ -56,7 +56,7 @@ async def ray_death() -> NoReturn:
         for process in processes
         if marks.get(process.info["name"], "\0") in (process.info["cmdline"] or [])
     }
-    never = asyncio.get_running_loop().create_future()  # `asyncio.wait` needs at least one future, even without daemons
+    never = asyncio.get_running_loop().create_future()  # `asyncio.wait` needs a future even if there are no daemons
     waiting: dict[Any, int] = {asyncio.ensure_future(process_end(pid)): pid for pid in daemons}
     try:
         ended, _ = await asyncio.wait({never, *waiting}, return_when=asyncio.FIRST_COMPLETED)

@@ -258,15 +258,15 @@ class RayResourcePool(ResourcePool):
         self._cluster = current_cluster()
 
     def enter(self) -> None:
-        """Note that one more worker group uses this pool."""
+        """Record that one more worker group uses this pool."""
         self._had_groups = True
         for pool in (self, *self._wholes):
             pool._num_users += 1
 
     def leave(self) -> None:
-        """Note that a worker group no longer uses this pool.
+        """Record that a worker group no longer uses this pool.
 
-        After the last group, release the reservation, unless a group uses a part of the pool.
+        If no other group uses the pool or a part of the pool, release the reservation.
         """
         for pool in (self, *self._wholes):
             pool._num_users -= 1
@@ -435,7 +435,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
     """Return a pool with the processes of two pools, which keep their reservations.
 
-    Raises `UsageError` if a pool is a part of another pool, or if the pools differ in other options than the nodes.
+    Raises `UsageError` if a pool is a part of another pool, or if the pools differ in an option other than the nodes.
     """
     for pool in (rp1, rp2):
         if isinstance(pool, SubRayResourcePool):
@@ -564,7 +564,7 @@ class ResourcePoolManager:
             total = sum(have.get(scarce, 0) for have in free.values())
             raise ValueError(
                 f"pool {name!r} needs {count} processes on one node, and no node has room: {'; '.join(missing)}. "
-                f"With larger sets of processes placed first, all nodes together have {total:g} {scarce} left. Ask for "
+                f"After larger sets of processes are placed, all nodes together have {total:g} {scarce} left. Ask for "
                 "fewer processes or add nodes"
             )
 
@@ -794,7 +794,7 @@ _free_port_there: Any = ray.remote(num_cpus=0)(free_port)
 
 
 def _visible_devices() -> str:
-    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # the form of CUDA_VISIBLE_DEVICES
+    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # the format of CUDA_VISIBLE_DEVICES
 
 
 _devices_there: Any = ray.remote(num_cpus=0)(_visible_devices)

@@ -53,17 +53,17 @@ def from_parts(kind: type, parts: Any, *, is_borrowed: bool = True) -> Any:
     try:
         batch, arrays, meta_info = parts["batch"], parts["non_tensor_batch"], parts["meta_info"]
         if type(arrays) is not dict or type(meta_info) is not dict:
-            raise TypeError("its parts are not maps")
+            raise TypeError("the parts are not maps")
         if batch is None:
             return kind(batch=None, non_tensor_batch=arrays, meta_info=meta_info)
         num_rows, tensors = batch
         if type(num_rows) is not int or not 0 <= num_rows < sys.maxsize or type(tensors) is not dict:
-            raise ValueError(f"its batch must have a number of rows and a map of tensors, got {num_rows!r:.40} rows")
+            raise ValueError(f"the batch must have a number of rows and a map of tensors, got {num_rows!r:.40} rows")
         for name, tensor in tensors.items():
             if type(name) is not str or not isinstance(tensor, torch.Tensor | TensorDict):
-                raise TypeError(f"its batch must contain only tensors with names, got {name!r:.40}")
+                raise TypeError(f"the batch must contain only tensors with names, got {name!r:.40}")
             if tensor.size(0) != num_rows:
-                raise ValueError(f"its batch has {num_rows} rows, but {name!r} has {tensor.size(0)}")
+                raise ValueError(f"the batch has {num_rows} rows, but {name!r} has {tensor.size(0)}")
         unbuilt = UnbuiltBatch(tensors, num_rows, is_borrowed=is_borrowed)
         return kind(batch=unbuilt, non_tensor_batch=arrays, meta_info=meta_info)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

@@ -191,7 +191,7 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method with ``results`` instead of its futures. Ray fetched the results before this call."""
+        """Call a method. ``results``, which Ray has fetched, replace the futures in its arguments."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 
@@ -275,9 +275,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
         env_vars.pop("ROCR_VISIBLE_DEVICES", None)
         return
     if hip and cuda and hip != cuda:
-        raise UsageError(
-            f"HIP_VISIBLE_DEVICES is {hip!r} and CUDA_VISIBLE_DEVICES {cuda!r}; set one of them, or both to one value"
-        )
+        raise UsageError(f"HIP_VISIBLE_DEVICES is {hip!r}, but CUDA_VISIBLE_DEVICES is {cuda!r}; set only one of them")
     if hip:
         env_vars["CUDA_VISIBLE_DEVICES"] = cuda = hip
     rocr = env_vars.get("ROCR_VISIBLE_DEVICES")

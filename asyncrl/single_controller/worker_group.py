@@ -292,7 +292,7 @@ class RayWorkerGroup(WorkerGroup):
             given = f"master_addr is {self.master_address!r} and master_port {self.master_port!r}"
             raise UsageError(f"{given}; give both or neither of them")
         if pool.world_size < 1:
-            raise UsageError(f"pool {pool.name_prefix!r} has no processes; name some in process_on_nodes")
+            raise UsageError(f"pool {pool.name_prefix!r} has no processes; set its process_on_nodes")
         if detached and not pool.detached:
             _log.warning(
                 "group %r is detached and its pool is not: the pool ends with this driver, and the workers with it; "
@@ -385,7 +385,7 @@ class RayWorkerGroup(WorkerGroup):
             "WG_BACKEND": "ray",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "LOCAL_RANK": str(slot.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl reads the two local values by these names
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names of the two local values
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),
@@ -482,7 +482,7 @@ class RayWorkerGroup(WorkerGroup):
     def execute_all_sync(self, method_name: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the method ``method_name`` of every worker, wait, and return the results in rank order.
 
-        The arguments are distributed like in `execute_all_async`.
+        The arguments are distributed as in `execute_all_async`.
         """
         return self._fetch(self.execute_all_async(method_name, *args, **kwargs))
 

@@ -126,9 +126,9 @@ class TensorAssembly:
         for piece in span:
             stored = self._tensors[bisect_right(self._starts, piece.start) - 1]
             if piece in wrong:
-                raise WeightsError(f"{self._name}: other bytes of {stored.name} arrived than were published")
+                raise WeightsError(f"{self._name}: received bytes of {stored.name} differ from the published bytes")
             if piece.start in self._added or stored.name not in self._num_left:
-                raise WeightsError(f"{self._name}: bytes of {stored.name} came twice")
+                raise WeightsError(f"{self._name}: bytes of {stored.name} were received twice")
             self._added.add(piece.start)
             self._num_left[stored.name] -= piece.num_bytes
             begin, end = stored.start - first, stored.start + stored.num_bytes - first
@@ -159,8 +159,8 @@ class TensorAssembly:
         for stored in self._tensors:
             if self._num_left.get(stored.name):
                 raise WeightsError(
-                    f"{self._name}: {len(self._num_left)} of {len(self._tensors)} tensors are not complete, first "
-                    f"{stored.name} without {self._num_left[stored.name]} of {stored.num_bytes} bytes"
+                    f"{self._name}: {len(self._num_left)} of {len(self._tensors)} tensors are incomplete; the first, "
+                    f"{stored.name}, lacks {self._num_left[stored.name]} of {stored.num_bytes} bytes"
                 )
             if not stored.num_bytes:
                 yield stored.name, shaped(stored, torch.empty(0, dtype=torch.uint8, device=self._device))

@@ -56,7 +56,7 @@ class PublishOptions:
     def into_engines(self) -> bool:
         """Whether each tensor-parallel rank of an engine receives the weights, instead of one worker per host.
 
-        Such engines are paused during a round (one transfer of a version).
+        If True, engines pause during a round (one transfer of a version).
         """
         return self.carrier == Carrier.engine_stream
 

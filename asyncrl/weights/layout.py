@@ -276,7 +276,7 @@ class ModelLayout:
         data[: len(self.head)].copy_(torch.frombuffer(bytearray(self.head), dtype=torch.uint8))
 
     def _regions(self, name: str, first: int, num_values: int, start: int, dtype: torch.dtype) -> Iterator[Region]:
-        """Yield the regions that this rank writes of a contiguous part of a flattened parameter.
+        """Yield this rank's regions of a contiguous part of a flattened parameter.
 
         ``first`` is the index of the part's first value, and the part has ``num_values`` values. ``start`` is the
         position of the part's first byte in the file or in the raw copy.

@@ -240,8 +240,8 @@ class Manifest:
             while at < end:
                 if (tensor.file, at) not in ends:
                     raise WeightsError(
-                        f"{self.directory}: {tensor.name} has no digest from byte {at - tensor.start} of "
-                        f"{tensor.num_bytes} on; every rank must have written and digested its share"
+                        f"{self.directory}: {tensor.name} has no digest of byte {at - tensor.start} of "
+                        f"{tensor.num_bytes}; every rank must first write and digest its share"
                     )
                 at = ends[tensor.file, at]
 

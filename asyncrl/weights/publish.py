@@ -188,7 +188,7 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        # Also keep versions that an engine may still need, and the full version that the oldest kept delta builds on.
+        # Also keep versions that an engine may still need, and the full version before the oldest kept delta.
         while first_kept > 0:
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
@@ -242,7 +242,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Convert and digest this rank's bytes. Return for every rank its `RankShare`s, or the text of its failure."""
+        """Convert and digest this rank's bytes. Return per rank its `RankShare`s, or the text of its failure."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:
@@ -255,7 +255,7 @@ class WeightPublisher:
         if self._shards.num_ranks == 1:
             return [own]
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
-        # Rank 0 knows from the buffer's answer to its latest offer which version is the oldest that engines may load.
+        # The buffer's answer to rank 0's latest offer contains the oldest version that engines may load.
         self._oldest = gathered[0][1]
         if self._sender is not None:
             self._sender.retire(self._oldest)

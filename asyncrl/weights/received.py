@@ -171,7 +171,7 @@ class ReceivedVersions:
         return base if base is not None and base.is_dir() else None
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
-        from asyncrl.weights.stream import receive_weights  # imported here, because it loads torch
+        from asyncrl.weights.stream import receive_weights  # imported here, because the import loads torch
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
         local = await receive_weights(offer, self._folder, timeout_s=self._timeout_s, holds=holds)
@@ -239,7 +239,7 @@ def _apply(local: WeightOffer, base: Path) -> None:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a file. An existing target is overwritten in place, but not if it is a link. A new target has mode 0600.
+    """Copy a file. An existing target is overwritten in place. A new target has mode 0600.
 
     Raises:
         FileNotFoundError: the source does not exist.
@@ -274,10 +274,9 @@ def _flocked(folder: Path, operation: int) -> int:
 
 
 def _release(locking: Future[int]) -> None:
-    """Release the lock if the call ``locking`` of `_locked` acquired it after all.
+    """Release the lock if ``locking``, a call of `_locked`, acquired the lock.
 
-    The method `ReceivedVersions.version` had stopped waiting for the lock, because its deadline had passed or it was
-    cancelled.
+    `ReceivedVersions.version` no longer waits for this call, because the deadline has passed or the wait was cancelled.
     """
     if not locking.cancelled() and locking.exception() is None:
         os.close(locking.result())

@@ -84,7 +84,7 @@ class Round:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOffer:
-    """What rank 0 keeps of an offered version.
+    """The data that rank 0 keeps for an offered version.
 
     Attributes:
         manifest: Text of the version's manifest.
@@ -115,7 +115,7 @@ class RoundRequest:
 
 
 class HeldVersions(dict[int, T]):
-    """What a learner rank keeps of the newest policy versions, by version. Frozen weights are never removed.
+    """A dict from policy version to what a learner rank keeps of this version. Frozen weights are never removed.
 
     Args:
         count: Number of newest versions to keep. The oldest version that is still offered to engines is kept too.
@@ -126,7 +126,7 @@ class HeldVersions(dict[int, T]):
         self._count, self.oldest = count, 0
 
     def add(self, version: int, held: T) -> None:
-        """Hold ``held`` as version ``version``. If there are then too many versions, remove the oldest ones."""
+        """Store ``held`` for the version ``version``. If there are then too many versions, remove the oldest ones."""
         self[version] = held
         for older in sorted(self.keys() - {FROZEN})[: -self._count]:
             if older != self.oldest:
@@ -301,7 +301,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # otherwise these members wait until the deadline
+                        for member, _, _ in broken.pending:  # these members would otherwise wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]

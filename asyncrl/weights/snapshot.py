@@ -127,7 +127,7 @@ class WritableFile:
         GPUs (`Piece.device_digest`). Returns one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # waking threads would take longer
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # for so few bytes, threads would be slower
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -149,7 +149,7 @@ class WritableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes the later unmapping fast
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes unmapping faster
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
@@ -197,7 +197,7 @@ class RankPart:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the tensors that are no copies of shards, and digest all bytes of the part. Call `exchange` first.
+        """Compute the tensors that are not copies of shards, and digest all bytes of the part. Call `exchange` first.
 
         For a delta, write this rank's delta file: the changes since ``base``, this rank's part of the previous version.
 

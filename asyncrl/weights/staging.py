@@ -132,7 +132,7 @@ class WeightStager:
             try:
                 return await asyncio.to_thread(self._links_of, shared)
             except FileNotFoundError as error:
-                raise WeightsGone(f"another engine could not load {offer.name} and removed it: {error}") from error
+                raise WeightsGone(f"another engine failed to load {offer.name} and removed it: {error}") from error
             except OSError as error:
                 raise WeightsError(
                     f"{self._name} cannot link {offer.name} in {self._memory}: {error}; weights.transport=collective "
@@ -160,7 +160,7 @@ class WeightStager:
                 return self._in_memory(offer)
         except FileNotFoundError as error:
             raise WeightsGone(
-                f"policy version {offer.version} was removed before {self._name} had it: {error}"
+                f"policy version {offer.version} was removed before {self._name} staged it: {error}"
             ) from error
 
     def close(self) -> None:
@@ -178,7 +178,7 @@ class WeightStager:
             shutil.rmtree(self._links, ignore_errors=True)
 
     def _linked(self, offer: WeightOffer) -> WeightOffer | None:
-        """Link the files of a version. Return None if that is impossible or unsafe."""
+        """Link the files of a version. Return None if links are impossible or unsafe."""
         try:
             return self._links_of(offer)
         except FileNotFoundError:

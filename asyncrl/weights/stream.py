@@ -87,7 +87,7 @@ _FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
 
 @dataclass(frozen=True, kw_only=True)
 class HeldPart:
-    """What one learner rank sends of a version.
+    """The part of a version that one learner rank sends.
 
     Attributes:
         data: The data file, [bytes] uint8.
@@ -474,7 +474,10 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
         for bucket, _ in admitted.arriving(admitted.buckets(manifest), lambda bucket: data[bucket.first : bucket.end]):
             wrong = threads.wrong(bucket.pieces, lambda piece: view[piece.start : piece.start + piece.num_bytes])
             if wrong:
-                raise WeightsError(f"{offer.name}: other bytes of {manifest.tensor_at(wrong[0]).name} arrived")
+                raise WeightsError(
+                    f"{offer.name}: received bytes of {manifest.tensor_at(wrong[0]).name} differ from the published "
+                    "bytes"
+                )
     # Even if the offer is of a delta, the ranks have sent the full version in this round.
     return replace(local, kind="full", base_version=None) if offer.kind == "delta" else local
 
@@ -681,7 +684,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
         if answer.get("gone"):
             raise WeightsGone(f"{offer.name} is no longer sent by {offer.manifest}")
         if answer.get("late"):
-            raise WeightsError(f"rank 0 got no message of this receiver in {rounds.CALL_S} s")
+            raise WeightsError(f"rank 0 got no message from this receiver in {rounds.CALL_S} s")
     except BaseException as error:
         if member is not None:
             member.close()

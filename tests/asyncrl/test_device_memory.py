@@ -424,7 +424,7 @@ def test_the_plan_says_if_nothing_fits_and_refuses_unknown_gpus_and_models(capsy
     for arguments, named in (
         (["gsm8k", "--gpu", "V100"], "the GPU must be one of A10, A100"),
         (["gsm8k", "--gpu", "H100:0"], "--gpu must be NAME:COUNT"),
-        (["nowhere"], "nowhere holds no config.json"),
+        (["nowhere"], "nowhere has no config.json"),
     ):
         assert plan_command.main(["--fit", *arguments]) == 2
         assert named in capsys.readouterr().err

@@ -76,5 +76,5 @@ def test_a_dry_run_shows_errors_together_with_the_figures(capsys):
     assert train_command.main(["experiment=custom", "model.path=nowhere", "dry_run=true"]) == 2
     page = capsys.readouterr().out
     assert "model.path must be a directory" in page
-    assert "nowhere holds no config.json" in page
+    assert "nowhere has no config.json" in page
     assert "at most 96 groups are open" in page

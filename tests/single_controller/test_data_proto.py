@@ -312,8 +312,8 @@ def test_parts_and_their_concatenation_keep_the_device():
         ([[0, 1]], IndexError, r"one dimension, got shape \(1, 2\)"),
         ([True, False], IndexError, "each of 4 rows, got 2"),
         ([0.0, 1.0], TypeError, "float64"),
-        ([0, 4], IndexError, "rows 0 to 4 asked for, of a batch of 4 rows"),
-        ([-5], IndexError, "rows -5 to -5"),
+        ([0, 4], IndexError, r"rows must be in \[-4, 4\), got 0 to 4"),
+        ([-5], IndexError, "got -5 to -5"),
     ],
 )
 def test_an_index_that_does_not_fit_is_refused_with_what_was_wrong(index, error, words):

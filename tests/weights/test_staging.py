@@ -134,7 +134,7 @@ async def test_a_removed_version_raises_weights_gone_and_the_newest_is_staged_ne
     learner.publish()
     delta = learner.publish()
     learner.remove(0)
-    with pytest.raises(WeightsGone, match=r"policy version 1 was removed before engine-0 had it: .*v00000000"):
+    with pytest.raises(WeightsGone, match=r"policy version 1 was removed before engine-0 staged it: .*v00000000"):
         async with stager.staged(delta):
             pass
     full = [learner.publish() for _ in range(3)][-1]

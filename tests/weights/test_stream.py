@@ -330,7 +330,7 @@ async def test_after_a_failed_round_the_same_receivers_meet_in_a_new_group(ranks
     offers = [offered_by(ranks, version, tmp_path) for version in (1, 2)]
     assert_holds(await receive_weights(offers[0], tmp_path / "r", timeout_s=30.0), 1)
     ranks[1]["data"][-1] ^= 1
-    with pytest.raises(WeightsError, match="other bytes of half arrived"):
+    with pytest.raises(WeightsError, match="received bytes of half differ"):
         await receive_weights(offers[1], tmp_path / "r", timeout_s=30.0)
     ranks[1]["data"][-1] ^= 1
     assert_holds(await receive_weights(offers[1], tmp_path / "r", timeout_s=30.0), 2)
@@ -349,7 +349,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
     data[-1] ^= is_damaged
     assembly = TensorAssembly(replace(manifest, pieces=tuple(digested)), name="v1", device=cpu, digests_there=True)
     if is_damaged:
-        with pytest.raises(WeightsError, match="v1: other bytes of half arrived"):
+        with pytest.raises(WeightsError, match="v1: received bytes of half differ"):
             list(assembly.add(digested, data[head:]))
     else:
         assert {name for name, _ in assembly.add(digested, data[head:])} == {name for name, *_ in TENSORS}
@@ -387,7 +387,7 @@ async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ran
 async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message of this receiver in 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message from this receiver in 1\.0 s', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
@@ -403,7 +403,7 @@ async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path
 async def test_bytes_that_change_in_transfer_are_refused(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     ranks[1]["data"][-1] ^= 1
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: other bytes of half arrived', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: received bytes of half differ .*', .*"):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
     assert not list((tmp_path / "r").iterdir())
 
@@ -425,14 +425,14 @@ async def test_an_engine_stream_sends_an_older_version_beside_a_newer_one(ranks_
 def test_bytes_that_change_in_transfer_never_reach_an_engines_model(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     ranks_into_engines[1]["data"][-1] ^= 1
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: other bytes of half arrived"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: received bytes of half differ"):
         arrive({}, offered)
 
 
 def test_an_engines_rank_whose_answers_are_lost_asks_again_and_then_raises(ranks_into_engines, tmp_path, monkeypatch):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message of this receiver in 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message from this receiver in 1\.0 s', .*"):
         arrive({}, offered)
 
 
