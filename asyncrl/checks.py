@@ -49,7 +49,7 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 
 
 def check_options(config: RunConfig) -> None:
-    """Check that the run's options fit together, as far as this does not depend on files. Raises `ValueError`."""
+    """Check that the run's options fit together. `check_files` checks the files. Raises `ValueError`."""
     _check_roles(config)
     options = {role: role_options(config, role) for role in learner_roles(config)}
     _check_groups(config, options)
@@ -87,7 +87,7 @@ def check_options(config: RunConfig) -> None:
 
 
 def options_by_source(config: RunConfig) -> dict[str, Mapping[str, object]]:
-    """Return the options that differ by data source, by their names, except those of ``data``."""
+    """Return by name the options that map a data source to a value. Options of ``data`` are left out."""
     return {
         "rollout_fleet.rewards_by_source": config.rollout_fleet.rewards_by_source,
         "rollout_fleet.sampling_by_source": config.rollout_fleet.sampling_by_source,
@@ -124,7 +124,7 @@ def _check_groups(config: RunConfig, options: Mapping[str, LearnerConfig]) -> No
     dp_size = max(own.num_ranks // own.sp_size for own in options.values())
     if algorithm.groups_per_step < dp_size:
         raise ValueError(
-            f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
+            f"algorithm.groups_per_step must be >= {dp_size}, the number of data-parallel learner ranks, "
             f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
         )
 
@@ -248,7 +248,7 @@ def _check_whole(option: str, model: Path) -> None:
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
     """Check that ``num_cpus`` CPUs and ``num_gpus`` GPUs are enough to start the run. Raises `ValueError`.
 
-    ``config`` must not have the device ``auto`` anymore (see `resolve_devices`).
+    Call `resolve_devices` first: no device in ``config`` may be ``auto``.
     """
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
@@ -257,7 +257,7 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
             f"the run asks for {counted(gpus, 'GPU')} with learner.device={config.learner.device} and "
             f"rollout_fleet.device={fleet.device} ({config.learner.num_ranks} learner ranks, {fleet.fewest_engines} "
             f"engines of tp_size={fleet.sglang.tp_size}), got {num_gpus}; lower learner.num_ranks or "
-            "rollout_fleet.num_engines, let them share GPUs with placement.colocated=true, or set the devices to cpu"
+            "rollout_fleet.num_engines, share the GPUs with placement.colocated=true, or set the devices to cpu"
         )
     if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
         raise ValueError(
@@ -278,8 +278,8 @@ def _check_roles(config: RunConfig) -> None:
     for role, section in ROLE_SECTIONS.items():
         if role not in roles and (own := learner.own_options(role)):
             raise ValueError(
-                f"learner.{section}.{next(iter(own))} is an option of a role that this run does not have, only "
-                f"{list(roles)}; leave it out, or choose an algorithm that needs this role"
+                f"learner.{section}.{next(iter(own))} is an option of a role that this run does not have; the run has "
+                f"{list(roles)}; leave the option out, or choose an algorithm that needs this role"
             )
     for role, pool in roles.items():
         _check_layout(config, role, pool, used[pool])
@@ -336,7 +336,7 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
             f"rollout_fleet.environment.max_tree_tokens must be above data.max_prompt_tokens = {prompt} and at most "
             f"learner.max_tokens_per_micro_batch x learner.sp_size = {budget} with algorithm.loss="
             f"{config.algorithm.loss}, weight={config.algorithm.weight} and masks={[*map(str, config.algorithm.masks)]}"
-            f", got {most or 'no limit'}: they read all paths of an episode in one micro-batch; set "
+            f", got {most or 'no limit'}: these need all paths of an episode in one micro-batch; set "
             f"rollout_fleet.environment.max_tree_tokens={budget}, or choose a loss, a weight and masks per token"
         )
 
@@ -452,7 +452,7 @@ def _check_autoscaling(config: RunConfig) -> None:
     if not config.rollout_fleet.is_elastic:
         raise ValueError(
             f"rollout_fleet.num_engines must be {{min: N, max: M}} with placement.autoscale=true, got {size}: a "
-            "fleet of a fixed size requests no further nodes"
+            "fleet of a fixed size does not request more nodes"
         )
     if num_nodes == 1:
         raise ValueError(

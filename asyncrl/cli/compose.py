@@ -171,7 +171,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # a file name that contains a comma is not split
+            is_one = Path(value.strip("'\"")).is_file()  # do not split the name of an existing file at a comma
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:

@@ -299,9 +299,9 @@ def _ignore(*_: object) -> None:
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield all files in a folder and below, with their states. A link to a file is a file with its own state.
+    """Yield each file in a folder and its subfolders, with its `os.lstat` result. Links are not followed.
 
-    Another process may remove files and folders meanwhile. These are left out.
+    Files that another process removes meanwhile are left out.
     """
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):

@@ -274,7 +274,7 @@ def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, 
     for image in images:
         own = places[done : done + image.num_tokens]
         if own[-1] - own[0] + 1 != len(own):
-            raise ValueError(f"{where}: the placeholders of an image must be adjacent, got places {own.tolist()[:8]}")
+            raise ValueError(f"{where}: the placeholders of an image must be adjacent, got indices {own.tolist()[:8]}")
         placed.append(PlacedImage(image=image, offset=int(own[0])))
         done += len(own)
     return tuple(placed)

@@ -100,7 +100,7 @@ def _import_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name, spec = path.stem, None
-    with suppress(ValueError):  # a module in sys.modules has no spec, for example __main__
+    with suppress(ValueError):  # a module of this name is loaded and has no spec, such as __main__
         spec = importlib.util.find_spec(name) if "." not in name else None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve():
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -289,7 +289,7 @@ def _num_versions(config: RunConfig) -> int:
 
     These versions are:
 
-    - ``keep_snapshots`` versions; or ``max_lag + 2`` if that is more, because engines may still load so many;
+    - ``keep_snapshots`` versions; or ``max_lag + 2`` if that is more, because engines may still load that many;
     - up to ``full_every - 1`` versions before the oldest delta, from the full version on;
     - one version that is being written, and one that an engine still reads.
 

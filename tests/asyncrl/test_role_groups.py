@@ -428,7 +428,7 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
         (["placement.critic=nowhere"], "placement.critic must name one of the pools"),
         (["placement.pools={spare:1}"], r"got \['spare'\] without a role"),
         (["placement.pools={spare:0}"], "placement.pools.spare must be >= 1"),
-        (["placement.pools={learner:2}"], "learner.num_ranks is its size"),
+        (["placement.pools={learner:2}"], "set its size with learner.num_ranks"),
         (
             ["learner.num_ranks=2", "learner.sp_size=2", "placement.pools={v:3}", "placement.critic=v"],
             "multiple of learner.sp_size=2, got 3",
