@@ -61,20 +61,20 @@ def check_options(config: RunConfig) -> None:
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             f"rollout_fleet.renew_every_s must be at most half of buffer.lease_s={config.buffer.lease_s:g}, got "
-            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower the first, or "
-            "raise the second"
+            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower it, or raise "
+            "buffer.lease_s"
         )
     if config.weights.publish_every > config.buffer.max_lag + 1:
         raise ValueError(
             f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
             f"{config.weights.publish_every}: the learner would wait forever for rollouts of a version that is never "
-            "published; lower the first or raise the second"
+            "published; lower publish_every or raise max_lag"
         )
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
             f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="
             f"{config.rollout_fleet.stop_timeout_s:g}, got {config.stop_timeout_s:g}: engines would be killed before "
-            "they have cleaned up; raise the first or lower the second"
+            "they have cleaned up; raise stop_timeout_s or lower rollout_fleet.stop_timeout_s"
         )
     _check_colocation(config)
     _check_nodes(config)
@@ -272,7 +272,7 @@ def _check_roles(config: RunConfig) -> None:
     if idle := sorted(set(config.placement.pools) - set(used)):
         raise ValueError(
             f"placement.pools must name pools that this run uses for its roles {list(learner_roles(config))}, got "
-            f"{idle} without a role; leave them out, or place a role there"
+            f"{idle} without a role; leave these pools out, or place a role in each of them"
         )
     roles = learner_roles(config)
     for role, section in ROLE_SECTIONS.items():
@@ -358,7 +358,7 @@ def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None
     if longest <= prompt:
         raise ValueError(
             f"{name} must be above data.max_prompt_tokens = {prompt}, got {longest}: no token could be sampled after "
-            "the longest prompt; raise the first or lower the second"
+            "the longest prompt; raise max_context or lower max_prompt_tokens"
         )
     _check_longest(config, options, f"the longest path of an episode, {name}", longest, "lower max_context")
 
@@ -371,7 +371,7 @@ def _check_longest(
             budget, sp_size = (config.learner.option_name(role, f) for f in ("max_tokens_per_micro_batch", "sp_size"))
             raise ValueError(
                 f"{budget} x {sp_size} must hold {what} = {longest}, got {own.max_tokens_per_micro_batch} x "
-                f"{own.sp_size}; raise it, or {remedy}"
+                f"{own.sp_size}; raise one of them, or {remedy}"
             )
 
 

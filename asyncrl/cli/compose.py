@@ -206,7 +206,7 @@ def _read_experiment(path: Path, override: str) -> str:
 
 
 def _expand_home(options: DictConfig) -> None:
-    """Replace a ``~`` at the start of a path. The shell does not do this in quotes or in an experiment's YAML."""
+    """Expand a ``~`` at the start of a path. The shell does not expand it in quotes or in an experiment's YAML."""
     for name in _PATHS:
         path = OmegaConf.select(options, name)
         if path.startswith("~/"):

@@ -225,7 +225,7 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     Without evaluation, there are no held-out prompts.
 
     Raises:
-        ValueError: a file, row or column does not match the options, or a prompt is too long. The message names it.
+        ValueError: a file, row or column does not match the options, or a prompt is too long.
     """
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     check_vocabulary(config, tokenizer)

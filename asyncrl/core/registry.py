@@ -42,7 +42,7 @@ class Registry(Generic[T]):
         return sorted(self._entries)
 
     def get(self, name: str) -> T:
-        """Return the function or class of a name. Import the user's file or module if the name contains one.
+        """Return the function or class of a name. If the name contains a file or module of the user, import it.
 
         Args:
             name: A registered name, or ``file.py:name`` or ``module:name``. The text after the colon is a function of

@@ -189,7 +189,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feeding.cancel()
 
     def stop(self) -> None:
-        """End the training early: plan no further batch.
+        """End the training early: do not plan another batch.
 
         `train` then returns when the queued steps are committed and reported.
         """

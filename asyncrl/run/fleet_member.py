@@ -401,7 +401,7 @@ class FleetMember:
     async def end(self, fault: Exception) -> float:
         """End the failed worker, and return the seconds to wait before a new worker starts.
 
-        Raises ``fault`` if no further worker may start, or if the cluster has died.
+        Raises ``fault`` if another worker may not start, or if the cluster has died.
         """
         if isinstance(fault, ClusterDiedError):
             raise fault

@@ -1,8 +1,8 @@
 """Runs one store server, which holds finished groups, on each host with rollout workers.
 
 A trajectory stays on the host of its worker until the learner's ranks fetch it, so it crosses the network only once. If
-a store is lost, the buffer counts its groups as dropped for the reason ``store_lost``, and the fleet generates these
-groups again.
+a store is lost, the buffer counts the store's groups as dropped for the reason ``store_lost``. The fleet then generates
+these groups again.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class Checkpointer:
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
-                "a run on several nodes saves checkpoints in a folder that all nodes share; start it with "
+                "a run on several nodes saves checkpoints in a folder that all nodes share; start the run with "
                 "checkpoint.directory"
             )
         request: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
@@ -332,7 +332,7 @@ def check_beginning(config: RunConfig) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
             f"buffer.directory={folder} must be empty for a run that does not resume, got files of another run; name "
-            "an empty directory, remove this one, or continue from a checkpoint with checkpoint.resume=auto"
+            "an empty directory, remove the old one, or continue from a checkpoint with checkpoint.resume=auto"
         )
 
 
