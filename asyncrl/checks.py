@@ -323,7 +323,7 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
             options,
             "the longest sequence, data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens",
             prompt + config.rollout_fleet.sampling.max_new_tokens,
-            "lower the two",
+            "lower max_prompt_tokens or max_new_tokens",
         )
     if may_play_episodes(config) and environment.max_context:
         _check_path(config, options)
@@ -371,7 +371,7 @@ def _check_longest(
             budget, sp_size = (config.learner.option_name(role, f) for f in ("max_tokens_per_micro_batch", "sp_size"))
             raise ValueError(
                 f"{budget} x {sp_size} must hold {what} = {longest}, got {own.max_tokens_per_micro_batch} x "
-                f"{own.sp_size}; raise one of them, or {remedy}"
+                f"{own.sp_size}; raise {budget}, or {remedy}"
             )
 
 

@@ -224,8 +224,9 @@ class PlacementConfig:
     """Where learner ranks and engines run. A learner rank uses one GPU, an engine uses ``tp_size`` GPUs.
 
     Attributes:
-        num_nodes: Number of nodes that the Ray cluster must have at the start; with ``autoscale``, later. With 1, the
-            run uses only the node of the command. With more, it uses all nodes; see ``docs/several_hosts.md``.
+        num_nodes: Number of nodes that the Ray cluster must have at the start. With ``autoscale``, they may join later.
+            With 1, the run uses only the node of the command. With more, the run uses all nodes
+            (``docs/several_hosts.md``).
         ranks_per_node: Number of learner ranks per node, in each pool. 0: all ranks of a pool on one node.
         engines_per_node: Largest number of engines per node; 0: no limit.
         strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. With ``spread``, a node

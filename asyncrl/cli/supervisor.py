@@ -1,8 +1,8 @@
 """The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and leaves no process behind.
 
-A killed run cannot end its own processes. Ray kills the run if a Ray daemon dies. Therefore the run is a child process.
-The parent adopts and ends every orphan of the run (Linux child subreaper). If the parent is killed, the kernel sends
-SIGHUP to the run. Then the run stops and ends the orphans itself.
+A killed run cannot end its own processes. Ray also ends the run at once if a Ray daemon dies. Therefore the run is a
+child process. The parent adopts and ends every orphan of the run (Linux child subreaper). If the parent is killed, the
+kernel sends SIGHUP to the run. Then the run stops and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
 SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So the scheduler's signal

@@ -190,7 +190,7 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
         raise ValueError(
             f"placement.num_nodes={config.placement.num_nodes} nodes must be in the cluster at "
             f"ray.address={config.ray.address}, got {len(nodes)} ({', '.join(sorted(nodes))}); start Ray on more "
-            "nodes, or lower the number"
+            "nodes, or lower placement.num_nodes"
         )
     total = {kind: sum(int(node.get(kind, 0)) for node in nodes.values()) for kind in ("CPU", "GPU")}
     check_placement(config, num_cpus=total["CPU"], num_gpus=total["GPU"])

@@ -98,7 +98,7 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without `own`, such as sp_size
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # leaves out execution options such as sp_size
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
