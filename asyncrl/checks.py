@@ -358,7 +358,7 @@ def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None
     if longest <= prompt:
         raise ValueError(
             f"{name} must be above data.max_prompt_tokens = {prompt}, got {longest}: no token could be sampled after "
-            "the longest prompt; raise max_context or lower max_prompt_tokens"
+            "the longest prompt; raise this limit, or lower data.max_prompt_tokens"
         )
     _check_longest(config, options, f"the longest path of an episode, {name}", longest, "lower max_context")
 
