@@ -49,7 +49,7 @@ _READ_AS_JSON = {"config.json", "generation_config.json", "tokenizer_config.json
 
 
 def check_options(config: RunConfig) -> None:
-    """Check that the run's options fit together, as far as this does not depend on files. Raises `ValueError`."""
+    """Check that the run's options fit together. `check_files` checks the files. Raises `ValueError`."""
     _check_roles(config)
     options = {role: role_options(config, role) for role in learner_roles(config)}
     _check_groups(config, options)
@@ -61,20 +61,20 @@ def check_options(config: RunConfig) -> None:
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             f"rollout_fleet.renew_every_s must be at most half of buffer.lease_s={config.buffer.lease_s:g}, got "
-            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower the first, or "
-            "raise the second"
+            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower it, or raise "
+            "buffer.lease_s"
         )
     if config.weights.publish_every > config.buffer.max_lag + 1:
         raise ValueError(
             f"weights.publish_every must be at most buffer.max_lag + 1 = {config.buffer.max_lag + 1}, got "
             f"{config.weights.publish_every}: the learner would wait forever for rollouts of a version that is never "
-            "published; lower the first or raise the second"
+            "published; lower publish_every or raise max_lag"
         )
     if config.stop_timeout_s < (needed_s := stop_deadlines(config).total_s):
         raise ValueError(
             f"stop_timeout_s must be at least {needed_s:g} with rollout_fleet.stop_timeout_s="
             f"{config.rollout_fleet.stop_timeout_s:g}, got {config.stop_timeout_s:g}: engines would be killed before "
-            "they have cleaned up; raise the first or lower the second"
+            "they have cleaned up; raise stop_timeout_s or lower rollout_fleet.stop_timeout_s"
         )
     _check_colocation(config)
     _check_nodes(config)
@@ -87,7 +87,7 @@ def check_options(config: RunConfig) -> None:
 
 
 def options_by_source(config: RunConfig) -> dict[str, Mapping[str, object]]:
-    """Return the options that differ by data source, by their names, except those of ``data``."""
+    """Return by name the options that map a data source to a value. Options of ``data`` are left out."""
     return {
         "rollout_fleet.rewards_by_source": config.rollout_fleet.rewards_by_source,
         "rollout_fleet.sampling_by_source": config.rollout_fleet.sampling_by_source,
@@ -124,7 +124,7 @@ def _check_groups(config: RunConfig, options: Mapping[str, LearnerConfig]) -> No
     dp_size = max(own.num_ranks // own.sp_size for own in options.values())
     if algorithm.groups_per_step < dp_size:
         raise ValueError(
-            f"algorithm.groups_per_step must be >= the {dp_size} data-parallel learner ranks, "
+            f"algorithm.groups_per_step must be >= {dp_size}, the number of data-parallel learner ranks, "
             f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
         )
 
@@ -248,7 +248,7 @@ def _check_whole(option: str, model: Path) -> None:
 def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
     """Check that ``num_cpus`` CPUs and ``num_gpus`` GPUs are enough to start the run. Raises `ValueError`.
 
-    ``config`` must not have the device ``auto`` anymore (see `resolve_devices`).
+    Call `resolve_devices` first: no device in ``config`` may be ``auto``.
     """
     gpus, cpus = requested_gpus(config), requested_cpus(config)
     if gpus > num_gpus:
@@ -257,7 +257,7 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
             f"the run asks for {counted(gpus, 'GPU')} with learner.device={config.learner.device} and "
             f"rollout_fleet.device={fleet.device} ({config.learner.num_ranks} learner ranks, {fleet.fewest_engines} "
             f"engines of tp_size={fleet.sglang.tp_size}), got {num_gpus}; lower learner.num_ranks or "
-            "rollout_fleet.num_engines, let them share GPUs with placement.colocated=true, or set the devices to cpu"
+            "rollout_fleet.num_engines, share the GPUs with placement.colocated=true, or set the devices to cpu"
         )
     if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
         raise ValueError(
@@ -272,14 +272,14 @@ def _check_roles(config: RunConfig) -> None:
     if idle := sorted(set(config.placement.pools) - set(used)):
         raise ValueError(
             f"placement.pools must name pools that this run uses for its roles {list(learner_roles(config))}, got "
-            f"{idle} without a role; leave them out, or place a role there"
+            f"{idle} without a role; leave these pools out, or place a role in each of them"
         )
     roles = learner_roles(config)
     for role, section in ROLE_SECTIONS.items():
         if role not in roles and (own := learner.own_options(role)):
             raise ValueError(
-                f"learner.{section}.{next(iter(own))} is an option of a role that this run does not have, only "
-                f"{list(roles)}; leave it out, or choose an algorithm that needs this role"
+                f"learner.{section}.{next(iter(own))} is an option of a role that this run does not have; the run has "
+                f"{list(roles)}; leave the option out, or choose an algorithm that needs this role"
             )
     for role, pool in roles.items():
         _check_layout(config, role, pool, used[pool])
@@ -323,7 +323,7 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
             options,
             "the longest sequence, data.max_prompt_tokens + rollout_fleet.sampling.max_new_tokens",
             prompt + config.rollout_fleet.sampling.max_new_tokens,
-            "lower the two",
+            "lower max_prompt_tokens or max_new_tokens",
         )
     if may_play_episodes(config) and environment.max_context:
         _check_path(config, options)
@@ -336,7 +336,7 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
             f"rollout_fleet.environment.max_tree_tokens must be above data.max_prompt_tokens = {prompt} and at most "
             f"learner.max_tokens_per_micro_batch x learner.sp_size = {budget} with algorithm.loss="
             f"{config.algorithm.loss}, weight={config.algorithm.weight} and masks={[*map(str, config.algorithm.masks)]}"
-            f", got {most or 'no limit'}: they read all paths of an episode in one micro-batch; set "
+            f", got {most or 'no limit'}: these need all paths of an episode in one micro-batch; set "
             f"rollout_fleet.environment.max_tree_tokens={budget}, or choose a loss, a weight and masks per token"
         )
 
@@ -358,7 +358,7 @@ def _check_path(config: RunConfig, options: Mapping[str, LearnerConfig]) -> None
     if longest <= prompt:
         raise ValueError(
             f"{name} must be above data.max_prompt_tokens = {prompt}, got {longest}: no token could be sampled after "
-            "the longest prompt; raise the first or lower the second"
+            "the longest prompt; raise this limit, or lower data.max_prompt_tokens"
         )
     _check_longest(config, options, f"the longest path of an episode, {name}", longest, "lower max_context")
 
@@ -371,7 +371,7 @@ def _check_longest(
             budget, sp_size = (config.learner.option_name(role, f) for f in ("max_tokens_per_micro_batch", "sp_size"))
             raise ValueError(
                 f"{budget} x {sp_size} must hold {what} = {longest}, got {own.max_tokens_per_micro_batch} x "
-                f"{own.sp_size}; raise it, or {remedy}"
+                f"{own.sp_size}; raise {budget}, or {remedy}"
             )
 
 
@@ -452,7 +452,7 @@ def _check_autoscaling(config: RunConfig) -> None:
     if not config.rollout_fleet.is_elastic:
         raise ValueError(
             f"rollout_fleet.num_engines must be {{min: N, max: M}} with placement.autoscale=true, got {size}: a "
-            "fleet of a fixed size requests no further nodes"
+            "fleet of a fixed size does not request more nodes"
         )
     if num_nodes == 1:
         raise ValueError(

@@ -28,10 +28,10 @@ LEARNER_POOL = "learner"
 """The pool (set of processes) of the trained policy, and of every model for which the options name no other pool."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
-"""Environment variables that make Ray show each process only its own GPUs, whatever the user's environment says."""
+"""Environment variables that make Ray show each process only its own GPUs. They replace the user's settings."""
 
-# A worker uses one thread, because more threads than cores slow every process down. Ray must not kill the child
-# processes of a worker, because they clean up and exit by themselves.
+# A worker uses one thread, because more threads than cores slow every process down.
+# Ray must not kill the child processes of a worker, because these clean up and exit by themselves.
 WORKER_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -188,7 +188,7 @@ class CheckpointConfig:
     """Options of the checkpoints: when a run saves them, where, and which one it continues.
 
     Attributes:
-        every_steps: Learner steps between two checkpoints. The run also saves the last step. 0: no such checkpoints.
+        every_steps: Learner steps between two checkpoints. If not 0, the run also saves the last step.
         at_stop: Save a checkpoint when a signal stops the training, within ``save_timeout_s``. On several nodes, this
             needs ``every_steps`` or ``directory``.
         keep: Number of checkpoints to keep, the newest ones; -1 keeps all.
@@ -224,8 +224,9 @@ class PlacementConfig:
     """Where learner ranks and engines run. A learner rank uses one GPU, an engine uses ``tp_size`` GPUs.
 
     Attributes:
-        num_nodes: Number of nodes that the Ray cluster must have at the start, unless ``autoscale`` adds them. With 1,
-            the run uses only the node of the command. With more, it uses all nodes; see ``docs/several_hosts.md``.
+        num_nodes: Number of nodes that the Ray cluster must have at the start. With ``autoscale``, they may join later.
+            With 1, the run uses only the node of the command. With more, the run uses all nodes
+            (``docs/several_hosts.md``).
         ranks_per_node: Number of learner ranks per node, in each pool. 0: all ranks of a pool on one node.
         engines_per_node: Largest number of engines per node; 0: no limit.
         strategy: ``pack`` uses as few nodes as possible; ranks and engines may share a node. With ``spread``, a node
@@ -280,14 +281,14 @@ class PlacementConfig:
         check_bounds("placement.", self, cpus_per_learner_rank="> 0", cpus_per_engine="> 0")
         for name, count in self.pools.items():
             if name == LEARNER_POOL:
-                raise ValueError(f"placement.pools must not name {LEARNER_POOL!r}; learner.num_ranks is its size")
+                raise ValueError(f"placement.pools must not name {LEARNER_POOL!r}; set its size with learner.num_ranks")
             if count < 1:
                 raise ValueError(f"placement.pools.{name} must be >= 1 processes, got {count}")
         for role in ("critic", "reference", "reward_model"):
             if getattr(self, role) not in (LEARNER_POOL, *self.pools):
                 raise ValueError(
                     f"placement.{role} must name one of the pools {[LEARNER_POOL, *self.pools]}, "
-                    f"got {getattr(self, role)!r}; add it to placement.pools with its processes"
+                    f"got {getattr(self, role)!r}; add it to placement.pools with its number of processes"
                 )
 
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
@@ -528,7 +529,7 @@ class StopDeadlines:
 
 
 def stop_deadlines(config: RunConfig) -> StopDeadlines:
-    """Return how long the parts of the run may take to stop, in seconds, from ``rollout_fleet.stop_timeout_s``."""
+    """Return the stop deadlines of the run's parts. They depend on ``rollout_fleet.stop_timeout_s``."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
@@ -558,7 +559,7 @@ def num_engine_hosts(config: RunConfig) -> int:
     fleet, placement = config.rollout_fleet, config.placement
     if placement.num_nodes == 1:
         return 1
-    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # no limit: each may have its own host
+    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # 0: each engine may have its own host
     return len(placement.on_nodes(fleet.most_engines, per_node))
 
 
@@ -584,7 +585,7 @@ def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
 def requested_gpus(config: RunConfig) -> int:
     """Return how many GPUs the learner ranks and engines need at the start of the run.
 
-    Ranks or engines whose device is the CPU need none. Engines that share the learner's GPUs need no further ones.
+    Ranks or engines whose device is the CPU need none. Engines that share the learner's GPUs need no more GPUs.
     """
     fleet = config.rollout_fleet
     ranks = sum(learner_pools(config).values()) if config.learner.device == "cuda" else 0
@@ -616,7 +617,7 @@ def learner_pools(config: RunConfig) -> dict[str, int]:
 
 
 def episode_context(config: RunConfig) -> int:
-    """Return how many tokens one model input of an episode may have, with the prompt; 0 without environments.
+    """Return the largest number of tokens, prompt included, in one model input of an episode; 0 without environments.
 
     If ``rollout_fleet.environment.max_context`` is 0, the model and each role's micro-batch set the limit.
     """
@@ -682,7 +683,7 @@ def longest_rollout(config: RunConfig) -> float:
 
 
 def why_positions_end(config: RunConfig) -> str:
-    """Return a text, for errors, on why `num_positions` is below ``max_position_embeddings``; empty if it is not."""
+    """Return why `num_positions` is below ``max_position_embeddings``, as a text for errors; empty if it is not."""
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), length_limit(settings)
     if limit is None or (longest is not None and limit.tokens >= longest):

@@ -12,8 +12,8 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-# By command: its module, and its line in ``--help``. A module is imported only when its command runs, because some
-# modules import torch, which takes seconds.
+# For each command: its module and its line in ``--help``.
+# A module is imported only when its command runs, because some modules import torch, which takes seconds.
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
     "plan": ("asyncrl.cli.plan_command", "predict the effect of other options, from a run or a scenario"),
@@ -91,6 +91,6 @@ def exit_status(number: int) -> int:
 
 
 def stop_early(number: int, _: FrameType | None) -> NoReturn:
-    """End this process because of the signal ``number``, before the command has started any other process."""
+    """End this process after the signal ``number``. Use this handler until the command starts other processes."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))

@@ -115,7 +115,10 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """Return the slice of a trajectory's response tokens; None if `demonstrations` leaves the trajectory out."""
+    """Return the slice of a trajectory's response tokens.
+
+    None: the response is a greedy baseline, has several turns, or is cut off or empty.
+    """
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)
     if group.is_baseline[index] or len(own) != 1:

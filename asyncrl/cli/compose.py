@@ -171,7 +171,7 @@ def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], 
         (experiments := Path(folder, "experiment")).mkdir()
         for override in overrides:
             name, _, value = override.partition("=")
-            is_one = Path(value.strip("'\"")).is_file()  # a file name that contains a comma is not split
+            is_one = Path(value.strip("'\"")).is_file()  # do not split the name of an existing file at a comma
             files = [part.strip("'\"") for part in ([value] if is_one else value.split(","))]
             files = files if name == "experiment" else []
             for file in [file for file in files if file.endswith((".yaml", ".yml"))]:
@@ -206,7 +206,7 @@ def _read_experiment(path: Path, override: str) -> str:
 
 
 def _expand_home(options: DictConfig) -> None:
-    """Replace a ``~`` at the start of a path. The shell does not do this in quotes or in an experiment's YAML."""
+    """Expand a ``~`` at the start of a path. The shell does not expand it in quotes or in an experiment's YAML."""
     for name in _PATHS:
         path = OmegaConf.select(options, name)
         if path.startswith("~/"):

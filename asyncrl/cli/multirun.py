@@ -1,7 +1,7 @@
 """``asyncrl train --multirun``: one run per combination of option values, with Hydra's sweepers and launchers.
 
 Each run is a process of ``python -m asyncrl train``. The default launcher starts one run after the other. `run_one`
-waits for the process without a deadline, because that process enforces the deadlines of the run itself.
+waits for the process without a deadline, because each run enforces its own deadlines.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
     try:
         process = subprocess.Popen(
             [sys.executable, "-m", "asyncrl", "train", *options, override_of("run_dir", folder)],
-            start_new_session=True,  # so that Ctrl-C reaches only this process, which forwards the signal once
+            start_new_session=True,  # Ctrl-C must reach only this process, which forwards the signal once
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)
@@ -149,7 +149,7 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped_by:
-        sys.exit(128 + stopped_by[0])  # ends the whole sweep, not only this run
+        sys.exit(128 + stopped_by[0])  # SystemExit ends the whole sweep, not only this run
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}

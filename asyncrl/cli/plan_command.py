@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = load_spec(target) if calibration is None else calibration.scenario
     base = base if options.steps is None else replace(base, num_steps=options.steps)
     notes = () if calibration is None else calibration.notes
-    folder.mkdir(parents=True, exist_ok=True)  # an error shows before the simulations, which take minutes
+    folder.mkdir(parents=True, exist_ok=True)  # an error here must come before the simulations, which take minutes
     plan = make_plan(
         base,
         _choices(options, base),
@@ -172,7 +172,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
-    """Write only the advice, with a limit on the CPU seconds of this process."""
+    """Write the advice, and with ``--frontier`` the frontier. Limit the CPU time of this process."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:

@@ -71,8 +71,8 @@ _BYTES_PER_TOKEN = 14
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
     """Run all checks of a run except the checks of its folders. Returns the training and the held-out prompts.
 
-    Call `check_folders` earlier, before the run creates its own folder. No device of ``config`` may be ``auto``, unless
-    the run joins a cluster. ``say`` shows a line to the user.
+    Call `check_folders` earlier, before the run creates its own folder. If the run starts its own Ray cluster, call
+    `resolve_devices` earlier too. ``say`` shows a line to the user.
     """
     if not config.ray.address:  # an existing Ray cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -225,7 +225,7 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
     Without evaluation, there are no held-out prompts.
 
     Raises:
-        ValueError: a file, row or column does not match the options, or a prompt is too long. The message names it.
+        ValueError: a file, row or column does not match the options, or a prompt is too long.
     """
     tokenizer = load_tokenizer(config.model.path, chat_template=config.data.chat_template)
     check_vocabulary(config, tokenizer)
@@ -238,7 +238,10 @@ def read_prompts(config: RunConfig) -> tuple[PromptStream, list[Prompt]]:
 
 
 def unused_sources(config: RunConfig, sources: set[str]) -> list[str]:
-    """Return a warning text for each option that names a data source that is not in ``sources``, those of the rows."""
+    """Return a warning text for each data source that an option names and no row has.
+
+    ``sources`` are the data sources of the rows.
+    """
     options = {**options_by_source(config), "data.environment_by_source": config.data.environment_by_source}
     return [
         f"{option} names the source {source!r}, and no row has it in the column {config.data.data_source_key!r}, only "
@@ -249,10 +252,10 @@ def unused_sources(config: RunConfig, sources: set[str]) -> list[str]:
 
 
 def check_environments(config: RunConfig, names: Iterable[str]) -> None:
-    """Check the names of environments that rows and data sources have. This imports no user's module.
+    """Check the environment names in rows and in ``data.environment_by_source``. Modules of the user are not imported.
 
     Raises:
-        ValueError: a name without a colon is not that of a built-in environment, or the file of a name does not exist.
+        ValueError: a built-in environment or a file does not exist.
     """
     key = config.data.environment_key
     where = " or ".join([*([f"the column {key!r}"] if key else []), "data.environment_by_source"])
@@ -410,7 +413,7 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
     devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
-        shapes: dict[str, list[str]] = {}  # roles by the shape of their device mesh, such as `dp 2 x sp 2`
+        shapes: dict[str, list[str]] = {}  # maps a mesh shape, such as `dp 2 x sp 2`, to its roles
         for role in (role for role, of in roles.items() if of == pool):
             sp_size = role_options(config, role).sp_size
             shapes.setdefault(f"dp {size // sp_size} x sp {sp_size}", []).append(role)

@@ -148,7 +148,7 @@ def _config(options: argparse.Namespace, overrides: Sequence[str]) -> RunConfig:
     if not options.samples:
         config = compose_run(overrides)
     elif overrides:
-        raise ValueError(f"with --samples the options are those of the run, got {list(overrides)}; leave them out")
+        raise ValueError(f"--samples uses the options of the run, got also {list(overrides)}; leave them out")
     else:
         config = read_config(options.samples)
     entries = [entry.strip().rpartition("*") for entry in options.reward.split(",")]

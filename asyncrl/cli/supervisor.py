@@ -1,8 +1,8 @@
 """The parent process (supervisor) of a run. It forwards signals, waits for the run's end, and leaves no process behind.
 
-A run that is killed cannot end its own processes. If a Ray daemon dies, Ray ends the run, and this run cannot end them
-either. Therefore the run is a child process. The parent adopts and ends every orphan of the run (Linux child
-subreaper). If the parent is killed, the kernel sends SIGHUP to the run. Then the run stops and ends the orphans itself.
+A killed run cannot end its own processes. Ray also ends the run at once if a Ray daemon dies. Therefore the run is a
+child process. The parent adopts and ends every orphan of the run (Linux child subreaper). If the parent is killed, the
+kernel sends SIGHUP to the run. Then the run stops and ends the orphans itself.
 
 A scheduler or systemd sends SIGTERM to every process of a run at once. The child and its processes block SIGINT and
 SIGTERM, so only the parent reacts. The parent stops the child with other signals (`STOPS`). So the scheduler's signal
@@ -158,8 +158,8 @@ def _read_reports(reports: int) -> bytes:
 def _run_in_child(work: Callable[[], int], parent: int) -> int:
     os.setsid()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    # If the parent dies, the kernel sends this signal to this process, once per thread of the parent. The signals of
-    # `STOPS` would be wrong here: the second one ends the run at once. A second SIGHUP has no effect.
+    # If the parent dies, the kernel sends SIGHUP to this process, once per thread of the parent.
+    # A second SIGHUP has no effect. A second signal of `STOPS` would end the run at once.
     signal_at_parent_death(signal.SIGHUP)
     if os.getppid() != parent:
         return EXIT_FAILED
@@ -298,7 +298,7 @@ class Stopping:
 
 
 def give_up_after(timeout_s: float, give_up: Callable[[], None]) -> None:
-    """Call ``give_up`` after ``timeout_s`` seconds, unless the process has ended by then."""
+    """Call ``give_up`` after ``timeout_s`` seconds, on a daemon thread."""
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()

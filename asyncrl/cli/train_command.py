@@ -138,7 +138,7 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
         for folder in sweep_shared_memory():
             view.say(f"removed {folder} of an earlier run whose processes were all killed")
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
-    with suppress(OSError):  # the reader of a pipe has ended
+    with suppress(OSError):  # the program that reads the output may have closed the pipe
         sys.stdout.flush()
     if message:
         _say_last(message)
@@ -241,7 +241,7 @@ def _headline(message: str) -> str:
 def _say_last(words: str) -> None:
     """Write how the run ended. Only the first call writes, because `_give_up` may call from another thread."""
     if _said_last.acquire(blocking=False):
-        with suppress(OSError):  # the reader of a pipe has ended
+        with suppress(OSError):  # the program that reads the output may have closed the pipe
             sys.stderr.write(words + "\n")
             sys.stderr.flush()
 
@@ -294,7 +294,7 @@ class _LogFile(logging.FileHandler):
         if not self._failed:
             self._failed = True
             warning = f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n"
-            with suppress(OSError):  # standard error may be a file on the same disk
+            with suppress(OSError):  # standard error may be a file that cannot be written either
                 sys.stderr.write(warning)
 
 

@@ -79,7 +79,7 @@ class EpisodeOverflow(AsyncRLError):
 
 
 class EpisodeEnded(AsyncRLError):
-    """An episode gets no more turns: it has ended, or its rollout worker no longer generates the prompt group."""
+    """An episode cannot start a turn: it has ended, or its rollout worker no longer generates the prompt group."""
 
 
 class WeightsError(AsyncRLError):

@@ -81,12 +81,12 @@ def check_owned(folder: Path) -> None:
         kind = "a folder" if is_folder else "a link" if stat.S_ISLNK(found.st_mode) else "a file"
         raise NotPrivate(
             f"{folder} must be a folder that only user {os.geteuid()} may write to, got {kind} of user {found.st_uid} "
-            f"with mode {stat.S_IMODE(found.st_mode):o}; remove it, the run does not use its contents"
+            f"with mode {stat.S_IMODE(found.st_mode):o}; remove it; the run does not use its contents"
         )
 
 
 def socket_base(longest: str) -> str:
-    """Return the path of a folder for Unix sockets: the temporary folder, or ``/tmp`` if the former path is too long.
+    """Return the path of a folder for Unix sockets: the temporary folder, or ``/tmp`` if that path is too long.
 
     ``longest`` is the longest path of a socket, relative to the folder. Linux limits the whole path to 107 bytes.
     """
@@ -134,19 +134,19 @@ def end_with_parent() -> None:
 
 
 def own_python() -> dict[str, str]:
-    """Return the ``runtime_env`` (a dict) with which Ray starts workers with this Python interpreter.
+    """Return the ``runtime_env`` (a dict) that makes Ray start workers with this Python interpreter.
 
     Ray does not quote the interpreter's path, so workers do not start if the path contains a space. The result holds
-    the quoted path. It is empty if the path needs no quotes.
+    the quoted path, or is empty if the path needs no quotes.
     """
     quoted = shlex.quote(sys.executable)
     return {} if quoted == sys.executable else {"py_executable": quoted}
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables with which torchrun describes a torch process group, such as ``RANK``. Return their names.
+    """Remove the variables that torchrun sets for its process group, such as ``RANK``. Return their names.
 
-    If the variables stayed, the processes of a run would try to join that process group.
+    If the variables stayed, the processes of a run would try to join torchrun's process group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:
@@ -155,7 +155,7 @@ def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> 
 
 
 def ray_folder() -> str:
-    """Return the path of the folder in which Ray creates its session folders on this host.
+    """Return the path of the parent folder of Ray's session folders on this host.
 
     The folder is ``ray`` in ``RAY_TMPDIR``. Without ``RAY_TMPDIR``, it is ``ray`` in the system's temporary folder, or
     in ``/tmp`` if that path is too long for sockets.
@@ -245,7 +245,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 
 
 def leave_stop_to_owner() -> None:
-    """Block SIGINT and SIGTERM in this thread, and in the threads and processes that it starts later.
+    """Block SIGINT and SIGTERM in this thread, and in threads and processes that this thread starts later.
 
     Then only the supervisor, the owner of the run, handles a stop. The function first starts Python's resource tracker,
     because a later start would unblock both signals (Python < 3.13).
@@ -299,9 +299,9 @@ def _ignore(*_: object) -> None:
 
 
 def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Yield all files in a folder and below, with their states. A link to a file is a file with its own state.
+    """Yield each file in a folder and its subfolders, with its `os.lstat` result. Links are not followed.
 
-    Another process may remove files and folders meanwhile. These are left out.
+    Files that another process removes meanwhile are left out.
     """
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):

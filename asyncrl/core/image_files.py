@@ -274,7 +274,7 @@ def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, 
     for image in images:
         own = places[done : done + image.num_tokens]
         if own[-1] - own[0] + 1 != len(own):
-            raise ValueError(f"{where}: the placeholders of an image must be adjacent, got places {own.tolist()[:8]}")
+            raise ValueError(f"{where}: the placeholders of an image must be adjacent, got indices {own.tolist()[:8]}")
         placed.append(PlacedImage(image=image, offset=int(own[0])))
         done += len(own)
     return tuple(placed)
@@ -293,14 +293,14 @@ def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id:
     if found != len(counts):
         raise ValueError(
             f"{where} has {found} image placeholders (token {token_id}) for {len(counts)} images, expected one per "
-            "image; the chat template must write one per image part, and text must not contain it"
+            "image; the chat template must write one per image part, and text must not contain the placeholder"
         )
     left = iter(counts)
     return [copy for token in token_ids for copy in ([token] * next(left) if token == token_id else [token])]
 
 
 def placeholder_ids(model_path: str) -> tuple[int, int]:
-    """Return a pair of token ids from a model's ``config.json``: the placeholder of images, and that of videos."""
+    """Return two token ids from a model's ``config.json``: the placeholder of images and the placeholder of videos."""
     settings = json.loads(Path(model_path, "config.json").read_text())
     return settings["image_token_id"], settings["video_token_id"]
 

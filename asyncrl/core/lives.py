@@ -39,8 +39,8 @@ class Restartable(Protocol):
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
     """Watch a component, and restart it after each failure, until its work is done.
 
-    A failure is any exception of the component's `begin` or `watch`. ``has_begun`` tells that the component runs
-    already. Raises the errors of the component's `end`.
+    A failure is any exception of the component's `begin` or `watch`. With ``has_begun``, the component runs already.
+    Raises the errors of the component's `end`.
     """
     while True:
         try:

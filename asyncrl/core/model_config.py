@@ -8,10 +8,11 @@ from typing import Any
 
 
 def model_settings(path: str) -> dict[str, Any]:
-    """Read the ``config.json`` in a model folder as a dict. Values in its ``text_config`` (multimodal models) win.
+    """Read the ``config.json`` in a model folder as a dict.
 
-    transformers writes only those values of ``text_config`` that differ from its defaults. The result also has the
-    defaults. GPT-2's ``n_positions`` is called ``max_position_embeddings``, as in other models.
+    For a multimodal model, values in ``text_config`` replace values of the same name. transformers leaves out default
+    values of ``text_config``, and this function adds these defaults. GPT-2's ``n_positions`` is called
+    ``max_position_embeddings``, as in other models.
     """
     settings = json.loads(Path(path, "config.json").read_text())
     text = settings.get("text_config", {})

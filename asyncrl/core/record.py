@@ -79,7 +79,7 @@ class Pool(StrEnum):
 
 
 class SpanKind(StrEnum):
-    """What the process (or the part of a process) that a lane stands for does during an interval.
+    """The activity of a lane during an interval. A lane is a process or a part of a process.
 
     Spans of a lane may overlap. `asyncrl.profile.attribution` then chooses one of the spans for each point in time.
     """
@@ -98,7 +98,7 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the GPU that it shares with the engine
-    # Members: lane ``engine-0/worker`` for the member's state in the controller, ``engine-0/member`` in its worker
+    # Members: lane ``engine-0/worker`` for the state in the controller, ``engine-0/member`` for the state in the worker
     member = "member"  # the member is in the `MemberState` that ``cause`` names
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"
@@ -120,11 +120,11 @@ class SpanKind(StrEnum):
 class LevelName(StrEnum):
     """The name of a count that changes over time. A recorded value is valid until the next value."""
 
-    # Per engine, in samples. ``capacity`` is the worker's current limit of samples on the engine. The samples in
-    # ``running`` and ``parked`` use capacity, and so do the single answers in ``tail``. Their sum may exceed
-    # ``capacity`` after the limit has shrunk, or if many environments request turns at once. The samples in
-    # ``settling``, ``tool`` and ``environment`` use no capacity, and neither do the episodes in ``tail``. The worker
-    # counts these samples only up to the unused capacity.
+    # Per engine, in samples. ``capacity`` is the worker's current limit of samples on the engine.
+    # Samples in ``running`` and ``parked`` use capacity, and so do single answers in ``tail``.
+    # The used capacity may exceed the limit after the limit has shrunk, or if many environments request turns at once.
+    # Samples in ``settling``, ``tool`` and ``environment`` use no capacity, and neither do episodes in ``tail``.
+    # The worker counts samples that use no capacity only up to the unused capacity.
     capacity = "capacity"
     running = "running"  # requests that the engine has not answered; each request samples one turn
     tail = "tail"  # finished samples of groups with unfinished samples
@@ -295,14 +295,14 @@ class Recorder:
         """Record the end of a span. Callers use `OpenSpan.close`.
 
         ``number`` identifies the span. The spans of a process are numbered from 1, in the order in which the process
-        opens them. ``end`` is in monotonic nanoseconds; None for now.
+        opens them. ``end`` is in monotonic nanoseconds. None means now.
         """
         self._add(Tag.close, number, self._clock() if end is None else end)
 
     def level(self, name: str, value: int, *, lane: str = "") -> None:
         """Record the new value of a count, such as the number of stored groups. An unchanged value is ignored.
 
-        ``name`` is a `LevelName`. ``lane`` names the part of the run, like in `span`.
+        ``name`` is a `LevelName`. ``lane`` names the part of the run, as in `span`.
         """
         lane = self._whole(lane)
         if self._levels.get((name, lane)) != value and self._add(Tag.level, name, lane, self._clock(), value):

@@ -42,7 +42,7 @@ class Registry(Generic[T]):
         return sorted(self._entries)
 
     def get(self, name: str) -> T:
-        """Return the function or class of a name. Import the user's file or module if the name contains one.
+        """Return the function or class of a name. If the name contains a file or module of the user, import it.
 
         Args:
             name: A registered name, or ``file.py:name`` or ``module:name``. The text after the colon is a function of
@@ -100,7 +100,7 @@ def _import_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name, spec = path.stem, None
-    with suppress(ValueError):  # a module in sys.modules has no spec, for example __main__
+    with suppress(ValueError):  # a module of this name is loaded and has no spec, such as __main__
         spec = importlib.util.find_spec(name) if "." not in name else None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve():
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -109,9 +109,9 @@ async def within(pending: Awaitable[T], timeout_s: float, what: str, option: str
 
 
 def refs_of(pending: Any) -> list[Any]:
-    """Return the Ray object references in what a worker group's call has returned; an empty list if there are none.
+    """Return the Ray object references of a worker group's pending call; an empty list if there are none.
 
-    ``pending`` is that list itself, or an object with the references in its attribute ``futures``.
+    ``pending`` is a list of references, or an object with the references in its attribute ``futures``.
     """
     return pending if isinstance(pending, list) else getattr(pending, "futures", [])
 
@@ -157,8 +157,8 @@ class StepDeadline:
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
         """Await and return the result of a call, with the deadline for calls of this kind. Measure the call's duration.
 
-        The measurement begins at the time when the call was queued (``pending.queued_s``), or now if that time is
-        unknown. The caller may begin to await late, and a shorter duration would make the next deadlines too short.
+        The duration is measured from the time when the call was queued (``pending.queued_s``), or from now if that time
+        is unknown. A measurement from a late await would be too short, and so would the next deadlines.
         The function `within` describes ``what``, ``option`` and the `DeadlineError`.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())

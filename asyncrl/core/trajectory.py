@@ -152,7 +152,7 @@ class TrajectoryGroup:
 
     @classmethod
     def from_trajectories(cls, trajectories: Sequence[Trajectory], *, group_id: int, attempt: int) -> TrajectoryGroup:
-        """Convert a prompt's trajectories to a group, which is attempt number ``attempt`` (from 0) at the prompt.
+        """Convert a prompt's trajectories to a group. ``attempt`` is the number of earlier attempts at the prompt.
 
         Raises `ValueError` if there is no trajectory, the prompts differ, or a reward belongs to a missing turn.
         """
@@ -199,7 +199,7 @@ class TrajectoryGroup:
             image_columns=image_columns,
         )
         group.check()
-        _ = group.summary  # computed now, because sending the group needs it, and the arrays are still in the CPU cache
+        _ = group.summary  # cache the summary for `put` now, while the arrays are in the CPU cache
         return group
 
     def check(self) -> None:

@@ -39,9 +39,9 @@ from rollout_fleet.config import EngineKind
 
 logger = logging.getLogger(__name__)
 
-# These settings replace defaults of Ray that harm a run. By default, Ray runs its workers with niceness 15, and starts
-# idle workers, which cost time and memory. It waits a minute for a dead control service, and kills the children of a
-# dead worker before they have cleaned up.
+# These settings replace defaults of Ray that harm a run.
+# By default, Ray runs its workers with niceness 15, and starts idle workers, which cost time and memory.
+# By default, Ray also waits a minute for a dead control service, and kills the children of a dead worker too early.
 _OWN_CLUSTER_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_enable_worker_prestart": "0",
@@ -79,7 +79,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
         yield await asyncio.to_thread(_checked_against_cluster, config, say)
     finally:
-        # Wait until the thread that starts Ray has finished. If Ray is shut down before that, it ends this process.
+        # Wait for the thread that starts Ray, because a shutdown of Ray during its start would end this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
         # The run's Ray daemons block SIGTERM (`asyncrl.core.host`), so kill them without waiting.
         if (node := cast("Any", ray_worker._global_node)) is not None:
@@ -184,13 +184,13 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
     """Check that a run fits into the nodes of its cluster.
 
     ``nodes`` maps the address of each node to the node's Ray resources. Raises `ValueError` if nodes or resources are
-    missing, or if a share of `node_shares` (what must be on one node) has room on no node.
+    missing, or if a share of `node_shares` does not fit on any node. A share is what must be on one node.
     """
     if len(nodes) < config.placement.num_nodes:
         raise ValueError(
             f"placement.num_nodes={config.placement.num_nodes} nodes must be in the cluster at "
-            f"ray.address={config.ray.address}, got {len(nodes)} ({', '.join(sorted(nodes))}); start Ray on more, or "
-            "lower it"
+            f"ray.address={config.ray.address}, got {len(nodes)} ({', '.join(sorted(nodes))}); start Ray on more "
+            "nodes, or lower placement.num_nodes"
         )
     total = {kind: sum(int(node.get(kind, 0)) for node in nodes.values()) for kind in ("CPU", "GPU")}
     check_placement(config, num_cpus=total["CPU"], num_gpus=total["GPU"])
@@ -265,7 +265,7 @@ def pool_of_one(config: RunConfig, *, node_id: str, full: Collection[str]) -> Ra
     """Return a Ray resource pool for one engine that joins a running fleet.
 
     The engine is on the node ``node_id``. If this id is empty, Ray chooses a node. ``full`` has the ids of the nodes
-    that may not get a further engine.
+    that already have the largest allowed number of engines.
     """
     labels = _labels(config, config.placement.engine_labels)
     if node_id:
@@ -286,7 +286,7 @@ def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels that a node must have to get the run's workers: ``labels``, or the id of the controller's node.
+    """Return the labels that a node must have to get workers of the run: usually ``labels``.
 
     If a run with one node joins a cluster, only the controller's node may get workers.
     """

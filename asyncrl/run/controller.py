@@ -92,8 +92,7 @@ Evaluate = Callable[[int, PinnedEngines | None], Awaitable[Any]]
 
 logger = logging.getLogger(__name__)
 
-# Number of learner steps that the ranks have at a time. They compute one while the next one is queued, so that they do
-# not wait for the controller.
+# While the ranks compute a step, the next step is already queued, so the ranks do not wait for the controller.
 _PIPELINE_STEPS = 2
 
 
@@ -190,7 +189,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             feeding.cancel()
 
     def stop(self) -> None:
-        """End the training early: plan no further batch.
+        """End the training early: do not plan another batch.
 
         `train` then returns when the queued steps are committed and reported.
         """
@@ -295,7 +294,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def following_loops(self) -> Sequence[Loop]:
         """Return the coroutine functions that run in parallel with the steps. `stop` cancels them.
 
-        They end when the engines serve the final version and no further version is to be evaluated.
+        They end when the engines serve the final version and the last evaluation during training has ended.
         """
         return ()
 
@@ -364,7 +363,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # queued last, so that the publish does not wait for it
+                critic=self._learner.update_critic(plan),  # after the publish, which does not need the critic
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)

@@ -236,7 +236,7 @@ class FleetGroup:
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
         """Start members in the background, one task per member.
 
-        With ``waits``, the members wait for a place without a deadline.
+        With ``waits``, the members wait for free CPUs and GPUs without a deadline.
         """
         tasks = []
         for rank in ranks:
@@ -303,7 +303,7 @@ class FleetGroup:
         if not self._has_started:
             raise MembershipRefused("the run is starting; ask again when its first engines are ready")
         if self._is_closing:
-            raise MembershipRefused("the run is ending; start another")
+            raise MembershipRefused("the run is ending; start another run")
 
     def describe(self) -> str:
         """Return a text for the user: one line per member with its state, then how many engines may join."""

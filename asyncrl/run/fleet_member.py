@@ -195,7 +195,7 @@ class FleetMember:
     async def counters(self) -> FleetCounters:
         """Return the sums of the counters of all worker processes that this member has had.
 
-        If the worker does not answer within `COUNTERS_S` seconds, these are the newest known counters.
+        If the worker does not answer within `COUNTERS_S` seconds, the sums include its newest known counters.
         """
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
@@ -232,7 +232,7 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # while a worker starts, no `watch` sees the failure and calls `end`
+            if not is_watched:  # during a start, `watch` does not run, so `end` does not free the device
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -255,12 +255,12 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Return whether the worker serves. While it starts, wait until it serves, or lacks resources, or has ended."""
+        """Return whether the worker serves. Wait while it starts, but do not wait for free resources."""
         await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Let the worker take no more work, give its running groups back, and end. Returns when the worker has ended.
+        """Ask the worker to give its running groups back and to end. Returns when the worker has ended.
 
         `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
@@ -287,7 +287,7 @@ class FleetMember:
         await self._notify()
 
     async def stop(self) -> None:
-        """Stop restarting the worker, and end it if it runs."""
+        """End the worker, and do not restart it."""
         await self._close()
         if self._has_process:
             await self._call("stop")
@@ -356,12 +356,12 @@ class FleetMember:
             self._changed.notify_all()
 
     async def _until(self, is_true: Callable[[Member], bool]) -> None:
-        """Wait until ``is_true``; `_notify` wakes this call."""
+        """Wait until ``is_true`` returns True for the member. `_notify` wakes this call."""
         async with self._changed:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Report ``error`` to `watch`, unless ``epoch`` (one worker process of this member) has already ended."""
+        """Report ``error`` to `watch` if ``epoch`` (one worker process of this member) has not ended yet."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
@@ -369,8 +369,8 @@ class FleetMember:
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
         """Await a call to the worker process of ``epoch``, and return the answer in a tuple.
 
-        Return None if the epoch ends first. If the call fails, end the epoch and return None. But errors of
-        `RUN_ERRORS` are raised. Before the first weights are loaded, every error is raised.
+        Return None if the epoch ends first. If the call fails, end the epoch and return None. Errors of `RUN_ERRORS`
+        are raised instead. Before the first weights are loaded, every error is raised.
         """
         call = asyncio.ensure_future(pending)
         ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
@@ -401,7 +401,7 @@ class FleetMember:
     async def end(self, fault: Exception) -> float:
         """End the failed worker, and return the seconds to wait before a new worker starts.
 
-        Raises ``fault`` if no further worker may start, or if the cluster has died.
+        Raises ``fault`` if another worker may not start, or if the cluster has died.
         """
         if isinstance(fault, ClusterDiedError):
             raise fault
@@ -492,7 +492,7 @@ class FleetMember:
         except TimeoutError:
             raise missed(
                 f"no node had room for {self.member.name} within ray.start_timeout_s={timeout_s:g} s; start Ray on "
-                "another node, or free what an engine takes"
+                "another node, or free the resources of one engine"
             ) from None
         finally:
             placing.cancel()

@@ -1,8 +1,8 @@
 """Runs one store server, which holds finished groups, on each host with rollout workers.
 
 A trajectory stays on the host of its worker until the learner's ranks fetch it, so it crosses the network only once. If
-a store is lost, the buffer counts its groups as dropped for the reason ``store_lost``, and the fleet generates these
-groups again.
+a store is lost, the buffer counts the store's groups as dropped for the reason ``store_lost``. The fleet then generates
+these groups again.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # `host` is not an address but an interface or "*"; every node resolves it
+    except ValueError:  # `host` is an interface or "*"; each node resolves it to its own address
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
@@ -165,7 +165,7 @@ class HostStores:
 
 
 class _Gone(Exception):
-    """An error: the store of a host is lost, and is not replaced."""
+    """The store of a host is lost and is not replaced."""
 
 
 class _HostStore:
@@ -224,8 +224,7 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
     """Return a function that makes a `NodeStore` actor in the connected Ray cluster.
 
     The function takes a node id and the store's number (stores are numbered from 0, in the order of their start).
-    ``config`` has the options of the buffer. ``options`` are keyword arguments: ``num_clients`` of `NodeStore`, and
-    others of `BufferSupervisor`.
+    ``config`` has the options of the buffer. ``options`` are the other keyword arguments of `NodeStore`.
     """
     actor_class: Any = ray.remote(NodeStore)
     place: dict[str, Any] = {"num_cpus": 0, "max_concurrency": 4, "runtime_env": {"env_vars": WORKER_ENV}}

@@ -89,7 +89,7 @@ class LearnerGroup:
     def _begin(self, *, incarnation: int) -> None:
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
-        self._announced: dict[str, Awaitable[Any]] = {}  # by role: the newest call to its workers
+        self._announced: dict[str, Awaitable[Any]] = {}  # the newest `announce` call of each role
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
         self.roles = RoleGroups(self._config, layout=self._layout, connect_buffer=buffer.sync_client, paths=self._paths)
@@ -422,8 +422,8 @@ class RoleGroups:
     """The worker groups of the learner, by role. Roles in the same pool (set of devices) share processes.
 
     Attributes:
-        pools: By role: the name of its pool.
-        dp_sizes: By role: its number of data-parallel ranks.
+        pools: Name of each role's pool.
+        dp_sizes: Number of data-parallel ranks of each role.
     """
 
     def __init__(
@@ -501,8 +501,8 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
-        # While engines serve version u and receive u + 1, the learner makes at most version u + max_lag + 1. The ranks
-        # hold all versions from u to that one.
+        # While engines serve version u and receive u + 1, the learner makes at most version u + max_lag + 1.
+        # The ranks hold the versions from u to u + max_lag + 1.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

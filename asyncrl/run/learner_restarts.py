@@ -96,7 +96,7 @@ class LearnerRestarts:
         if not group_ids or self._replans_of[1] > MAX_REPLANS:
             raise LearnerDiedError(f"{lost}; the step was planned again {self._replans_of[1] - 1} times")
         self.num_replans += 1
-        self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned anew")
+        self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned again")
 
     def _check(self, death: LearnerDiedError) -> None:
         """Raise ``death`` with the reason if the learner may not start again."""
@@ -146,9 +146,9 @@ class LearnerRestarts:
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
-    """Return the `LearnerDiedError` or `BatchLost` that an error is, or that an exception group contains.
+    """Return a `LearnerDiedError` or `BatchLost`: ``fault`` itself, or an error in the exception group ``fault``.
 
-    Returns None if the error is or contains any other failure.
+    Returns None if there is any other error.
     """
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:

@@ -189,10 +189,10 @@ class NodeFolders:
                 little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # An image is a copy of the weights in the host's memory. `Carrier.host_stream` sends the weights over the
-        # network to each host. The host then needs two images: of the loaded version and of the next version. With
-        # files, each engine needs one image. Ray may choose how many engines a node gets, so their number may be
-        # unknown here. So this check requires room for two images in both cases.
+        # An image is a copy of the weights in the host's memory.
+        # With `Carrier.host_stream`, a host needs two images: of the loaded version and of the next version.
+        # With files, each engine needs one image, but the number of engines per node may be unknown here.
+        # So this check requires room for two images in both cases.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -275,7 +275,7 @@ class NodeFolders:
         target = self._run_dir / name
         if target != folder:
             self._copies.append(target)
-            await asyncio.to_thread(_copy_folder, folder, target)  # for nodes that see the controller's folder
+            await asyncio.to_thread(_copy_folder, folder, target)  # nodes that share the run's folder read this copy
         apart = [address for address in self.apart if address in held]
         await self._send(target, sorted(file_prints(target)), to=apart, mode=0o755)
         return target
@@ -289,7 +289,7 @@ class NodeFolders:
         if blind := await self._blind_to(folder, self._nodes if by is None else by):
             raise ValueError(
                 f"{option} must be on a file system that all nodes share, got {folder}, which {', '.join(blind)} "
-                "cannot see; name one that they mount under the same path"
+                "cannot see; name a folder that all nodes mount under the same path"
             )
 
     async def collect(self) -> None:
@@ -348,7 +348,7 @@ class NodeFolders:
     async def _collect_from(self, address: str) -> None:
         for name, size in (await self._sizes(address, COLLECTED)).items():
             path, begin = self._collected.get((address, name), (self._run_dir / name, 0))
-            # A worker that moved to another node writes files with the same names there. Copy them under free names.
+            # A worker that moved to another node writes files of the same names. Copy these under unused names.
             if (address, name) not in self._collected:
                 others = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
                 path = next(free for free in chain([path], others) if not free.exists())
@@ -388,7 +388,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes, and return the results by address. After a node has died, calls leave it out."""
+        """Call a method on nodes, and return the results by address. Dead nodes are left out."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"

@@ -181,7 +181,7 @@ class Reporter:
         )
 
     def _numbers_of_samples(self, plan: Plan) -> list[int]:
-        """Return the number of trained samples of each group. A group does not have samples whose reward failed."""
+        """Return the number of trained samples of each group. Samples whose reward failed are not in the group."""
         return [len(group.rewards[self._trained]) for group in plan.groups]
 
     def _batch_numbers(self, plan: Plan) -> dict[str, Any]:
@@ -381,7 +381,7 @@ class Watching:
         self._stepped.set()
 
     async def last_advice(self) -> None:
-        """Compute advice on the whole run, unless ``profile.advice`` is off. Call this after training."""
+        """Compute advice on the whole run if ``profile.advice`` is on. Call this after training."""
         profile = self._config.profile
         is_advised = profile.enabled and profile.advice and not self._config.placement.colocated
         if is_advised and self._num_steps >= MIN_ADVICE_STEPS:

@@ -98,7 +98,7 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without options of execution, such as sp_size
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # leaves out execution options such as sp_size
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
@@ -180,7 +180,7 @@ class Checkpointer:
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
-                "a run on several nodes saves checkpoints in a folder that all nodes share; start it with "
+                "a run on several nodes saves checkpoints in a folder that all nodes share; start the run with "
                 "checkpoint.directory"
             )
         request: asyncio.Future[Path] = asyncio.get_running_loop().create_future()
@@ -228,7 +228,7 @@ class Checkpointer:
         # `committed` raises the error of this task. Read it here, or asyncio would log it once more.
         write.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._writes.add(write)
-        await asyncio.sleep(0)  # lets `write` send its request to the buffer before the next line sends one
+        await asyncio.sleep(0)  # lets the task `write` send its request to the buffer before `stats` does
         await self._buffer.stats()  # the buffer answers after it has counted the tokens of its part of the checkpoint
         if self._prompts.wants_outcomes:  # the prompt sampler must have seen all groups in the buffer's part
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
@@ -308,8 +308,8 @@ def find_checkpoint(config: RunConfig) -> Resumed | None:
 def check_beginning(config: RunConfig) -> None:
     """Check a run's checkpoint, keys and buffer folder before anything starts.
 
-    Raises `ValueError` in the cases of `find_checkpoint` and `check_keys`, or if ``buffer.directory`` or
-    ``checkpoint.directory`` has files of another run, or if a run on this host still uses ``checkpoint.directory``.
+    Raises `ValueError` if ``buffer.directory`` or ``checkpoint.directory`` has files of another run, or if a run on
+    this host still uses ``checkpoint.directory``. Also raises the errors of `find_checkpoint` and `check_keys`.
     """
     if config.buffer.keys:
         check_keys(Path(config.buffer.keys))
@@ -324,7 +324,7 @@ def check_beginning(config: RunConfig) -> None:
         if found is None or progress.run.get("lineage", "") != found.state.lineage:
             raise ValueError(
                 f"checkpoint.directory={own} must hold checkpoints of this run alone, got {checkpoint.name} of another "
-                "one; name an empty directory, or continue that run with checkpoint.resume=auto"
+                "run; name an empty directory, or continue that run with checkpoint.resume=auto"
             )
     if found is not None or config.buffer.durability is not Durability.disk:
         return
@@ -332,7 +332,7 @@ def check_beginning(config: RunConfig) -> None:
     if folder.is_dir() and any(folder.iterdir()):
         raise ValueError(
             f"buffer.directory={folder} must be empty for a run that does not resume, got files of another run; name "
-            "an empty directory, remove this one, or continue from a checkpoint with checkpoint.resume=auto"
+            "an empty directory, remove the old one, or continue from a checkpoint with checkpoint.resume=auto"
         )
 
 
@@ -349,7 +349,7 @@ def check_keys(folder: Path) -> None:
         if (server.public, public) != (keys.server_public, keys.public):
             raise ValueError(
                 f"buffer.keys={folder} must hold the keys of one run, got a server.json and a {role}.json of different "
-                "runs; remove the folder to have new ones made, or name another one"
+                "runs; remove the folder, so that new keys are made, or name another folder"
             )
 
 
@@ -396,7 +396,7 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
 
 
 class RepeatedPrompts:
-    """The prompts of a run: first the unfinished earlier ones (`repeat_unfinished`), then the next of ``stream``.
+    """The prompts of a run: first the unfinished earlier ones (`repeat_unfinished`), then the prompts of ``stream``.
 
     The stream continues at its position in ``resumed``.
 

@@ -132,7 +132,7 @@ class Run:
                 summary = await unless(work, watchers, on_death=partial(setattr, self, "_part_died", True))
             except BaseException as fault:
                 self._on_fault(fault)
-                await self._warming.stop()  # first, because the other parts may stop slowly beside a warm start
+                await self._warming.stop()  # the warm start would slow down the stop of the other parts
                 raise
             self._view.say("stopping")
         self._view.summary(summary, self._run_dir)

@@ -1,6 +1,6 @@
 """The folders of a run: its folder under ``output_dir``, its checkpoints, and its folder in shared memory.
 
-This module does not load Ray or torch, because the parent process of the run, which must stay small, uses it too.
+This module does not load Ray or torch, because the run's parent process uses the module too and must stay small.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _VERSION = re.compile(r"v\d{8,}")
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
     """Make the folder of a run, and return its path.
 
-    The folder has ``logs/`` and ``config.yaml`` with the text ``config_yaml``. It is the option ``run_dir``, or
+    The folder has ``logs/`` and ``config.yaml`` with the text ``config_yaml``. Its path is the option ``run_dir``, or
     ``<output_dir>/<experiment>/<time>/``.
     """
     if config.run_dir:
@@ -289,7 +289,7 @@ def _num_versions(config: RunConfig) -> int:
 
     These versions are:
 
-    - ``keep_snapshots`` versions; or ``max_lag + 2`` if that is more, because engines may still load so many;
+    - ``keep_snapshots`` versions; or ``max_lag + 2`` if that is more, because engines may still load that many;
     - up to ``full_every - 1`` versions before the oldest delta, from the full version on;
     - one version that is being written, and one that an engine still reads.
 

@@ -85,8 +85,9 @@ def end_life(run_dir: Path, status: int) -> None:
 def find_runs(folder: Path) -> tuple[list[list[Life]], list[ValueError]]:
     """Return the runs below a folder, in the order of their start, and the errors of lives with damaged files.
 
-    A run is a list of its lives, oldest first. A life is one ``asyncrl train`` process. If it continues a checkpoint,
-    it belongs to the run of the checkpoint. Several lives may continue one life. Lives with damaged files are left out.
+    A run is a list of its lives, oldest first. A life is one ``asyncrl train`` process. A life that continues a
+    checkpoint belongs to the run of the checkpoint. Several lives may continue one life. Lives with damaged files are
+    left out.
     """
     lives: list[Life] = []
     damaged: list[ValueError] = []

@@ -1,4 +1,4 @@
-"""The Unix socket on which a running training serves ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``.
+"""The Unix socket of a running training, for requests of ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``.
 
 Only the user of the run may open the socket's folder. A request is one line of JSON, and so is the answer.
 """

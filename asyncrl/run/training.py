@@ -123,7 +123,7 @@ class Training:
                 await asyncio.shield(training)  # a signal ends this wait, not the training; see `_keep`
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # before `_explain`, because its report shows the advice
+            await self._watching.last_advice()  # before `_explain`, because the report of `_explain` shows the advice
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -236,8 +236,8 @@ class Training:
         if not self._config.evaluation.enabled:
             return None
         if pinned is not None:
-            with suppress(WeightsGone):  # `evaluate_pinned` logs it
-                await pinned(())  # until engines serve the version
+            with suppress(WeightsGone):  # `evaluate_pinned` logs this error
+                await pinned(())  # wait until engines serve the version
         self._view.say(f"evaluating policy version {version} on the held-out prompts")
         evaluator = self._evaluator
         work = evaluator.evaluate_all(version) if pinned is None else evaluator.evaluate_pinned(version, pinned)

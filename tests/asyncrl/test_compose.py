@@ -197,7 +197,7 @@ def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run
             ["rollout_fleet.sampling.top_p=0.9", "rollout_fleet.sampling.top_k=20", "rollout_fleet.sampling.min_p=0.1"],
             ["got top_p=0.9, top_k=20, min_p=0.1", "log-probs before truncation", "asyncrl evaluate"],
         ),
-        (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= the 64"]),
+        (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= 64"]),
         (
             ["rollout_fleet.sglang.tp_size=2", "placement.colocated=true"],
             ["num_ranks must equal rollout_fleet.num_engines x rollout_fleet.sglang.tp_size", "got 1 and 1 x 2"],

@@ -221,7 +221,7 @@ async def test_a_batch_that_was_lost_is_planned_anew_and_no_step_is_made_twice_o
     assert run.buffer.lost == [[7]] * len(losses)
     assert (run.buffer.rewinds, run.learner.lives) == ([], []), "nothing goes back"
     assert (run.restarts.num_restarts, run.restarts.num_replans) == (0, len(losses))
-    assert run.said[-1] == f"1 groups of step {losses[-1]} were lost with their store; its batch is planned anew"
+    assert run.said[-1] == f"1 groups of step {losses[-1]} were lost with their store; its batch is planned again"
     assert run.fleet.loaded[-1] == 6
     assert (await run.controller.account()).tokens.balance == 0
 

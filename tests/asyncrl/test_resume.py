@@ -239,7 +239,7 @@ def test_a_checkpoint_folder_of_another_run_is_refused_before_anything_starts(tm
     with pytest.raises(ValueError, match=rf"checkpoint.directory={kept} must hold checkpoints of this run alone, got "):
         check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}"))
     other = save(tmp_path / "other", 3, replace(STATE, lineage="another run"))
-    with pytest.raises(ValueError, match="v00000012 of another one; name an empty directory, or continue"):
+    with pytest.raises(ValueError, match="v00000012 of another run; name an empty directory, or continue"):
         check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", f"checkpoint.resume={other}"))
     check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", "checkpoint.resume=auto"))
     check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", f"checkpoint.resume={theirs}"))

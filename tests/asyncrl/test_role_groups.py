@@ -428,7 +428,7 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
         (["placement.critic=nowhere"], "placement.critic must name one of the pools"),
         (["placement.pools={spare:1}"], r"got \['spare'\] without a role"),
         (["placement.pools={spare:0}"], "placement.pools.spare must be >= 1"),
-        (["placement.pools={learner:2}"], "learner.num_ranks is its size"),
+        (["placement.pools={learner:2}"], "set its size with learner.num_ranks"),
         (
             ["learner.num_ranks=2", "learner.sp_size=2", "placement.pools={v:3}", "placement.critic=v"],
             "multiple of learner.sp_size=2, got 3",
@@ -442,7 +442,7 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
             "learner.num_ranks must be a multiple of learner.reference.fsdp_size=2, got 3",
         ),
         (["learner.lora.rank=4", "learner.reference.sp_size=1"], r"reference.sp_size is an option of a role that this"),
-        (["learner.reward_model.dtype=float32"], r"not have, only \['ref', 'critic', 'actor'\]; leave it out"),
+        (["learner.reward_model.dtype=float32"], r"not have; the run has \['ref', 'critic', 'actor'\]; leave the"),
         (
             ["learner.critic.max_tokens_per_micro_batch=1500"],
             r"learner.critic.max_tokens_per_micro_batch x learner.sp_size must .* = 1536, got 1500 x 1",

@@ -63,7 +63,7 @@ def test_a_batch_that_is_lost_between_its_plan_and_its_fetch_is_planned_anew_and
         run.wait_for_step(run.num_steps + 3, timeout_s=RECOVERY_TIMEOUT_S)
         os.kill(run.pid_at("--store 0"), signal.SIGKILL)
         run.wait_for_line("it was started again at")
-        if "its batch is planned anew" in run.output:
+        if "its batch is planned again" in run.output:
             break
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=RECOVERY_TIMEOUT_S)
     restarts = run.summary["restarts"]
