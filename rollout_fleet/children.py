@@ -171,7 +171,7 @@ class ChildProcess:
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
     """Return the environment variables for a child process that runs a user's code.
 
-    The child sees no GPUs. Of this process's secrets, it gets only those that ``rollout_fleet.pass_secrets`` names.
+    The child sees no GPUs. It gets only the secrets of this process that ``rollout_fleet.pass_secrets`` names.
     ``no_proxy`` includes this host, so connections to this host do not use a proxy.
     """
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")

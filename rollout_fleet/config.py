@@ -410,8 +410,8 @@ class RolloutFleetConfig:
                 )
             if self.sampling_for(source).max_new_tokens > (most := self.sampling.max_new_tokens):
                 raise ValueError(
-                    f"{where}.max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens={most}, the bound "
-                    f"of all sequences, got {own['max_new_tokens']}; raise the bound"
+                    f"{where}.max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens={most}, the limit "
+                    f"of all responses, got {own['max_new_tokens']}; raise this limit"
                 )
 
     def options_of(self, reward: str) -> dict[str, Any]:

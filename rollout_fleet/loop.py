@@ -63,7 +63,7 @@ SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
 """Seconds of pause before a lease request while the engine has work, so that one request asks for several groups."""
 ASK_AGAIN_S = 0.1
-"""Pause before a turn is requested again that the engine aborted by itself before the first token."""
+"""Seconds of pause before a turn is requested again, if the engine aborted the turn before its first token."""
 
 
 class LoopState(Enum):

@@ -22,7 +22,7 @@ class EpisodeCount(StrEnum):
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
     lost_answers = "lost_answers"  # answers that the client did not get, because the client had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
-    failed_environment = "failed_environment"  # the five kinds of failed episodes
+    failed_environment = "failed_environment"  # episodes that failed; this and the next four are the kinds of failure
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"

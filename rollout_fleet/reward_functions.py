@@ -102,11 +102,10 @@ class Length:
 
 @REWARDS.register("environment")
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
-    """Return the rewards that the environment itself gave to the rollout, including rewards of single turns.
+    """Return the environment's own rewards of the rollout, including rewards of single turns.
 
-    A rollout whose environment failed gets the reward ``failed``; it is scored only if the option
-    ``environment.on_failure`` says so. Raises `ValueError` if the environment gave no reward, or if no environment
-    made the rollout.
+    If the environment failed and ``environment.on_failure`` is ``score``, the reward is ``failed``. Raises `ValueError`
+    if the environment returned no reward, or if no environment made the rollout.
     """
     del prompt
     outcome = rollout.outcome

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
     """Load the tokenizer of the model folder ``model_path``, and return a function that decodes token ids to text.
 
-    The text has no special tokens, unless ``special_tokens`` is true. Raises `ValueError` with the file's name if
+    With ``special_tokens``, the text includes special tokens. Raises `ValueError` with the file's name if
     ``tokenizer.json`` is damaged.
     """
     tokenizer_file = Path(model_path) / "tokenizer.json"

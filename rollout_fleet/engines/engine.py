@@ -670,7 +670,7 @@ class SilenceWatch:
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Add ``num_requests`` to the running requests inside the ``with`` block. Silence is an error while any runs."""
+        """Count ``num_requests`` requests as running inside the ``with`` block, where silence is an error."""
         self._change(num_requests, is_paused=self._is_paused)
         try:
             yield

@@ -106,7 +106,7 @@ class _StreamedSample(RunningSample):
 
 
 class SGLangEngine(Engine):
-    """An engine with an SGLang server. `start` launches a new server unless ``server`` is given.
+    """An engine with an SGLang server: ``server`` if given, otherwise a new server.
 
     Attributes:
         server: The server, with its process and its address.
@@ -151,7 +151,7 @@ class SGLangEngine(Engine):
         self._has_said_it_keeps = False
 
     async def start(self) -> None:
-        """Start the server, if it does not run, and generate warm-up tokens (`Engine.start`)."""
+        """Start the server and generate warm-up tokens (`Engine.start`)."""
         began_s = time.monotonic()
         await self.server.start()
         await self._client.open()

@@ -320,7 +320,7 @@ class SGLangServer:
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """Return all environment variables of the server, by name. Secrets are left out, unless the options pass them.
+        """Return all environment variables of the server, by name. Secrets are left out, except ``pass_secrets``.
 
         ``scratch`` is the server's folder for temporary files.
         """

@@ -339,8 +339,8 @@ class Episode:
     def take(self, request_id: str, output: SampleOutput) -> int:
         """Append the tokens of the engine's answer to the turn of its request, and return the turn's index.
 
-        If the engine aborted the request, the turn stays running, unless it has its maximum length. If the turn was
-        dropped, the tokens are discarded, and ``num_dropped`` counts them.
+        After an abort, a turn stays running if it is shorter than its maximum length. The tokens of a dropped turn are
+        discarded, and ``num_dropped`` counts them.
         """
         index = self._outstanding.pop(request_id)
         node = self._nodes[index]
@@ -478,7 +478,7 @@ class Episode:
             if used[what] + num_reserved >= limits[what]:
                 raise EpisodeOverflow(
                     f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, and has no room for "
-                    f"{num_turns} answers: the first {others} may use {num_reserved} more, and the last one at least 1"
+                    f"{num_turns} answers: the first {others} may use {num_reserved} in total, and the last needs 1"
                 )
         return most
 

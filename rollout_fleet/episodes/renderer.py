@@ -194,7 +194,7 @@ class LibraryRenderer(ChatRenderer):
         """Split a sampled answer into content, reasoning and tool calls (`ChatRenderer.parse`)."""
         try:
             answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
-        except (RecursionError, ValueError):  # the policy's JSON is nested too deeply, or a number in it is too long
+        except (RecursionError, ValueError):  # the policy's JSON is nested too deeply, or a number is too long
             return ParsedAnswer(content=self.tokenizer.decode(self.without_stop(sampled_ids)), num_malformed=1)
         calls, malformed = split_calls(answer.tool_calls)
         return ParsedAnswer(
@@ -365,7 +365,7 @@ class TemplateRenderer(ChatRenderer):
         else:
             try:
                 content, calls, malformed = self._tool_parser.split(rest, tools)
-            except (RecursionError, ValueError):  # the policy's JSON is nested too deeply, or a number in it is too long
+            except (RecursionError, ValueError):  # the policy's JSON is nested too deeply, or a number is too long
                 content, malformed = "", [self.tokenizer.decode(rest)]
         for token in self.tokenizer.all_special_tokens:
             content = content.replace(token, "")
