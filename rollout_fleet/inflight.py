@@ -170,7 +170,7 @@ class InflightGroup:
 
     @property
     def is_playing(self) -> bool:
-        """Whether the environment of at least one episode still runs. It may request further turns."""
+        """Whether the environment of at least one episode still runs. The environment may request further turns."""
         return any(not run.is_over for run in self.runs)
 
     @property

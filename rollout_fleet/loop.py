@@ -559,7 +559,7 @@ class RolloutLoop:
                 group.refuse(left, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # `_take` has ended only groups with a request on the failed engine
+            for group in groups:  # also end groups without a request on the engine, which `_take` does not end
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -600,7 +600,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # let the tasks run first that send the next requests to the engine
+        async with self._settling_turns:  # first run the tasks that send the next requests to the engine
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
