@@ -117,7 +117,7 @@ class Roster:
         num_left = sum(one is Presence.present for one in self._presence.values()) - 1
         if presence is Presence.present and num_left < self._needed:
             raise MembershipRefused(
-                f"rollout worker {rank} must stay: {num_left} engines would remain, but rollout_fleet.min_engines is "
+                f"rollout worker {rank} must stay: {num_left} engines would be left, but rollout_fleet.min_engines is "
                 f"{self._needed}; let another join first"
             )
         self._presence[rank] = Presence.leaving
