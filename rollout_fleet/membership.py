@@ -129,7 +129,7 @@ class Roster:
     def _check_elastic(self, what: str) -> None:
         if self._most is None:
             raise MembershipRefused(
-                f"engines can {what} only an elastic fleet, and rollout_fleet.num_engines={self._fewest} is fixed; "
+                f"engines can {what} only an elastic fleet; rollout_fleet.num_engines={self._fewest} is a fixed size; "
                 f"start the run with 'rollout_fleet.num_engines={{min: {self._fewest}, max: {2 * self._fewest}}}'"
             )
 
