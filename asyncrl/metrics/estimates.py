@@ -46,7 +46,7 @@ class Estimate:
             generator = np.random.default_rng(0)
             means = [generator.choice(array, len(array)).mean() for _ in range(_NUM_RESAMPLES)]
             low, high = np.quantile(means, (0.025, 0.975)).tolist()
-        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # despite rounding, the interval contains the mean
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # keep the mean inside despite rounding errors
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
