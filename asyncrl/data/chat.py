@@ -166,7 +166,8 @@ def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
                 )
             if name in names:
                 raise ValueError(
-                    f"{where}, tool {index} has the name {name!r} of an earlier tool, expected different names; fix it"
+                    f"{where}, tool {index} has the name {name!r} of an earlier tool, expected different names; "
+                    "fix the row"
                 )
             names.add(name)
         rows_of_tools.append(tuple(value or ()))

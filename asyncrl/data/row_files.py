@@ -190,8 +190,8 @@ def _read_jsonl(path: str, content: bytes) -> Rows:
 def _parsed(text: str | bytes) -> Any:
     """Parse JSON.
 
-    Raises `ValueError` if the text is not JSON or has more than ``_MAX_LEVELS`` levels. Raises it also for half of a
-    surrogate pair, which is not valid Unicode.
+    Raises `ValueError` if the text is not JSON, or has more than ``_MAX_LEVELS`` levels of lists and objects. Half of a
+    surrogate pair, which is not valid Unicode, also raises `ValueError`.
     """
     too_deep = f"it has more than {_MAX_LEVELS} levels of lists and objects"
     try:

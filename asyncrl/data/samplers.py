@@ -150,8 +150,8 @@ class DifficultySampler(WeightedSampler):
     def choose(self) -> int:
         """Return the index of the next row, from the data source that is furthest below its share of the prompts.
 
-        This is the row that has been in the source's pool for the longest time. If the pool is empty, or the prompt
-        belongs to the share ``explore``, this is the source's next row in order.
+        Usually, the sampler takes the row that has been in the source's pool for the longest time. If the pool is
+        empty, or the prompt belongs to the share ``explore``, the sampler takes the source's next row in order.
         """
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]

@@ -280,8 +280,8 @@ class MetricsWriter:
     def write(self, record: StepRecord) -> None:
         """Write the metrics of one learner step to ``metrics.jsonl`` and to TensorBoard.
 
-        If the step is not newer than the previous one, the learner has returned to a checkpoint. Then first move the
-        lines of the lost steps to ``metrics.lost.jsonl``.
+        If the step is not newer than the previous one, the learner has returned to a checkpoint. In this case, the
+        method first moves the lines of the lost steps to ``metrics.lost.jsonl``.
 
         Raises:
             DiskError: the file cannot be written; the message names the process and the path.

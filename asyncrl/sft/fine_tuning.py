@@ -117,8 +117,8 @@ async def _update(
 ) -> SftEvaluation:
     """Update until the last step or an early stop, on all ranks. Return the evaluation of the chosen policy.
 
-    The chosen policy is the best policy if ``sft.patience`` is above 0, else the final policy. Rank 0 writes it to
-    ``kept``.
+    The chosen policy is the best policy if ``sft.patience`` is above 0, else the final policy. Rank 0 writes the chosen
+    policy to ``kept``.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):

@@ -154,7 +154,7 @@ class WarmStart:
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
         """Start the warm start in the background.
 
-        ``visible_devices`` names the GPUs, as in ``CUDA_VISIBLE_DEVICES``. If it is empty, the warm start uses the CPU.
+        ``visible_devices`` names the GPUs, as in ``CUDA_VISIBLE_DEVICES``. An empty text means the CPU.
         """
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
