@@ -103,7 +103,7 @@ class EndedAttempt(Row, frozen=True):
 
 
 class AttemptHistory:
-    """Attempts and groups that have ended. ``len(history)`` is the number of its records in memory."""
+    """Attempts and groups that have ended. ``len(history)`` is the number of records in memory."""
 
     def __init__(self) -> None:
         self.finished = IdSet()
@@ -121,7 +121,7 @@ class AttemptHistory:
             self._ended.popitem(last=False)
 
     def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an attempt that ended without a stored result; None if it is unknown or forgotten."""
+        """Return the record of an attempt that ended without a stored result; None if there is no record."""
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
@@ -158,9 +158,9 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return how many attempts workers made at a group that is finished, or was finished before `reopen`.
+        """Return the number of attempts at a group that is finished, or was finished before `reopen`.
 
-        Returns 0 for any other group, and 1 for a finished group whose number was forgotten.
+        Returns 0 for any other group. Returns 1 for a finished group if this history has forgotten the number.
         """
         if group_id in self.finished:
             return self._unusual.get(group_id, (1, 0))[0]
@@ -279,7 +279,7 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Count a finished group that is refused, because it came late or has tokens that are too old.
+        """Count a finished group that is refused, because the group came late or has tokens that are too old.
 
         The group's tokens count as dropped, except the ``num_counted`` tokens that were counted before.
         """
@@ -291,8 +291,8 @@ class Account:
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
         """Count the tokens of an unfinished attempt as dropped, except the ``num_counted`` tokens counted before.
 
-        If ``num_counted`` is 0, the tokens also enter the mean length of dropped samples. This mean assumes that the
-        attempt has as many samples as the latest stored group.
+        If ``num_counted`` is 0, the tokens also enter the mean length of dropped samples. The attempt then counts as
+        having as many samples as the latest stored group.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -346,7 +346,8 @@ class Account:
     def begin_life(self, tokens_generated: int) -> None:
         """Prepare the account for a resumed run, and forget the workers from before the resume.
 
-        The run generated ``tokens_generated`` tokens before the resume. Those that no worker reported count as dropped.
+        The run generated ``tokens_generated`` tokens before the resume. Tokens that no worker reported count as
+        dropped.
         """
         self._drop_tokens(tokens_generated - self.num_tokens, RESUME)
         self.buried, self._settled = {}, Counter()
@@ -375,8 +376,8 @@ class Account:
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
         """Return the totals as one `BufferStats` record.
 
-        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` has the fields
-        of the record that the account does not know.
+        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` has the other
+        fields of the record, which the account does not count.
         """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(

@@ -20,7 +20,7 @@ class Attempts:
     def held(self, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
         """Return the record of a group if a worker generates it now as attempt number ``attempt``, else None.
 
-        Raises `NotLeaseOwner` if the attempt's lease (the right to generate the group) belongs to another client than
+        Raises `NotLeaseOwner` if the attempt's lease (the right to generate the group) does not belong to the client
         ``sender``. A ``sender`` of None skips this check.
         """
         group = self._groups.running(group_id, attempt)
@@ -46,7 +46,7 @@ class Attempts:
     def hand_on(self, group: Group) -> None:
         """End the lease of a running group, and put the group's prompt at the head of the queue.
 
-        The saved prefix (the tokens so far) stays with the prompt unless the prefix was evicted.
+        The saved prefix (the tokens so far) stays with the prompt, if the prefix was not evicted.
         """
         if group.is_evicted:
             self._account.give_up(NO_ROOM, num_saved=group.num_saved, num_inherited=group.num_inherited)
@@ -57,9 +57,8 @@ class Attempts:
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
         """Count the inherited prefix (saved tokens of an earlier attempt) as dropped if the worker did not continue it.
 
-        ``continued`` is whether the worker says that it continued the prefix, and ``num_tokens`` is the number of
-        tokens in the worker's report. If the report has fewer tokens than the prefix, ``continued`` is ignored, and the
-        prefix counts as dropped.
+        ``continued`` is the worker's statement whether it continued the prefix. ``num_tokens`` is the number of tokens
+        in the worker's report. If the report has fewer tokens than the prefix, the prefix always counts as dropped.
         """
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
@@ -118,7 +117,7 @@ class Attempts:
         """Drop the trajectories of a stored group, or the saved prefix (tokens so far) of a queued or running group.
 
         ``reason`` names the cause in the counts of dropped tokens. If the learner has already trained on the group,
-        its tokens still count as trained, and no further learner step trains on it.
+        the group's tokens still count as trained. No further learner step trains on the group.
         """
         if group.uses:
             self._groups.evict(group)

@@ -61,10 +61,10 @@ class PartWriter:
     ) -> Awaitable[Checkpointed]:
         """Begin to write this server's files of a checkpoint: ``PATH.N.log`` and ``PATH.N.frames``.
 
-        Returns an awaitable that is done when the files are on the disk. It raises `ReplayBufferError` if a file cannot
-        be written. ``values`` and ``snapshot`` are plain values for the log. ``frames`` yields (kind, key, frames) for
-        each prompt, saved prefix and payload. `Journal` describes the keys. Do not change the frames until the
-        awaitable is done.
+        Returns an awaitable that is done when the files are on the disk. The awaitable raises `ReplayBufferError` if a
+        file cannot be written. ``values`` and ``snapshot`` are plain values for the log. ``frames`` yields (kind, key,
+        frames) for each prompt, saved prefix and payload. `Journal` describes the keys. Do not change the frames until
+        the awaitable is done.
         """
         held = list(frames)
         number, references = self._linked(path)
@@ -84,8 +84,8 @@ class PartWriter:
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
         """Make hard links to the journal's files, so the checkpoint need not copy the journal's frames.
 
-        Returns the number N of the next file ``PATH.N.log``, and references to the linked frames. Without a journal, or
-        after a failed link, the result is 1 and no references, and the caller copies the frames.
+        Returns the number N of the next file ``PATH.N.log``, and references to the linked frames. Returns 1 and an
+        empty tuple if there is no journal or a link failed. The caller then copies the frames.
         """
         if self._journal is not None:
             try:
@@ -110,7 +110,7 @@ def _write_part(
             for place, held in copied:
                 try:
                     parts = in_memory(held)
-                except OSError as error:  # not fatal: a resumed run generates the group again
+                except OSError as error:  # continue, because a resumed run generates a lost group again
                     logger.error("the checkpoint's part %s lacks the frames of a group: %s", path, error)
                     continue
                 frames.append([(Head(references=(("", 0, place, tuple(map(len, parts))),)), parts)])
@@ -184,7 +184,7 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run keeps this name
+        self._lineage = shared.config.lineage or shared.config.epoch  # this name stays the same in a resumed run
         # A later server can continue this server's journal or checkpoint only with equal options.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
@@ -195,12 +195,12 @@ class CheckpointRequests:
         """Return the state that this server continues, from its journal or from a checkpoint.
 
         Returns None if the server has neither a journal nor a checkpoint. A new journal begins with a copy of the
-        checkpoint. The option ``earlier_epoch`` names the run whose journal a resumed run takes over. The journal then
-        names the resumed run as its owner.
+        checkpoint. If the journal belongs to the run ``earlier_epoch`` (an option), the resumed run becomes the
+        journal's new owner.
 
         Raises:
             ReplayBufferError: The checkpoint cannot be read, prompts are lost, or the journal cannot be written.
-            ValueError: The checkpoint needs other store servers. Or the journal has another owner or other options.
+            ValueError: The checkpoint needs other store servers, or the journal has another owner or other options.
         """
         config, journal = self._config, self._journal
         recovered = None if journal is None else self._with_prompts(journal.recover(), config.directory)
@@ -236,7 +236,7 @@ class CheckpointRequests:
                 )
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Begin to write a checkpoint, unless an earlier copy of the request did. Answer after the write."""
+        """Write a checkpoint, and answer after the write. A repeated request waits for the same write."""
         self._ledger.apply(checkpoint)
         self.note_marks()
         self._pending.wait(request, lambda: self._write(checkpoint))
@@ -250,7 +250,7 @@ class CheckpointRequests:
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
-            async with self._turn:  # one checkpoint after the other, because two may have the same folder
+            async with self._turn:  # one checkpoint at a time, because two checkpoints may have the same folder
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = await self._parts(partial, checkpoint)
@@ -265,14 +265,13 @@ class CheckpointRequests:
         """Write the ledger's part of a checkpoint, and let each store server write its part.
 
         The stores get the request `SavePart` before the ledger takes its snapshot. A later message may tell a store to
-        drop a group of the snapshot, but the store gets this message after the request. So the store still has the
-        group when it gets the request, and writes it.
+        drop a group of the snapshot. The store gets that message after `SavePart`, so it still writes the group.
         """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
             save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
-        await asyncio.sleep(0)  # lets the tasks above send requests to the stores first
+        await asyncio.sleep(0)  # let the tasks above send `SavePart` before the snapshot below
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
         snapshot, frames = self._ledger.snapshot(), self._store.frames()
         own = await self._writer.write(folder / LEDGER_PART, values=values, snapshot=snapshot, frames=frames)
@@ -299,7 +298,7 @@ async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
 
 
 def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give a complete folder its final name. If an earlier folder has this name, move it aside, and delete it last."""
+    """Give a complete folder its final name. An earlier folder of this name is renamed first, and deleted last."""
     _sync(partial)
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)

@@ -37,7 +37,7 @@ class Mark(Row, frozen=True, kw_only=True):
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Number of policy tokens in the consumed groups.
         lags: (lag, number) pairs: how often a step trained on a group with this lag in learner steps.
-        tokens_reused: Number of policy tokens that steps trained on again, counted at each repetition.
+        tokens_reused: Number of policy tokens in further uses of consumed groups, counted at each further use.
         groups_reused: How often steps trained on a group again.
     """
 
@@ -77,7 +77,7 @@ class Marks:
     def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
         """Record the current counts in the mark (remembered checkpoint) of ``version``.
 
-        Does nothing if there is no such mark, or if the mark has counts already.
+        Does nothing if there is no mark of this version, or if the mark already has counts.
         """
         mark = self._by_version.get(version)
         if mark is not None and not mark.is_reached:
@@ -95,14 +95,15 @@ class Marks:
     def at(self, version: int) -> Mark:
         """Return the mark (remembered checkpoint) of a version.
 
-        Raises `ReplayBufferError` if there is no such mark, or if a step before the checkpoint is not committed yet.
+        Raises `ReplayBufferError` if the ledger has no mark of this version, or if a step before the checkpoint is not
+        committed yet.
         """
         mark = self._by_version.get(version)
         if mark is None or not mark.is_reached:
             known = sorted(mark.version for mark in self._by_version.values() if mark.is_reached)
             raise ReplayBufferError(
-                f"the ledger cannot go back to version {version}: it knows the checkpoints of the versions {known}; "
-                "name one of these"
+                f"the ledger cannot go back to version {version}: it remembers checkpoints of the versions {known}; "
+                "use one of these versions"
             )
         return mark
 
@@ -123,8 +124,8 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
     """Decide which groups the buffer keeps when the learner goes back to ``version``. Change nothing yet.
 
     Returns the ids of the groups that must be dropped or revoked, and new deadlines of other groups. A run may resume
-    with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then a group is dropped if it has been used
-    ``max_uses`` times, or cannot be consumed in time after the groups with earlier deadlines.
+    with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then a group is dropped if the learner has used the
+    group ``max_uses`` times. A group is also dropped if the learner cannot consume the group by its deadline.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

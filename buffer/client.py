@@ -114,16 +114,18 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        self._socket.disable_monitor()  # must be first: otherwise ZMQ's thread waits for a reader of the monitor
+        # Disable the events before closing the monitor. Otherwise ZMQ's thread waits for a reader of the events.
+        self._socket.disable_monitor()
         self._monitor.close()
         self._channel.close()
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _UnansweredRequest:
-    """A request without a reply yet. ``seconds`` is the time until its first deadline.
+    """A request that has no reply yet.
 
-    ``due`` is the current deadline. Transferred chunks move it.
+    ``seconds`` is the time from sending the request to its first deadline. ``due`` is the current deadline. Each
+    transferred chunk moves the current deadline.
     """
 
     caller: str
@@ -364,7 +366,7 @@ class ClientSocket:
             self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=commands.Connect())]))
 
     def _on_refused(self, used: ClientKeys | None) -> None:
-        """Connect again if there are newer keys than ``used``. Otherwise fail all requests."""
+        """Connect again if the client has newer keys than ``used``. Otherwise fail all requests."""
         if used != self._keys or self._begin_with_newest_keys():
             return
         self._refuse(
@@ -379,7 +381,7 @@ class ClientSocket:
         if newest == self._keys:
             return False
         self._keys = newest
-        self.loop.call_soon(self._reconnect)  # later, because a callback must not close its own connections
+        self.loop.call_soon(self._reconnect)  # not now: a callback of a connection must not close the connection
         return True
 
     def _reconnect(self) -> None:
@@ -407,7 +409,8 @@ class ClientSocket:
         self.is_connected = True
         self._resend(needs_bulk=False)
         self._when_connected()
-        if self._bulk is not None and port != self._bulk_port:  # the port changes after a restart without a journal
+        # A server without a journal has another port after a restart.
+        if self._bulk is not None and port != self._bulk_port:
             self._bulk.close()
             self._bulk = None
             self._on_bulk_change(False)
@@ -541,15 +544,15 @@ class BufferClient:
             self._link = self._link_to(self.address, self._keys, lambda: self.on_connected())
         elif self._link.loop is not asyncio.get_running_loop():
             raise ReplayBufferError(
-                f"the client of the buffer at {self.address} lives on another event loop, that of its first call; make "
-                "one for each loop"
+                f"the client of the buffer at {self.address} belongs to the event loop of its first call; make one "
+                "client per event loop"
             )
         return self._link
 
     def store_link(self, address: str) -> ClientSocket:
         """Return the connection to the store server at ``address``. The first call opens it.
 
-        Raises `ValueError` if this process may not open so many files.
+        Raises `ValueError` if the process's limit of open files is too low for this connection.
         """
         if address not in self._store_links:
             keys = self._keys.for_stores() if self._keys is not None else None
@@ -615,7 +618,7 @@ class BufferClient:
         ``timeout_s``.
         """
         while True:
-            # The event is read before the request is sent, so a report of free bytes during the request sets it too.
+            # Read the event before sending the request. A report of free bytes during the request then sets this event.
             space = self._space
             try:
                 return await self.call(operation, payload)
@@ -667,9 +670,9 @@ class BufferClient:
             await self.hello(commands.Hello(), caller)
 
     def note_clock(self, sent_ns: int, welcome: commands.Welcome) -> None:
-        """Record how far the server's clock is from this host's clock, if they are different clocks.
+        """Record the offset between the server's clock and this host's clock, if these are different clocks.
 
-        ``sent_ns`` is when the request for ``welcome`` was sent, by `time.monotonic_ns`.
+        ``sent_ns`` is the time of `time.monotonic_ns` at which the client sent the request for ``welcome``.
         """
         self._has_other_clock = welcome.clock != record.clock_id()
         if self._has_other_clock:

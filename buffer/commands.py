@@ -176,9 +176,9 @@ class Offered(Answer, frozen=True):
 
 
 class Serving(Answer, frozen=True):
-    """The answer to `Served`: the oldest policy version that any engine serves, and how long engines took to load it.
+    """The answer to `Served`: the oldest policy version that any engine serves.
 
-    ``seconds`` is the time of the slowest load.
+    ``seconds`` is the time of the slowest load of this version.
     """
 
     version: int
@@ -198,9 +198,10 @@ class Number(Answer, frozen=True):
 
 
 class Checkpointed(Answer, frozen=True, kw_only=True):
-    """The size of a checkpoint, or of the files that one server has written for a checkpoint.
+    """The size of a checkpoint, or of one server's files in a checkpoint.
 
-    The fields count groups with trajectories, saved prefixes (tokens of unfinished groups) and bytes of both.
+    ``num_groups`` counts groups with trajectories. ``num_prefixes`` counts saved prefixes (tokens of unfinished
+    groups). ``num_bytes`` is the size of these trajectories and prefixes in bytes.
     """
 
     num_groups: int = 0
@@ -378,7 +379,7 @@ class TakeBack(Command[TakenBack, Done], frozen=True):
     """Revoke every lease of ``owner``, a worker that is silent or dead. A repetition has no effect.
 
     ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. The unreported
-    tokens of a dead owner count as lost, and later reports from it do not count.
+    tokens of a dead owner count as lost, and later reports of this owner do not count.
     """
 
     owner: bytes
@@ -437,8 +438,8 @@ class Commit(Command[Committed, Totals], frozen=True):
 class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     """Return the learner to the checkpoint of ``version``. Weights of later versions are lost.
 
-    The ledger revokes every running attempt. Stored groups and saved prefixes stay unless they have a token of a lost
-    version. Batches are planned again. Prompts that finished after ``version`` may be queued again.
+    The ledger revokes every running attempt. Stored groups and saved prefixes with a token of a lost version are
+    dropped. Batches are planned again. Prompts that finished after ``version`` may be queued again.
 
     ``incarnation`` counts the learner's returns to a checkpoint, including this one. The first return has the number 1.
     """
@@ -451,7 +452,7 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
 class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     """Restore the ledger from a checkpoint of an earlier process of the run.
 
-    Groups are kept or revoked like in `Rewind`. The learner's incarnation (number of rewinds) becomes 0.
+    Groups are kept, dropped or revoked as in `Rewind`. The learner's incarnation (number of rewinds) becomes 0.
 
     Attributes:
         version: Learner version to continue from. The steps before this version then count as committed.
@@ -471,7 +472,7 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
 
     Attributes:
         folder: A path that every store server can use. Example: ``/runs/a/checkpoints/buffer/v00000012``.
-        version: Learner version of the ranks' checkpoint. The steps before it are planned or committed.
+        version: Learner version of the ranks' checkpoint. The steps before this version are planned or committed.
         key: A random name of this checkpoint. A repeated request with the same key does not write the checkpoint again.
     """
 
@@ -494,7 +495,8 @@ class Connect(Operation[Connected], frozen=True):
 class Hello(Operation[Welcome], frozen=True):
     """Request the server's settings for clients.
 
-    A producer (a client that generates groups) is registered, and must send heartbeats from then on.
+    The request of a producer (a client that generates groups) also registers the producer. A registered producer must
+    send heartbeats.
     """
 
     roles = _EVERY
@@ -550,9 +552,8 @@ class Cancel(Operation[Done], frozen=True):
 class Leave(Operation[Done], frozen=True):
     """Release the leases of a worker that disconnects, except ``leases``. Unregister the worker if no lease is left.
 
-    ``leases`` holds (group id, attempt number) pairs of the leases that the worker still holds: `WorkerClient.lease`
-    has returned them to the worker, and the worker has not given them back. These leases last until they expire, or
-    until the buffer counts the worker as silent.
+    ``leases`` holds the (group id, attempt number) pairs of the leases that `WorkerClient.lease` has returned and the
+    worker has not released. These leases last until they expire, or until the buffer counts the worker as silent.
     """
 
     roles = _ROLLOUT
@@ -587,7 +588,7 @@ class Offer(Operation[Number], frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if (self.offer is None) == (not self.failure):
-            raise ValueError("an offer must have weights, or the reason why they could not be published")
+            raise ValueError("an offer must have either weights, or the reason why no weights were published")
 
 
 class Served(Operation[Serving], frozen=True):
@@ -652,7 +653,7 @@ class Fetch(Operation[Payloads | Places], frozen=True):
 
     def __post_init__(self) -> None:
         if len(set(self.group_ids)) != len(self.group_ids):
-            raise ValueError("a fetch must name each group once")
+            raise ValueError("a fetch must not name a group twice")
 
 
 class PutPayload(Operation[Done], frozen=True):

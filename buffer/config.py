@@ -59,7 +59,8 @@ class BufferConfig:
             ``earliest_deadline``, ``freshest_first``, ``shortest_first``, ``reward_spread`` (largest variance of
             rewards first), ``file.py:function`` or ``module:function``. Your function maps a `GroupSummary` and the
             group's deadline to a number. The smallest number comes first.
-        lease_s: The buffer revokes a lease that is not renewed for this many seconds, and leases the prompt again.
+        lease_s: The buffer revokes a lease that is not renewed for this number of seconds. Then it leases the prompt
+            again.
         queue_size: Largest number of prompts in the queue. Enqueueing waits while the queue is full.
         heartbeat_s: Seconds between heartbeats of a producer. A producer that is silent for four intervals counts as
             gone, and its groups are leased to other workers.
@@ -176,12 +177,13 @@ class BufferConfig:
         if self.max_memory_bytes and self.durability != Durability.disk:
             raise ValueError(
                 f"buffer.max_memory_bytes={self.max_memory_bytes} needs buffer.durability=disk, got "
-                f"{self.durability.value}, because payloads beyond it are read from the journal; set both, or neither"
+                f"{self.durability.value}, because payloads above this limit stay only in the journal; set both "
+                "options, or neither"
             )
         if self.stores_on is StoresOn.hosts and self.num_store_servers:
             raise ValueError(
                 "buffer.num_store_servers must be 0 with buffer.stores_on=hosts, got "
-                f"{self.num_store_servers}; leave one of the two options out"
+                f"{self.num_store_servers}; set only one of the two options"
             )
 
 

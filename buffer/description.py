@@ -79,7 +79,7 @@ def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
         known |= {"state": state, "num_attempts": ledger.history.num_attempts(group_id)}
     else:
         described = group.describe(ledger.learner_version, now)
-        if group.state is GroupState.queued:  # a queued group has no lease
+        if group.state is GroupState.queued:  # leave out the lease's fields, because a queued group has no lease
             described = {name: described[name] for name in ("state", "attempt")}
         known |= described | {
             "num_attempts": group.num_attempts,

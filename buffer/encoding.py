@@ -88,7 +88,8 @@ Send = Callable[[bytes, Message], None]
 def frames_of(epoch: str, messages: Sequence[Message]) -> list[Any]:
     """Join messages into one ZMQ message, and return its frames: a header, then all payloads.
 
-    This is faster, because each ZMQ message has a fixed cost. ``epoch`` is the name of the run.
+    One joined message is faster than several messages, because each ZMQ message has a fixed cost. ``epoch`` is the name
+    of the run.
     """
     heads = [(message.request_id, len(message.payload), message.body) for message in messages]
     return [_encode((PROTOCOL_VERSION, epoch, heads)), *(frame for message in messages for frame in message.payload)]
@@ -186,7 +187,7 @@ def prompt_frames(prompt: Prompt) -> list[Any]:
 
 
 def prompt_of(frames: Sequence[Any]) -> Prompt:
-    """Decode a prompt from the frames that `prompt_frames` made. Raises `WireError` if they do not hold a prompt."""
+    """Decode a prompt from the frames of `prompt_frames`. Raises `WireError` if the frames do not hold a prompt."""
     values = codec.decode(unpack(frames))
     try:
         return Prompt(**values)
@@ -216,7 +217,7 @@ def group_frames(group: TrajectoryGroup) -> list[Any]:
 
 
 def group_of(frames: Sequence[Any]) -> TrajectoryGroup:
-    """Decode a trajectory group from the frames that `group_frames` made. Raises `WireError` if they are malformed.
+    """Decode a trajectory group from the frames of `group_frames`. Raises `WireError` if the frames are malformed.
 
     The arrays are read-only views of the frames. Only a column that was sent in several parts is copied.
     """
@@ -315,7 +316,7 @@ def unpack(parts: Sequence[Any]) -> list[Any]:
     for first, stop in _runs(lengths):
         piece = next(left, None)
         if piece is None:
-            raise WireError(f"a payload of {len(pieces)} parts is cut short")
+            raise WireError(f"a payload of {len(pieces)} parts is incomplete: its header describes more parts")
         if lengths[first] < _SMALL_BYTES:
             frames += _split(piece, 0, lengths[first:stop])
         else:
@@ -371,13 +372,13 @@ def _rejoined(piece: memoryview, others: Iterator[memoryview], length: int) -> A
         pieces.append(more)
         size += more.nbytes
     if size != length:
-        raise WireError(f"the pieces of a frame must have {length} bytes in total, got {size}")
+        raise WireError(f"the parts of a frame must have {length} bytes in total, got {size}")
     return memoryview(b"".join(pieces))
 
 
 def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
     if header[: len(_PACKED)] != _PACKED:
-        raise WireError(f"a payload does not begin with its header but with {bytes(header[:4])!r}")
+        raise WireError(f"a payload must begin with a header, got {bytes(header[:4])!r}")
     try:
         (number,) = struct.unpack_from("<I", header, len(_PACKED))
         end = len(_PACKED) + 4 + 8 * number
@@ -385,4 +386,4 @@ def _lengths(header: memoryview) -> tuple[tuple[int, ...], int]:
             raise WireError(f"a payload's header of {header.nbytes} bytes cannot hold {number} lengths")
         return struct.unpack_from(f"<{number}Q", header, len(_PACKED) + 4), end
     except struct.error as error:
-        raise WireError(f"a payload's header of {header.nbytes} bytes is cut short: {error}") from error
+        raise WireError(f"a payload's header of {header.nbytes} bytes is incomplete: {error}") from error

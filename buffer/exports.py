@@ -71,7 +71,7 @@ class ExportedGroup:
         attempt: Number of the current or latest attempt; -1 before the first attempt.
         engine_version: u, the policy version of the engine when the group was leased, or of the oldest continued token.
         deadline: u + max_lag, the last learner version that may consume the group.
-        planned_for: Learner version whose batch holds the group; -1 if no batch does.
+        planned_for: Learner version whose batch holds the group; -1 if no batch holds the group.
         num_uses: Number of learner steps that trained on the group.
         is_complete: Whether ``trajectories`` are finished and scored. Otherwise they hold the tokens saved so far.
         trajectories: The trajectories; None if the group has no tokens yet.
@@ -176,7 +176,7 @@ def write_export(contents: BufferContents, folder: Path) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise ValueError(f"{folder} must be an empty folder for an export, got files in it; name another one")
+        raise ValueError(f"{folder} must be an empty folder for an export, but has files; name another folder")
     kinds = _column_types(contents.groups)
     turns = pa.schema(
         [
@@ -234,7 +234,7 @@ def _column_types(groups: Iterable[ExportedGroup]) -> dict[str, dict[str, pa.Dat
                 kind = pa.from_numpy_dtype(_storable(column).dtype)
                 if scope != "image" and (known := kinds[scope].setdefault(name, kind)) != kind:
                     raise ValueError(
-                        f"the {scope} column {name!r} has values of {kind} in group {group.prompt.group_id}, and of "
+                        f"the {scope} column {name!r} has the type {kind} in group {group.prompt.group_id}, but "
                         f"{known} in an earlier group; an export needs one type per column"
                     )
     return kinds
@@ -300,7 +300,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
         "group_id": prompt.group_id,
         "state": str(group.state),
         "data_source": prompt.data_source,
-        # a readable copy: the column ``prompt`` has the exact ground truth
+        # The ground truth as readable text. The column ``prompt`` has the exact ground truth.
         "ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=repr),
         "prompt_ids": prompt.prompt_ids.tolist(),
         "prompt": [bytes(frame) for frame in prompt_frames(prompt)],
@@ -332,7 +332,7 @@ def read_export(folder: Path) -> BufferContents:
     The user may have removed rows from ``groups.parquet``. The groups of these rows are left out.
 
     Raises:
-        ValueError: ``folder`` holds no export of this format, or rows of a group are missing.
+        ValueError: ``folder`` does not hold an export of this format, or rows of a group are missing.
     """
     try:
         values = json.loads((folder / "export.json").read_text())
@@ -341,9 +341,9 @@ def read_export(folder: Path) -> BufferContents:
             for name in ("groups", "turns", "trajectories", "images", "drops")
         }
     except (OSError, ValueError) as error:
-        raise ValueError(f"{folder} must hold an export of 'asyncrl buffer export', but: {error}") from error
+        raise ValueError(f"{folder} is not a folder of 'asyncrl buffer export': {error}") from error
     if values.pop("format") != FORMAT:
-        raise ValueError(f"{folder} has another format of exports than {FORMAT}; export again with this release")
+        raise ValueError(f"the export in {folder} does not have the format {FORMAT}; export again with this release")
     rows_of = {name: _row_ranges(tables[name]) for name in ("turns", "trajectories", "images")}
     groups = []
     for row in tables["groups"].to_pylist():
@@ -403,7 +403,7 @@ def _trajectories(row: Mapping[str, Any], parts: Mapping[str, pa.Table], folder:
         )
         group.check()
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{folder}: the rows of group {row['group_id']} do not fit together: {error}") from error
+        raise ValueError(f"{folder}: the rows of group {row['group_id']} are inconsistent: {error}") from error
     return group
 
 

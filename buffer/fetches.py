@@ -74,8 +74,8 @@ def _read(group_id: int, frames: Frames) -> Frames:
         return in_memory(frames)
     except OSError as error:
         raise UnknownGroup(
-            f"the trajectories of group {group_id} cannot be read from {error.filename}: {error.strerror}; they are "
-            "generated again"
+            f"the trajectories of group {group_id} cannot be read from {error.filename}: {error.strerror}; the group "
+            "is generated again"
         ) from error
 
 
@@ -99,8 +99,8 @@ class FetchWindow:
         waiting = sum(size for _, size in replies)
         if replies and waiting + num_bytes > self._limit:
             raise StoreFull(
-                f"this client has not read {waiting} fetched bytes yet, and {num_bytes} more would exceed "
-                f"buffer.max_stored_bytes={self._limit}; read the fetched bytes first"
+                f"this client has {waiting} unread bytes of earlier fetches, and {num_bytes} more bytes would exceed "
+                f"buffer.max_stored_bytes={self._limit}; read the earlier replies first"
             )
         replies.append((request_id, num_bytes))
         if len(self._replies) > _MAX_CLIENTS:

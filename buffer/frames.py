@@ -27,7 +27,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the position of ``frames`` that begin at byte ``start``. Its ``checksum`` covers only the frames."""
+        """Return the position of ``frames`` from byte ``start`` on. The checksum covers only the frames."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -35,7 +35,7 @@ class Written(NamedTuple):
 
 
 class FramesOnDisk(Sequence[Any]):
-    """Consecutive frames in a file. Each iteration reads them and verifies their checksum.
+    """Consecutive frames in a file. Each iteration reads the frames and verifies their checksum.
 
     Raises `OSError` if the frames cannot be read or are damaged.
 
@@ -71,7 +71,7 @@ class FramesOnDisk(Sequence[Any]):
                     head, *frames = frames_at(file.fileno(), begin, lengths, path)
                 break
             except FileNotFoundError:
-                if at == self._at:  # otherwise the frames have moved to another file, so read again
+                if at == self._at:  # if `move` has changed the file meanwhile, read from the new file
                     raise
         digest = xxhash.xxh3_64(head)
         for frame in frames:
@@ -109,7 +109,7 @@ def frames_at(descriptor: int, start: int, lengths: Sequence[int], path: Path) -
 def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
     parts: list[bytes] = []
     while num_bytes:
-        part = os.pread(descriptor, num_bytes, start)  # reads at most 2 GiB per call
+        part = os.pread(descriptor, num_bytes, start)  # Linux reads at most 2 GiB per call
         if not part:
             raise OSError(errno.EIO, "the file ends too early", str(path))
         parts.append(part)

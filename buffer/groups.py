@@ -71,7 +71,7 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
         num_inherited: Number of tokens from earlier attempts that the current attempt continues.
         summary: Metadata of the stored trajectories; None before the group is stored.
         rank: Sort key of the stored group. Batches take the groups with the smallest keys first.
-        planned_for: The learner version whose batch holds the group; -1 if no batch does.
+        planned_for: The learner version whose batch holds the group; -1 if no batch holds the group.
         num_bytes: Size of the trajectories in bytes; 0 before a store has reserved bytes for them.
         store: Number of the store that holds the trajectories.
         digest: XXH3 hash of the trajectories, 16 bytes, if a store server holds them.
@@ -211,7 +211,7 @@ class LeaseIndex:
 
     @property
     def num_expiries(self) -> int:
-        """Number of entries in the heap of expiries. Ended leases may have entries too."""
+        """Number of entries in the heap of expiry times. Ended leases may still have entries."""
         return len(self._expiries)
 
     def add(self, group: Group) -> None:
@@ -226,8 +226,8 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # The journal does not record lease renewals, so a restarted server knows no renewed expiry. This server clears
-        # the expiry of an ended lease, so the restarted server's record of the group is equal.
+        # A restarted server does not know renewed expiry times, because the journal does not record renewals. After
+        # this line, the record of the group is the same on this server and on a restarted server.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -247,12 +247,11 @@ class LeaseIndex:
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Return the leased groups whose leases the buffer revokes, so that a new batch fits the rule.
+        """Return the leased groups whose leases the plan of the learner step ``version`` revokes.
 
-        ``numbers`` has a number of groups per step k. For each k in order, choose up to ``numbers[k]`` more groups with
-        a deadline of at most ``version + k``. A
-        group's deadline is the last learner version that may consume the group. Choose groups with the latest deadline
-        first, and among equal deadlines the newest leases first.
+        For each k in order, choose up to ``numbers[k]`` more groups with a deadline of at most ``version + k``. A
+        group's deadline is the last learner version that may consume the group. Groups with the latest deadline come
+        first. Among equal deadlines, the newest leases come first.
         """
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
@@ -277,7 +276,7 @@ class LeaseIndex:
         return None
 
     def expired(self, now: float) -> list[Group]:
-        """Return the groups whose leases have expired at the time ``now``, the earliest expiry first."""
+        """Return the groups whose leases have expired by the time ``now``, the earliest expiry first."""
         due = {(group_id, attempt) for expires_at, group_id, attempt in self._expiries if expires_at <= now}
         running = ((self._groups.get(group_id), attempt) for group_id, attempt in due)
         groups = [group for group, attempt in running if group is not None and group.attempt == attempt]
@@ -356,13 +355,13 @@ class StoreSpace:
             self.stores[number] = StorePlace(address=address, host=host)
 
     def await_stores(self) -> None:
-        """Mark all joined stores that are not gone as awaited, because the run resumes with new stores."""
+        """Mark each joined store as awaited, except the lost stores. A resumed run replaces these stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
 
     def awaited_stores(self) -> list[int]:
-        """Return the numbers of the awaited stores (`StorePlace`), which no new store has replaced yet."""
+        """Return the numbers of the awaited stores (`StorePlace`). No new store has replaced these stores yet."""
         return [number for number, place in enumerate(self.stores) if place.is_awaited]
 
     def open_stores(self) -> list[int]:
@@ -395,7 +394,7 @@ class StoreSpace:
         group.progress, group.prefix_bytes, group.is_evicted = progress, num_bytes, False
 
     def evict_prefix(self, group: Group) -> None:
-        """Record that a group's saved prefix was deleted to free bytes. ``group.progress`` still counts its tokens."""
+        """Record that a group's saved prefix was deleted to free bytes. ``group.progress`` still counts the tokens."""
         self.prefix_bytes -= group.prefix_bytes
         group.prefix_bytes, group.is_evicted = 0, True
 
@@ -485,7 +484,7 @@ class GroupTable:
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
-            what = "of the earlier life has no successor" if place.is_awaited else "is gone"
+            what = "was not replaced after the resume" if place.is_awaited else "is lost"
             raise UnknownGroup(
                 f"the trajectories of group {group_id} are lost: the store of host {place.host} at {place.address} "
                 f"{what}"
@@ -515,8 +514,8 @@ class GroupTable:
         """Return the first ``number`` groups of the queue that the client ``owner`` may lease.
 
         A group is a suspect if ``suspect_deaths`` or more workers died or fell silent while they held a lease on the
-        group; 0 makes no group a suspect. A client holds leases on at most one suspect. So the death of the client
-        shows which suspect caused the death.
+        group. 0 makes no group a suspect. A client gets a lease on at most one suspect at a time. So the death
+        of a client drops at most one suspect.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -548,7 +547,7 @@ class GroupTable:
     def requeue(self, group: Group, *, keeps_progress: bool) -> None:
         """End the lease of a group, and put the group at the head of the queue.
 
-        With ``keeps_progress``, the saved prefix (the tokens so far) stays.
+        If ``keeps_progress``, the saved prefix (the tokens so far) stays with the group.
         """
         self.leases.remove(group)
         self._count_open(group.deadline, -1)
@@ -558,7 +557,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # The attempt is added even if no bytes are reserved, because its trajectories may still reach a store.
+        # Add the attempt even if no bytes are reserved: trajectories of the attempt may still reach a store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:

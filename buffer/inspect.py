@@ -36,7 +36,7 @@ async def read(connection: BufferConnection, *, group_id: int = -1, with_payload
 
 
 def trajectories_of(group: TrajectoryGroup) -> list[dict[str, Any]]:
-    """Return one JSON object per trajectory of a group: its reward, and all turns after the prompt."""
+    """Return one JSON object per trajectory of a group, with the reward and all turns after the prompt."""
     tokens = {name: group.token_columns[name] for name in ("token_ids", "logprobs", "versions")}
     rewards = group.trajectory_columns["rewards"].tolist()
     trajectories: list[dict[str, Any]] = [{"reward": reward, "turns": []} for reward in rewards]

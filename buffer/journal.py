@@ -126,7 +126,7 @@ class AppendOnlyFile:
         if os.fstat(self._descriptor).st_size:
             with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as data:
                 magic = data[: len(_MAGIC)]
-                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # reserved bytes that were never written are zeros
+                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # reserved bytes are zeros until they are written
                     raise ValueError(
                         f"{self.path} is not a journal of format {FORMAT}: it begins with {magic!r}; use the release "
                         "that wrote it, or another buffer.directory"
@@ -282,8 +282,7 @@ class Contents:
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
     """Update ``places``, a map from (kind, key) to the place of the frames (their number in the journal).
 
-    A reference with place 0 removes its (kind, key) from ``places``. Returns the list of the references' places,
-    including each 0.
+    A reference with place 0 removes its (kind, key) from ``places``. Returns one place per reference.
     """
     for name, key, place, _ in references:
         if place:
@@ -331,7 +330,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
             heads = found if found and isinstance(found[0], Begin) else heads
         if not heads:
             raise ReplayBufferError(
-                f"{path} holds no complete log: {path.name}.NUMBER.log is missing or damaged; name another checkpoint, "
+                f"{path} holds no complete log: {path.name}.NUMBER.log is missing or damaged; use another checkpoint, "
                 "or the folder of a buffer"
             )
         return Contents(heads, by_place if with_frames else {})
@@ -412,7 +411,7 @@ class Journal:
     # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Open all files. Continue the newest log with a complete first record, or begin a log. Return its state."""
+        """Open all files, and return their state. Continue the newest valid log, or begin a log if there is none."""
         numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
@@ -528,7 +527,7 @@ class Journal:
             raise self._error("written", error) if isinstance(error, OSError) else error from error
 
     def flush(self) -> None:
-        """Write the puts that `record` delayed, before the server replies to them. Raises `ReplayBufferError`."""
+        """Write the puts that `record` delayed. Raises `ReplayBufferError` if the write fails."""
         if self._later:
             self._write_log([])
 
@@ -555,9 +554,9 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write one record with all commands that `record` has not written yet. Then write ``records``.
+        """Write one record with all delayed commands of `record`, then ``records``.
 
-        Returns the position of the frames of the last record that was written.
+        Returns the position of the frames of the last record.
         """
         references: tuple[Reference, ...] = ()
         if self._later:
@@ -647,9 +646,9 @@ class Journal:
     # A new pair of files
 
     def is_grown(self, *, is_urgent: bool = True) -> bool:
-        """Return whether the files have grown so much that `compact` should be called; False during compaction.
+        """Return whether the files are so large that `compact` should be called. Returns False during compaction.
 
-        With ``is_urgent=False``, files of half that size are enough. Use this when compacting is cheap.
+        ``is_urgent=False`` halves the size limit. Use it when compacting is cheap.
         """
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
@@ -680,7 +679,7 @@ class Journal:
             raise self._error("written", error) from error
         self._retry_above = 0
         base = [(self._places[key], parts) for key, parts in held.items()]
-        # The journal's thread is still writing these frames to the old file, so they are copied too.
+        # Copy also the frames that the journal's thread is still writing to the old file.
         base += [kept for write in self._writing for kept in write.frames]
         self._former += [self._log, self._frames]
         self._log, self._frames = pair
@@ -695,7 +694,7 @@ class Journal:
 
         ``kept`` holds the copies of all frames in the new files, or the error of the copying. After an error, the old
         files stay. ``meanwhile`` holds the writes to the old files that were incomplete when `compact` was called. The
-        new files have copies of the frames of these writes, and readers use the copies from now on.
+        new files have copies of the frames of these writes. From now on, readers use the copies.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -712,15 +711,15 @@ class Journal:
     def _replace(self, old: Sequence[AppendOnlyFile], new: Sequence[AppendOnlyFile]) -> None:
         """Delete the old files when the new files are on the disk.
 
-        Each file of frames is deleted before its log, because a server finds a file of frames by the name of its log.
-        If this process dies between the two, a later server still finds the log, and deletes the log.
+        A server finds a file of frames by the name of the log. So each file of frames is deleted before its log. If
+        this process dies between the two deletions, a later server finds the log and deletes the log.
         """
         try:
             for file in new:
                 file.sync()
             descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(descriptor)  # makes the names of the new files durable
+                os.fsync(descriptor)  # the new files must keep their names after a power failure
             finally:
                 os.close(descriptor)
             for file in reversed(old):
@@ -755,10 +754,10 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 
 
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
-    """Add the frames of all ``writes`` to the file. Return the error of each write, or None if it succeeded.
+    """Add the frames of all ``writes`` to the file. Return one error per write, or None for a successful write.
 
     One call adds all frames in memory. If this call fails, each of the ``writes`` is tried alone. Frames on disk are
-    copied one after the other, to save memory.
+    copied one at a time, to save memory.
     """
     new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:
@@ -785,7 +784,7 @@ def _is_on_disk(frames: Frames) -> TypeGuard[FramesOnDisk]:
 
 
 def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
-    """Copy ``frames`` to ``file``, and read them there from now on. Log unreadable frames as lost."""
+    """Copy ``frames`` to ``file``. Later reads use the copy. Log unreadable frames as lost."""
     try:
         read = frames.read()
     except OSError as error:

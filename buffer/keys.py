@@ -95,9 +95,9 @@ def make_keys(directory: Path) -> None:
     for name, values in files.items():
         path = directory / name
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # also fails if the path is a link
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # ``O_EXCL`` also refuses a link
         except FileExistsError:
-            raise ValueError(f"{path} exists; keys are made once per run, name a new directory") from None
+            raise ValueError(f"{path} exists; keys are made once per run, so use a new directory") from None
         with os.fdopen(descriptor, "w") as file:
             json.dump(values, file)
 
@@ -193,13 +193,13 @@ def _read(path: Path, names: Collection[str], *, optional: Collection[str] = ())
     if not path.is_file():
         raise ValueError(f"no CURVE keys at {path}; make them with buffer.keys.make_keys({str(path.parent)!r})")
     if (owner := path.stat().st_uid) != os.geteuid():
-        raise ValueError(f"{path} belongs to user {owner}, this is user {os.geteuid()}; name a directory of your own")
+        raise ValueError(f"{path} must belong to user {os.geteuid()}, got user {owner}; use a directory of your own")
     if path.stat().st_mode & 0o077:
-        raise ValueError(f"{path} is readable by others (mode {path.stat().st_mode & 0o777:o}); chmod 600 {path}")
+        raise ValueError(f"{path} is readable by other users (mode {path.stat().st_mode & 0o777:o}); chmod 600 {path}")
     values = json.loads(path.read_text())
     if not isinstance(values, dict) or values.keys() - {*optional} != {*names}:
         got = sorted(values) if isinstance(values, dict) else type(values).__name__
-        raise ValueError(f"{path} must hold {sorted(names)}, got {got}; remove the directory, and new keys are made")
+        raise ValueError(f"{path} must hold {sorted(names)}, got {got}; remove the directory to make new keys")
     return values
 
 
@@ -210,8 +210,8 @@ def check_exposure(host: str, keys: str) -> None:
     """
     if host and not keys:
         raise ValueError(
-            f"buffer.host={host} is reachable by other users or machines and buffer.keys is empty; name a directory "
-            "for keys, or leave buffer.host empty: the server then listens on Unix sockets of its own user"
+            f"other users or machines can reach buffer.host={host}, but buffer.keys is empty; set buffer.keys to a "
+            "directory, or leave buffer.host empty to use Unix sockets that only this user may open"
         )
 
 
@@ -231,7 +231,7 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 
 
 class KeyGate:
-    """Answers the authentication requests of ZMQ (ZAP, RFC 27): accepts a client with a known key, and refuses others.
+    """Answers ZMQ's authentication requests (ZAP, RFC 27): accepts clients with a known key, and refuses other clients.
 
     Make this object before the sockets of ``context`` are bound. ZMQ asks only once per connection. The answer for an
     accepted client has the client's public key. ZMQ adds this key to each message of the connection. The server calls

@@ -168,28 +168,28 @@ class Ledger:
 
     @property
     def num_held(self) -> int:
-        """Number of records of groups and attempts in memory. It stays bounded in a long run."""
+        """Number of records of groups and attempts in memory. The number stays bounded in a long run."""
         return len(self.groups) + len(self.history)
 
     @property
     def budget(self) -> int:
-        """Number of groups that the staleness bound lets begin now, on engines that serve the learner's version.
+        """Number of groups that may begin now on engines that serve the learner's version.
 
-        The bound on bytes may allow fewer groups.
+        Only the staleness bound counts here. The bound on bytes may allow fewer groups.
         """
         open_by_deadline = self.groups.open_by_deadline
         return self.rule.budget(open_by_deadline, version=self.next_plan, engine_version=self.learner_version)
 
     def admits(self, engine_version: int) -> bool:
-        """Return whether the staleness bound lets a group begin now on an engine that serves ``engine_version``."""
+        """Return whether the staleness bound admits a new group on an engine that serves ``engine_version``."""
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Return whether a group is known. A return to a checkpoint forgets the groups that have finished since."""
+        """Return whether a group is known. A rewind forgets the groups that finished after the checkpoint."""
         return group_id in self.groups or group_id in self.history.finished
 
     def check_engine_version(self, engine_version: int) -> None:
-        """Raise `VersionTooNew` if a request for leases has a negative version, or one newer than the learner's."""
+        """Raise `VersionTooNew` if a lease request's version is negative or newer than the learner's version."""
         if not 0 <= engine_version <= self.learner_version:
             raise VersionTooNew(
                 f"an engine requested a lease at policy version {engine_version}, but the learner has committed "
@@ -197,7 +197,7 @@ class Ledger:
             )
 
     def check_newest(self, group_id: int, attempt: int, newest_version: int) -> None:
-        """Raise `VersionTooNew` if an attempt's newest token has a newer policy version than the learner."""
+        """Raise `VersionTooNew` if the version of an attempt's newest token is newer than the learner's version."""
         if newest_version > self.learner_version:
             raise VersionTooNew(
                 f"group {group_id} attempt {attempt} holds a token of policy version {newest_version}, but the learner "
@@ -235,9 +235,9 @@ class Ledger:
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Return whether the stores, which have refused a group's bytes, are too small for a batch.
+        """Return whether the stores are too small for a batch. Call this after the stores refused a group's bytes.
 
-        True if no batch is planned or can be made, and no other running group has bytes or an earlier deadline.
+        False if a batch is planned or can be made, or if another running group has reserved bytes or is due earlier.
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
@@ -383,8 +383,8 @@ def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call
     ledger.check_newest(group_id, attempt, progress.newest_version)
     if progress.oldest_version < group.engine_version:
         raise VersionTooOld(
-            f"progress of group {group_id} attempt {attempt} holds a token of policy version "
-            f"{progress.oldest_version}, but its lease began at {group.engine_version}; not saved"
+            f"the prefix of group {group_id} attempt {attempt} holds a token of policy version "
+            f"{progress.oldest_version}, but its lease began at {group.engine_version}; the prefix was not saved"
         )
     ledger.room.check_prefix(group, command.num_bytes)
     return outcomes.Saved()
@@ -469,7 +469,7 @@ def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: outcom
 
 def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> outcomes.Reserved:
     group = ledger.attempts.held(command.group_id, command.attempt, call.sender)
-    if group is None:  # the worker has lost its lease, so its put is refused later
+    if group is None:  # the worker has lost the lease, so a later put of this attempt will be refused
         return outcomes.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
     return ledger.room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
@@ -558,8 +558,8 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
 def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
     """Decide which groups are lost, and which batches are planned again.
 
-    If the command names a group of a batch, this batch and all later batches are planned again. A group of these
-    batches is lost too if no store has the group's trajectories.
+    If the command names a group of a batch, this batch and all later batches are planned again. The lost groups then
+    include each group of these batches that no store holds.
     """
     table = ledger.groups
     groups = [group for group_id in command.group_ids if (group := table.get(group_id)) is not None]
@@ -662,15 +662,15 @@ def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outc
 def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
     """Decide which groups a learner step has consumed. The outcome of a repeated commit has no groups.
 
-    Raises `ReplayBufferError` if the step's batch is not planned, or an earlier step is not committed. Raises
-    `StalenessError` if a group breaks the staleness bound. This error would show a bug of the ledger.
+    Raises `ReplayBufferError` if the step's batch is not planned, or if an earlier step is not committed. Raises
+    `StalenessError` if a group breaks the staleness bound, which would be a bug in the ledger.
     """
     version = command.version
     if 0 <= version < ledger.learner_version:
         return outcomes.Committed(version=version, group_ids=())
     if version != ledger.learner_version or version not in ledger.groups.plans:
         raise ReplayBufferError(
-            f"commit({version}) was requested at learner version {ledger.learner_version} with the plans "
+            f"commit({version}) was requested at learner version {ledger.learner_version}, with planned versions "
             f"{sorted(ledger.groups.plans)}; commit planned versions in order"
         )
     group_ids = ledger.groups.plans[version]
@@ -679,7 +679,7 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
         if lag > ledger.rule.max_lag or version > group.deadline:
             raise StalenessError(
                 f"group {group.group_id} with deadline {group.deadline} would be consumed at version {version} with a "
-                f"token of version {group.result.oldest_version}: lag {lag}, bound {ledger.rule.max_lag}"
+                f"token of version {group.result.oldest_version}: its lag is {lag}, max_lag is {ledger.rule.max_lag}"
             )
     return outcomes.Committed(version=version, group_ids=group_ids, again=_admitted_again(ledger, group_ids))
 
@@ -758,8 +758,8 @@ def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: outcomes.Re
 def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outcomes.Rewound:
     if ledger.marks.at(command.version).key != command.key:
         raise ReplayBufferError(
-            f"the ledger's checkpoint of version {command.version} is not the one to resume; resume the learner and "
-            "the buffer from their parts of one checkpoint"
+            f"the learner and the ledger have different checkpoints of version {command.version}; resume both from "
+            "the same checkpoint"
         )
     return decide_return(ledger.groups, command.version, rule=ledger.rule, prefer=ledger.prefer)
 
@@ -776,7 +776,7 @@ def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
     lost |= dict.fromkeys(outcome.group_ids, REWOUND)
-    # The largest id first: each group goes to the head of the queue, so the smallest id ends up first.
+    # Largest id first: each group goes to the head of the queue, so the smallest id is first in the queue at the end.
     for group_id in sorted({*lost, *outcome.revoked}, reverse=True):
         ledger.attempts.take_back(ledger.groups[group_id], lost)
     for group_id, deadline, rank in outcome.moved:

@@ -86,7 +86,7 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Return whether the log has no offer of the pinned version any more, and no pinned engine serves this version.
+        """Return whether the pinned version is lost: the log has no offer of it, and no pinned engine serves it.
 
         Returns False until engines may load a newer version. Raises `WeightsError` if a publish failed.
         """
@@ -240,9 +240,9 @@ class OfferRequests:
             self._evaluators.answer(self._answer_evaluator)
 
     def _tell_receivers(self) -> None:
-        """Answer some workers now, and the other workers in later turns of the loop.
+        """Answer some workers now, and the other workers in later iterations of the event loop.
 
-        So the first workers can request leases before all workers are answered.
+        Between the iterations, the server can answer the first workers' requests for leases.
         """
         self._next_turn = None
         told = [self._untold.popleft() for _ in range(min(_TOLD_AT_ONCE, len(self._untold)))]
@@ -279,7 +279,7 @@ class OfferRequests:
         self._write()
 
     def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
-        """Return whether a message is about weights of the current learner, not of a replaced learner."""
+        """Return whether a message names the current incarnation of the learner."""
         return message.incarnation == self._ledger.incarnation
 
     def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
@@ -291,7 +291,7 @@ class OfferRequests:
         if not self.is_current(offer):
             raise WrongEpoch(
                 f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "
-                f"{self._ledger.incarnation}; another learner replaced the sender, which must end"
+                f"{self._ledger.incarnation}; another learner has replaced the sender; end the sender"
             )
         if offer.offer is not None:
             self._log.append(offer.offer)
@@ -313,7 +313,7 @@ class OfferRequests:
         return self._answer_receiver(request) or self._receivers.hold(request)
 
     def _answer_receiver(self, request: Message) -> Answer | None:
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 means any version
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 accepts any version
         num_pinned = self._log.num_pinned
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:

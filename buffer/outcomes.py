@@ -126,7 +126,7 @@ class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
 
     Attributes:
         group_ids: The groups whose leases are revoked. Their prompts are queued again, except those in ``dropped``.
-        num_lost: Number of tokens that a dead worker generated, but neither saved nor reported; None if no worker died.
+        num_lost: Number of tokens that a dead worker generated and did not save or report; None if no worker died.
         dropped: Groups that end, because too many workers died or fell silent while they held a lease on the group.
     """
 
@@ -175,7 +175,7 @@ class Planned(LedgerOutcome, frozen=True, kw_only=True):
     """A batch: the groups of the learner step ``version``, in order.
 
     The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
-    Otherwise it queues their prompts again.
+    Otherwise the plan queues their prompts again.
     """
 
     version: int
@@ -204,8 +204,8 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
         group_ids: Groups that lost their trajectories or saved prefix, because they had a token of a lost version.
         revoked: Groups whose running attempt was revoked.
         missing: Planned groups that no store holds.
-        unfit: Groups that the options of a resumed run exclude. They cannot be consumed in time, or steps have already
-            trained on them ``buffer.max_uses`` times.
+        unfit: Groups that the options of a resumed run exclude. These groups cannot be consumed in time, or steps have
+            already trained on them ``buffer.max_uses`` times.
         moved: (group id, deadline, sort key) of groups whose deadline or sort key changes with the options of a resumed
             run. Batches take groups with a small sort key first.
     """
@@ -224,6 +224,6 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Marked(LedgerOutcome, frozen=True, kw_only=True):
-    """A remembered checkpoint. ``is_new`` is false if the ledger had remembered it before."""
+    """A remembered checkpoint. ``is_new`` is false if the ledger remembered this checkpoint before."""
 
     is_new: bool

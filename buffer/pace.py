@@ -47,11 +47,11 @@ class _Worker:
     """The measured pace and the groups of a worker.
 
     Attributes:
-        since: Latest time when the worker ended a group, or got a group while it had none.
+        since: Latest time when the worker ended a group, or got a group while the worker had no other group.
         paces: Seconds per token of the worker's latest groups.
         took: Seconds that the worker's latest groups took. For a group that the worker took over, this is an estimate
             of the whole time.
-        is_watched: Whether a check of the worker by `WorkerPaces.look` is scheduled.
+        is_watched: Whether `WorkerPaces.look` will check the worker at a scheduled time.
         slowdown: Time after ``since`` divided by the time of the worker's longest group; 1 if the quotient is below 2.
     """
 
@@ -112,11 +112,11 @@ class WorkerPaces:
     # Events
 
     def granted(self, lease: GrantedLease, now: float) -> None:
-        """Record at the time ``now`` that a worker got the lease ``lease``, and begins or continues the group."""
+        """Record that a worker got ``lease`` at the time ``now``, and begins or continues the group."""
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
-        """Record a group that a worker had leased from an earlier server. Its start counts as ``now``."""
+        """Record a group that a worker had leased from an earlier server. The group counts as begun at ``now``."""
         self._begin(lease, None, now)
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
@@ -176,7 +176,7 @@ class WorkerPaces:
         self._longest_tokens = max(self._longest_tokens, num_tokens)
         worker.took.append(max(took_s, min(worker.paces) * (num_tokens or self._longest_tokens)))
         self._judge(worker)
-        if fastest is None or usual < fastest:  # other workers may now be slow compared with this worker
+        if fastest is None or usual < fastest:  # other workers may be slow compared with the new fastest worker
             for other_usual, other in reversed(self._by_usual):
                 if other_usual < _SLOWER * usual:
                     break
@@ -184,8 +184,8 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # ``_longest_s`` is the longest time of the groups that ended since its last reset. Short groups end first. So
-        # the longest time counts as known only when at least as many groups have ended since the reset as run now.
+        # ``_longest_s`` is the longest time of a group that ended since the last reset. Short groups end first. So the
+        # longest time counts as known only when the number of ended groups has reached the number of running groups.
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
@@ -215,7 +215,10 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Mark a worker as slow if it has ended no group for twice the duration of its longest group."""
+        """Check the workers that have not ended a group for twice the duration of their longest group.
+
+        The time without an ended group counts as a slowdown (`_Worker.slowdown`), so the worker may become slow.
+        """
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)
             worker = self._workers.get(name)
@@ -231,9 +234,9 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker, or when a place kept for a takeover expires.
+        """Return the next time when `look` may find a slow worker, or when a reservation for a takeover expires.
 
-        Returns None if there is no such time.
+        Returns None if no check is scheduled and no reservation exists.
         """
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
@@ -258,7 +261,11 @@ class WorkerPaces:
         return worker.usual
 
     def is_slow(self, name: bytes, usual: float) -> bool:
-        """Return whether each of a worker's latest groups took at least twice ``usual`` seconds per token."""
+        """Return whether a worker is slow compared with a median of ``usual`` seconds per token.
+
+        True if the worker's fastest group took at least 2 times ``usual`` seconds per token. A long time without an
+        ended group counts as a slowdown (`_Worker.slowdown`).
+        """
         worker = self._workers.get(name)
         return worker is not None and 0 < _SLOWER * usual <= self._best(worker)
 
@@ -274,7 +281,7 @@ class WorkerPaces:
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
         """Record that the worker ``taker`` takes over ``running``, a result of `first_on_offer`.
 
-        The taker keeps capacity for one group free until it gets the group, for at most ``_PLACE_KEPT_S`` seconds.
+        The worker ``taker`` keeps capacity free for the group, for at most ``_PLACE_KEPT_S`` seconds.
         """
         heappop(self._on_offer)
         running.is_asked = True
@@ -282,7 +289,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return the number of groups that a worker is about to take over. It keeps capacity free for these groups."""
+        """Return the number of groups that a worker will take over. The worker keeps capacity free for these groups."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -308,17 +315,17 @@ class WorkerPaces:
         return self._by_usual[0][0] if self._by_usual else None
 
     def _best(self, worker: _Worker) -> float:
-        """Return the seconds per token of a worker's fastest group, for the decision whether the worker is slow.
+        """Return ``slowdown`` times the seconds per token of a worker's fastest group.
 
-        The result is multiplied by ``slowdown``, which is above 1 if the worker has not ended a group for a long time.
-        If no group of the worker was measured, the fastest worker's median counts.
+        The result decides whether the worker is slow. ``slowdown`` is above 1 if the worker has not ended a group for a
+        long time. If no group of the worker was measured, the fastest worker's median replaces the fastest group.
         """
         return worker.slowdown * (min(worker.paces) if worker.paces else self._fastest() or 0.0)
 
     def _longest_of(self, worker: _Worker) -> float:
-        """Return the seconds of a worker's longest group.
+        """Return the duration of a worker's longest group in seconds.
 
-        If the worker has not ended a group, return the longest time of a group on the workers that are not slow.
+        If no group of the worker was measured, return the longest duration of a group on workers that are not slow.
         """
         return max(worker.took) if worker.took else max(self._longest_s, self._longest_before_s)
 

@@ -106,7 +106,7 @@ class BufferProcess:
                 raise missed(f"the buffer server did not announce its address within {timeout_s:.1f} s")
             chunk = os.read(stdout.fileno(), 4096)
             if not chunk:
-                raise WorkerDiedError(f"the buffer server ended before it was up; its log ends:\n{self.log_tail()}")
+                raise WorkerDiedError(f"the buffer server ended during its start; its log ends:\n{self.log_tail()}")
             line += chunk
         return line.decode().strip()
 
@@ -121,11 +121,10 @@ class BufferProcess:
         )
 
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
-        """Wait until the server has ended. Return how it ended, as text.
+        """Wait until the server has ended. Return a text that says how the server ended.
 
-        With ``notices_silence``, send requests with the key of ``role``, and kill the server if it does not answer.
-        A silent server is killed within two thirds of the clients' deadline. So a restarted server can still answer the
-        clients.
+        With ``notices_silence``, send requests with the key of ``role``, and kill a server that does not answer. The
+        kill comes within two thirds of the clients' deadline, so a restarted server can still answer the clients.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -152,7 +151,7 @@ class BufferProcess:
         try:
             while True:
                 await asyncio.sleep(timeout_s / _PROBES_PER_DEADLINE)
-                with suppress(ReplayBufferError):  # an error shows that the server answers
+                with suppress(ReplayBufferError):  # an error is an answer too, so the server is not silent
                     await link.call(Hello())
         except DeadlineError:
             return
@@ -166,7 +165,7 @@ class BufferProcess:
         return last_lines(str(self._log_path))
 
     def stop(self, timeout_s: float = 2.0) -> None:
-        """Stop the server with SIGUSR1, because a run's server blocks SIGTERM. Kill it after ``timeout_s``."""
+        """Stop the server with SIGUSR1, because a run's server blocks SIGTERM. Kill the server after ``timeout_s``."""
         self.process.send_signal(signal.SIGUSR1)
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout_s)
@@ -239,11 +238,14 @@ class BufferSupervisor:
     def read_address(self) -> str:
         """Wait until the server announces its address, and return the address.
 
-        Raises `DeadlineError` if the address does not come in time, and `WorkerDiedError` if the server ends before.
+        Raises:
+            DeadlineError: The address did not come in time.
+            WorkerDiedError: The server ended before it announced its address.
         """
         self._server.read_address()
         self.connection = self._server.connection
-        if self._store is not None and self._config.host:  # without a journal, this process must remember the address
+        # A restarted store server without a journal does not know its earlier port.
+        if self._store is not None and self._config.host:
             self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
         return self._server.address
 
@@ -340,7 +342,7 @@ class StoreServers:
     async def _watch(self, server: BufferSupervisor) -> None:
         try:
             await keep_up(server)
-        except Exception as error:  # noqa: BLE001 - after any error, this store is lost
+        except Exception as error:  # noqa: BLE001 - any error means that this store is lost
             self._on_lost(WorkerDiedError(str(error)))
 
 
@@ -350,6 +352,6 @@ def store_config(config: BufferConfig) -> BufferConfig:
     A store server begins empty if its journal belongs to another epoch (name of the run).
     """
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # otherwise the journal holds the epoch
+    if config.durability is Durability.memory:  # with a journal, the server reads the epoch from the journal
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

@@ -66,7 +66,7 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        # whether store servers hold the trajectories; None until the server has answered a greeting
+        # Whether store servers hold the trajectories; None before the server's first `Welcome`.
         self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
@@ -91,7 +91,7 @@ class WorkerClient:
         """Wait for leases: prompts that this worker may generate with an engine that serves ``engine_version``.
 
         Returns at most ``max_groups`` leases, or none if the server's time limit ends first. If the call is cancelled,
-        the leases that the buffer granted to it go back to the queue.
+        the groups that the buffer leased to this call go back to the queue.
         """
         link = await self._entered("lease")
         request_id = link.next_id()
@@ -121,12 +121,12 @@ class WorkerClient:
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """Return the saved prefix of this lease's group: the tokens that an earlier attempt saved.
 
-        Returns None if there is no prefix, or in a second call.
+        Returns None if there is no prefix, or if an earlier call returned the prefix.
         """
         return self._prefixes.pop((lease.prompt.group_id, lease.attempt), None)
 
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
-        """Save the tokens so far of a running group. If the lease ends, the next worker can continue them."""
+        """Save the tokens so far of a running group. If the lease ends, the next worker can continue these tokens."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
         progress = outcomes.Progress(
             num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
@@ -153,7 +153,7 @@ class WorkerClient:
             await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
-        """Store a finished group. While the store is full, wait until a batch leaves, and send again.
+        """Store a finished group. If the store is full, wait until the learner consumes a batch, and send again.
 
         ``num_left_out`` is the number of tokens in trajectories that are not in ``group``, because their reward failed.
         """
@@ -179,7 +179,7 @@ class WorkerClient:
     async def _put_in_store(self, key: Key, payload: Sequence[Any]) -> None:
         """Send a payload to the store server that the ledger chooses.
 
-        If this store server does not answer, send the payload to another one.
+        If this store server does not answer, send the payload to another store server.
         """
         client, address, failure = self._client, "", None
         while (room := await client.reserve(key, payload)).is_held:
@@ -335,7 +335,7 @@ class LearnerClient:
         are small, because they overlap with no other work. Example: 40 groups are fetched as 4, 12, 16, 4 and 4.
         """
         if len(set(group_ids)) != len(group_ids):
-            raise WireError("a fetch must name each group once")
+            raise WireError("a fetch must not name a group twice")
         async with self._fetching:
             await self._client.hello_for_clock("fetch")
             cuts = {0, len(group_ids)}
@@ -345,7 +345,7 @@ class LearnerClient:
             some = (group_ids[start:stop] for start, stop in pairwise(sorted(cuts)))
             parts = await asyncio.gather(*map(self._fetch, some), return_exceptions=True)
             groups: list[TrajectoryGroup] = []
-            for part in parts:  # an error is raised only now, after all requests have ended
+            for part in parts:  # raise an error only here, after all requests have ended
                 if isinstance(part, BaseException):
                     raise part
                 groups += part
@@ -371,7 +371,8 @@ class LearnerClient:
         for group_id, payload, (place, _, digest) in zip(group_ids, payloads, places.groups, strict=True):
             if digest_of(payload) != digest:
                 raise WireError(
-                    f"the store at {places.addresses[place]} sent other bytes for group {group_id} than were put"
+                    f"the bytes of group {group_id} from the store at {places.addresses[place]} do not have the digest "
+                    "of the stored group"
                 )
         return _groups_of(payloads, group_ids)
 
@@ -387,8 +388,8 @@ class LearnerClient:
 async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
     """Fetch groups from one server.
 
-    The server refuses a request if too many replies to this client are unread. If a reply has arrived meanwhile, send
-    the request once more.
+    The server refuses a request if this client has too many unread replies. If a reply arrived while the request was
+    sent, repeat the request once.
     """
     told = link.num_read
     try:
@@ -410,7 +411,7 @@ def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
 def _groups_of(payloads: Iterable[Sequence[Any]], group_ids: Sequence[int]) -> list[TrajectoryGroup]:
     came = [group_of(payload) for payload in payloads]
     if (got := [group.group_id for group in came]) != list(group_ids):
-        raise WireError(f"fetched groups {got[:5]}… instead of {list(group_ids)[:5]}…")
+        raise WireError(f"a fetch of groups {list(group_ids)[:5]}… returned groups {got[:5]}…")
     return came
 
 
@@ -461,8 +462,8 @@ class SyncBufferClient:
     def _call(self, name: str, call: Callable[[], Coroutine[Any, Any, _Result]]) -> _Result:
         if os.getpid() != self._process:
             raise ReplayBufferError(
-                f"buffer.{name}: the client of the buffer at {self._address} was made in process {self._process}, and "
-                f"this is {os.getpid()}; make one in each process"
+                f"buffer.{name}: the client of the buffer at {self._address} belongs to process {self._process}, but "
+                f"was called in process {os.getpid()}; make one client per process"
             )
         if self._loop.is_closed():
             raise ReplayBufferError(f"the client of the buffer at {self._address} is closed")
@@ -472,7 +473,7 @@ class SyncBufferClient:
 class ControlClient:
     """The client of the controller. The interface `ControlBuffer` documents the calls.
 
-    A call that waits has no time limit as long as the server answers. Use `asyncio.timeout` to limit it.
+    A call that waits has no time limit as long as the server answers. Use `asyncio.timeout` to limit the call.
     """
 
     def __init__(self, client: BufferClient) -> None:
@@ -526,7 +527,8 @@ class ControlClient:
     async def bury(self, worker: str, num_generated: int = 0) -> int:
         """Declare a rollout worker dead. ``worker`` is the name that `WorkerClient.enter` returned.
 
-        Returns how many tokens the worker generated: the larger of ``num_generated`` and its latest heartbeat's number.
+        Returns how many tokens the worker generated: the larger of ``num_generated`` and the number in the worker's
+        latest heartbeat.
         """
         return (await self._client.call(commands.Bury(worker, num_generated))).value
 
@@ -573,7 +575,8 @@ class ControlClient:
     async def rewind(self, version: int, *, incarnation: int) -> None:
         """Take the buffer back to the checkpoint of ``version``, from which a new learner continues.
 
-        ``incarnation`` is the number of this return, from 1. A repeated number has no effect.
+        ``incarnation`` counts the learner's returns to a checkpoint, including this one. A repeated number has no
+        effect.
         """
         await self._client.call(commands.Rewind(version=version, incarnation=incarnation))
 

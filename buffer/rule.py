@@ -51,7 +51,7 @@ class StalenessRule:
         if not 1 <= self.max_uses <= self.max_lag + 1:
             raise ValueError(
                 f"buffer.max_uses must be in 1..buffer.max_lag + 1 = {self.max_lag + 1}, got {self.max_uses}: each use "
-                "of a group is in another learner step, and the bound holds for each; raise max_lag, or lower max_uses"
+                "of a group is one learner step, and max_lag limits every use; raise max_lag, or lower max_uses"
             )
 
     def deadline(self, engine_version: int) -> int:
@@ -92,9 +92,9 @@ class StalenessRule:
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
         """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take.
 
-        Open groups are leased, or stored and in no batch. Entry k is the number of groups that the batch must take of
-        those due at w + k or earlier. These are all such groups except k·B, because each of the steps w + 1 … w + k can
-        consume B of them. Entries are at most B if `admits` admitted every group.
+        Open groups are leased, or stored and in no batch. Entry k counts open groups due at w + k or earlier. The later
+        steps w + 1 … w + k can consume k·B of these groups, so the batch must take all others. Entries are at most B if
+        `admits` admitted every group.
         """
         due = 0
         required = []
@@ -108,8 +108,8 @@ class StalenessRule:
     ) -> list[int]:
         """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take.
 
-        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k is how many running groups
-        due at w + k or earlier the batch must take in addition to those of entries 0 … k - 1.
+        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k counts running groups
+        due at w + k or earlier that the batch must take. Groups of the entries 0 … k - 1 do not count again.
         """
         num_ready = num_missing = 0
         missing = []
@@ -144,8 +144,8 @@ class Room:
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
         """Return whether one more group fits beside the held bytes and the expected bytes of the running groups.
 
-        ``num_granted`` is the number of leases that the caller will grant before this group's lease. Their groups count
-        as running. ``num_freed_bytes`` is the size of the saved prefixes that the buffer deletes with these leases.
+        The caller will grant ``num_granted`` leases before this group's lease, so ``num_granted`` more groups count as
+        running. ``num_freed_bytes`` is the size of the saved prefixes that the buffer deletes with these leases.
 
         If no group runs, no batch is planned and no batch can be filled, one group may always begin. This exception
         prevents a deadlock: without the group, no batch would be consumed, and no bytes would become free.
@@ -180,23 +180,23 @@ class Room:
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
         """Choose the store for ``num_bytes`` bytes of a running group's trajectories, and the groups to evict there.
 
-        The store on ``host`` comes first. If the bytes do not fit there, choose the emptiest store. Evict groups only
-        if ``may_evict``. The result has the store's number and the ids of the groups to evict; nothing is changed yet.
+        The store on ``host`` comes first. If the bytes do not fit there, choose the store with the most free bytes.
+        Evict groups only if ``may_evict``. This method only decides: it reserves and evicts nothing.
 
         Raises:
             StoreFull: The bytes do not fit now.
             ReplayBufferError: The group is larger than a store.
         """
-        if 0 < num_bytes <= group.num_bytes:  # the bytes are reserved already
+        if 0 < num_bytes <= group.num_bytes:  # an earlier call has reserved the bytes
             return Reserved(store=group.store)
         if 0 < self._max_bytes < num_bytes:
             raise ReplayBufferError(
-                f"a group of {num_bytes} bytes is larger than buffer.max_stored_bytes={self._max_bytes}; raise it"
+                f"a group of {num_bytes} bytes exceeds buffer.max_stored_bytes={self._max_bytes}; raise this limit"
             )
         stores, free = self._groups.space.stores, lambda store: self._num_free(store, group)
         emptiest_first = sorted(self._groups.space.open_stores(), key=free, reverse=True)
         if not emptiest_first:
-            raise StoreFull(f"{num_bytes} bytes wait for a store; no store has joined, or all stores are gone")
+            raise StoreFull(f"{num_bytes} bytes wait for a store: no store has joined, or all stores are lost")
         fitting = [store for store in emptiest_first if num_bytes <= free(store)]
         if fitting:
             return Reserved(store=next((store for store in fitting if host and stores[store].host == host), fitting[0]))
@@ -206,11 +206,11 @@ class Room:
                 return Reserved(store=store, evicted=evicted)
         raise StoreFull(
             f"{num_bytes} bytes do not fit: {free(emptiest_first[0])} of buffer.max_stored_bytes={self._max_bytes} are "
-            "free; the worker sends the group again when the learner has consumed a batch"
+            "free; the worker sends the group again after the learner has consumed a batch"
         )
 
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
-        """Return groups to evict that together hold ``num_bytes`` in the store, or None if there are too few.
+        """Return groups to evict from the store, to free ``num_bytes`` bytes; None if too few bytes can be freed.
 
         Groups that wait for a further use come first, because the learner has already trained on their tokens.
         """
@@ -239,8 +239,8 @@ class Room:
         num_held += self._groups.space.stored_bytes[0] if self.is_shared else 0
         if num_held + num_bytes > self._max_bytes:
             raise StoreFull(
-                f"{num_bytes} bytes of progress do not fit: {num_held} are held, and buffer.max_stored_bytes is "
-                f"{self._max_bytes}; the progress was not saved"
+                f"{num_bytes} bytes of a prefix do not fit: {num_held} bytes are in use, and buffer.max_stored_bytes "
+                f"is {self._max_bytes}; the prefix was not saved"
             )
 
 
@@ -284,12 +284,12 @@ def _fewest_response_tokens_first(summary: GroupSummary, deadline: int) -> float
 
 @ORDERS.register("reward_spread")
 def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> float:
-    """Prefer a large variance. A group without finite rewards ranks as if its variance were zero."""
+    """Take groups with a large variance of rewards first. Groups without finite rewards count as variance 0."""
     return -pvariance(summary.rewards) if summary.is_scored and summary.rewards else 0.0
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Return a dict from each name to its filter, in order. Raises `ValueError` if a name has no filter."""
+    """Return a dict from each name to its filter, in order. Raises `ValueError` if a filter does not exist."""
     return {name: _find(FILTERS, name) for name in names}
 
 
@@ -299,7 +299,7 @@ def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | No
 
 
 def find_order(name: str) -> Preference:
-    """Return the function ``name``, which returns a group's sort key. Raises `ValueError` if there is none."""
+    """Return the selection order ``name``. Raises `ValueError` if this order does not exist."""
     return _find(ORDERS, name)
 
 
@@ -317,9 +317,9 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 class Window:
     """The deadlines of the groups that a partly filled batch may still take.
 
-    w is the batch's version. The batch must take some groups that are due early. It may take a group due at w + k only
-    if enough seats remain for the required groups that are due earlier. An excluded deadline stays excluded, so filling
-    a batch costs O(B·max_lag).
+    w is the batch's version. The batch must take some groups that are due early. So the batch may take a group due at
+    w + k only if enough seats remain for the required groups with an earlier deadline. An excluded deadline stays
+    excluded, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -344,8 +344,8 @@ def choose_batch(
 ) -> list[int]:
     """Choose ``seats`` groups for a batch, and return their ids.
 
-    ``ready`` maps each deadline to its stored groups, sorted by sort key. ``required[k]`` is how many of the groups due
-    at ``version + k`` or earlier the batch must take (`StalenessRule.required`). ``ready`` must hold enough groups.
+    ``ready`` maps each deadline to its stored groups, sorted by sort key. The batch must take at least ``required[k]``
+    of the groups due at ``version + k`` or earlier (`StalenessRule.required`). ``ready`` must hold enough groups.
 
     The `Window` keeps seats free for the required groups, so it limits the deadlines that the batch may still take.
     Until the batch is full, take the group with the smallest sort key among the groups with such deadlines.
@@ -370,9 +370,9 @@ def choose_batch(
 
 
 def _find(registry: Registry[Any], name: str) -> Any:
-    """Return the function ``name``. A user's function is wrapped, so any error in it becomes a `ReplayBufferError`.
+    """Return the function ``name``. If it is a user's function, its errors become `ReplayBufferError`.
 
-    Such an error fails one request, not the server.
+    Such an error fails one request, but not the server.
     """
     function = registry.get(name)
     if name in registry.names():

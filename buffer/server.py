@@ -115,14 +115,14 @@ class Service(Protocol):
         """Answer a request, now or later."""
 
     def settle(self) -> None:
-        """Do the work that follows after messages were handled, such as answering held requests."""
+        """Do the work that is due after the received messages, such as answering held requests."""
 
     def close(self) -> None:
         """Cancel every pending request."""
 
 
 class ServerSocket:
-    """Binds the control and the bulk socket and serves on them until `close`. Make an object on a running loop.
+    """Binds the control and the bulk socket, and serves requests until `close`. Make an object on a running loop.
 
     Every request gets a reply, which may be an error. Errors other than `AsyncRLError` are logged with a traceback.
 
@@ -163,7 +163,7 @@ class ServerSocket:
         self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
         if journal is not None and self.epoch != known:
             journal.write("epoch", self.epoch)
-            for name in ("address", "bulk_address"):  # another process may use these addresses now
+            for name in ("address", "bulk_address"):  # another process may use the earlier run's addresses
                 if journal.read(name):
                     journal.write(name, "")
         self._own_folder = ""
@@ -286,7 +286,7 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # a refused chunk is acknowledged too, or the client would wait
+                request_id = chunk.request_id  # acknowledge also a refused chunk: otherwise the client waits
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -324,7 +324,10 @@ class ServerSocket:
         return None if self._gate is None else self._gate.role_of(str(frame.get("User-Id")))
 
     def _admits(self, client: bytes, frame: zmq.Frame) -> bool:
-        """Return whether the server accepts the sender's key. Tell a client with an old key to read its keys again."""
+        """Return whether the server accepts the sender's key.
+
+        If the key is not the newest key of its role, tell the client to read its keys again.
+        """
         if self._gate is None:
             return True
         public = str(frame.get("User-Id"))
@@ -338,7 +341,7 @@ class ServerSocket:
 
     def _renew_keys(self) -> None:
         if self._gate is None:
-            raise ReplayBufferError("this buffer has no keys, see buffer.keys; there is nothing to replace")
+            raise ReplayBufferError("this buffer has no keys to replace; buffer.keys is empty")
         try:
             self._gate.renew(self._read_keys())
         except (OSError, ValueError) as error:
@@ -356,7 +359,7 @@ class ServerSocket:
             request.client = client
             self._handle(role, request, epoch)
         if len(requests) > 1:
-            self._flush()  # replies go out at once, so the client can prepare its next requests
+            self._flush()  # send the replies now, so the client can prepare its next requests
 
     def _handle(self, role: str | None, request: Message, epoch: str) -> None:
         name = "a request"
@@ -393,19 +396,19 @@ class ServerSocket:
     def _failure(self, what: str, error: Exception) -> ReplayBufferError:
         self._count("failed")
         logger.error("%s failed", what, exc_info=error)
-        return ReplayBufferError(f"the buffer failed at {what}: {type(error).__name__}: {error}; its log says more")
+        return ReplayBufferError(f"the buffer failed at {what}: {type(error).__name__}: {error}; see the server's log")
 
     def _on_burst_end(self) -> None:
         try:
             self._service.settle()
-        except Exception as error:  # noqa: BLE001 - the next call repeats the work
+        except Exception as error:  # noqa: BLE001 - the next burst of messages repeats the work
             self._failure("settling pending requests failed", error)
         self._flush()
 
     # Replies
 
     def send(self, client: bytes, message: Message) -> None:
-        """Send a message to a client, with the client's other replies, after all received messages are handled.
+        """Send a message to a client. Small messages are sent together, after all received messages are handled.
 
         A message with a payload is sent at once, so the client does not wait for replies to other requests.
         """
@@ -434,7 +437,7 @@ class ServerSocket:
                 peer.sender.push(answer.request_id, self._frames([answer]))
 
     def _frames(self, answers: list[Message]) -> list[Any]:
-        """Encode answers. If one of them cannot be encoded, all of them become errors."""
+        """Encode answers. If one answer cannot be encoded, all answers become errors."""
         try:
             return frames_of(self.epoch, answers)
         except (ValueError, TypeError, OverflowError) as error:
@@ -456,9 +459,9 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """Send frames. They are lost if the client has disconnected or does not read.
+        """Send frames. The frames are lost if the client has disconnected or does not read.
 
-        The client must then repeat its request.
+        The client must then repeat the request.
         """
         try:
             channel.send(frames)
@@ -479,7 +482,7 @@ class BufferServer:
         address: Address of the server.
         bulk_port: Port of large payloads; 0 for a Unix socket.
         counters: Returns counts of refused and undelivered messages.
-        lost: A future. It gets the error after which this server cannot continue.
+        lost: A future whose result is the error after which this server cannot continue.
         service: The object that answers the requests.
     """
 
@@ -528,7 +531,7 @@ class BufferServer:
         self._stores.close()
 
     def _check_stores(self, *numbers: int) -> None:
-        """Reconcile these stores with the ledger. Without ``numbers``, reconcile all stores."""
+        """Reconcile the stores ``numbers`` with the ledger. Without arguments, reconcile all stores."""
         for number in numbers or [n for n, address in enumerate(self._links.addresses) if address]:
             check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
             self._checks.add(check)

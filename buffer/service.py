@@ -110,13 +110,13 @@ class BufferService:
         self._offers.recover()
 
     def handle(self, request: Message) -> None:
-        """Handle one request of a client. If that raises an `AsyncRLError`, the error is the answer."""
+        """Handle one request of a client. If the handler raises an `AsyncRLError`, the error is the answer."""
         self._admission.heartbeats.hear(request.client, self._clock.time())
         kind = type(request.body)
         try:
             if request.client in self.ledger.account.buried:
                 raise DeclaredDead(
-                    f"{request.body.name} came from a worker that was declared dead and replaced; stop it"
+                    f"{request.body.name} came from a worker that was declared dead and replaced; stop this worker"
                 )
             if (handler := self._handlers.get(kind)) is None:
                 raise WireError(f"{request.body.name} is not an operation of this server")
@@ -172,7 +172,8 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                self._admission.grant_saved()  # first, because a batch may wait for a group with a saved prefix
+                # Queued groups with a saved prefix are leased first, because a batch may wait for such a group.
+                self._admission.grant_saved()
                 self._batches.make()
                 self._forget_finished()
                 self._intake.fill()
@@ -243,9 +244,9 @@ class BufferService:
     ) -> bool:
         """Handle a report that the store server number ``store`` lacks the trajectories of groups.
 
-        Stored groups that are lost are generated again. A leased group may have reserved bytes in the store, but no
-        trajectories there. Then the group's worker sends the trajectories again. A planned batch stays, because the
-        learner's ranks may already have its groups.
+        Lost stored groups are generated again. If a leased group has reserved bytes but no trajectories in the store,
+        the group's worker sends the trajectories again. A planned batch stays, because the learner's ranks may already
+        have the groups of the batch.
 
         Args:
             store: Number of the store server.
@@ -362,7 +363,7 @@ class BufferService:
                 "size and its digest of 16 bytes"
             )
         elif group is not None and not group.num_bytes:
-            raise StoreLost(f"group {put.key[0]} attempt {put.key[1]} is not in its store; send it again")
+            raise StoreLost(f"no store holds group {put.key[0]} attempt {put.key[1]}; send the group again")
         is_easy = not self._is_written_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(request, put, request.payload)
@@ -390,8 +391,7 @@ class BufferService:
     def on_release(self, request: Message, release: commands.Release) -> Answer:
         """End a lease (a worker's right to generate a group) without a result.
 
-        If the buffer has revoked the lease before, only count the attempt's tokens as dropped. Tokens that were counted
-        before do not count again.
+        If the buffer has already revoked the lease, only count the attempt's tokens as dropped. No token counts twice.
         """
         released = self.ledger.apply(release, sender=request.client)
         self._admission.ended(request.client, release)
@@ -427,13 +427,13 @@ class BufferService:
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # these clients will get newer weights
-            self._compact(is_urgent=False)  # compacting is cheap now, because the buffer holds few groups
+            self._admission.answer_outdated(except_for=self._offers.receivers)  # receivers get newer weights
+            self._compact(is_urgent=False)  # compacting is cheap after a commit, because the buffer holds few groups
         self._replies.answer(request, commands.Totals(self._totals()))
-        self._offers.show()  # after the reply, because offers may go to many engines
+        self._offers.show()  # sent after the reply to the commit, because offers may go to many engines
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
-        """Give up planned batches, because the learner's ranks did not find some of the groups in the stores.
+        """Undo planned batches, because the learner's ranks did not find some of the groups in the stores.
 
         The lost groups are generated again, and the batches are planned again.
         """
@@ -442,7 +442,7 @@ class BufferService:
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
         """Take the buffer back to a checkpoint. The learner has died, and continues from this checkpoint."""
-        self._forget_finished()  # done first, because the rewind may queue finished groups again
+        self._forget_finished()  # before the rewind, which may queue finished groups again
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._take_back(rewound)
@@ -615,7 +615,7 @@ class LedgerNotes:
 
     def _note_batch(self, outcome: Any) -> None:
         match outcome:
-            case outcomes.Planned():  # a repeated plan returns the same batch, unless a group was lost
+            case outcomes.Planned():  # a repeated plan has the same batch, except after a loss of groups
                 if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
                     self._planned[outcome.version] = outcome.group_ids
                     self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
@@ -649,7 +649,7 @@ class LedgerNotes:
                 event, details = GroupEvent.dropped, {"reason": outcome.reason}
             case PutResult.too_old:
                 event, details = GroupEvent.requeued, {"reason": VERSION_TOO_OLD}
-            case _:  # duplicate or late: an earlier event shows the end of the attempt
+            case _:  # a duplicate or late put: an earlier event has recorded the end of the attempt
                 return
         details |= {
             "newest": summary.newest_version,

@@ -108,8 +108,9 @@ class LoopClock:
 class Deadline:
     """One timer for the earliest of many changing deadlines.
 
-    If the earliest deadline moves later, the timer is not changed. So a message can move a deadline at no cost, but the
-    timer may fire early. Then ``on_due`` finds no passed deadline, and must call `at` with the next deadline.
+    The timer stays unchanged if the earliest deadline moves to a later time. So a message can move a deadline at no
+    cost, but the timer may fire early. Then ``on_due`` finds no passed deadline, and must call `at` with the next
+    deadline.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -141,8 +142,8 @@ class Deadline:
 class Channel:
     """A ZMQ socket on the event loop. It passes received messages to a callback, and sends without blocking.
 
-    The event loop calls ``on_message`` with the frames of each message. It calls ``on_burst_end`` when no more messages
-    wait, or after 64 messages. `close` also closes the socket.
+    The event loop calls ``on_message`` with the frames of each message. It calls ``on_burst_end`` when all received
+    messages are handled, or after 64 messages. `close` also closes the socket.
     """
 
     def __init__(
@@ -163,7 +164,7 @@ class Channel:
     def send(self, frames: Sequence[Any]) -> None:
         """Send a message, given as a sequence of frames, without blocking.
 
-        Raises `zmq.ZMQError` if the peer is unknown, or its queue is full.
+        Raises `zmq.ZMQError` if the peer is unknown, or if the peer's queue is full.
         """
         last = len(frames) - 1
         for i, frame in enumerate(frames):
@@ -325,25 +326,25 @@ class ChunkReceiver:
         """
         message = self._messages.pop(chunk.request_id, None) or _IncompleteMessage()
         self._num_bytes -= message.num_bytes
-        if chunk.index == 0:  # the peer sends the message again from its beginning
+        if chunk.index == 0:  # a new message, or the first chunk of a message that the peer sends again
             message = _IncompleteMessage()
         if chunk.index != message.num_chunks:
-            raise WireError(f"chunk {chunk.index} of request {chunk.request_id} came after {message.num_chunks} others")
+            raise WireError(f"expected chunk {message.num_chunks} of request {chunk.request_id}, got {chunk.index}")
         message.frames += chunk.frames
         message.num_chunks += 1
         message.num_bytes += sum(map(len, chunk.frames))
         if self._num_bytes + message.num_bytes > self._max_bytes:
             raise WireError(
                 f"request {chunk.request_id} and the other incomplete requests of this client have more than "
-                f"{self._max_bytes} bytes, the larger of buffer.max_prompt_bytes and buffer.max_stored_bytes; raise "
-                "that limit, or send less at once"
+                f"{self._max_bytes} bytes (the larger of buffer.max_prompt_bytes and buffer.max_stored_bytes); raise "
+                "that limit, or send smaller requests"
             )
         if chunk.index + 1 == chunk.count:
             return message.frames
         if len(self._messages) >= _MAX_INCOMPLETE or len(message.frames) > _MAX_INCOMPLETE_FRAMES:
             raise WireError(
                 f"request {chunk.request_id} has more than {_MAX_INCOMPLETE_FRAMES} frames, or its client has more "
-                f"than {_MAX_INCOMPLETE} incomplete requests; send one request after the other"
+                f"than {_MAX_INCOMPLETE} incomplete requests; send smaller requests, or wait for the replies"
             )
         self._messages[chunk.request_id] = message
         self._num_bytes += message.num_bytes
@@ -355,7 +356,7 @@ class ChunkReceiver:
         self._num_bytes = 0
 
 
-_FILES_PER_CLIENT = 2  # the control and the bulk connection
+_FILES_PER_CLIENT = 2  # one for the control connection and one for the bulk connection
 _FILES_PER_LINK = 8
 _SOCKETS_PER_LINK = 6
 """ZMQ sockets per link to a server: two connections, each with its socket and both ends of its monitor."""
@@ -366,7 +367,7 @@ def client_context() -> zmq.Context[Any]:
     """Return the ZMQ context of this process. It allows more sockets than ZMQ's default of 1023."""
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
-        context.set(zmq.MAX_SOCKETS, most)  # ZMQ ignores this after it made the first socket
+        context.set(zmq.MAX_SOCKETS, most)  # has no effect after the first socket of the context
     return context
 
 
@@ -454,8 +455,8 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # ZMQ's thread and the thread of `_Refusals` both call accept(). If the thread of `_Refusals` takes the last
-        # waiting connection, ZMQ's thread must not block.
+        # ZMQ's thread and the thread of `_Refusals` both call accept(). A blocking accept() of ZMQ's thread could wait
+        # for a connection that the other thread has taken.
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
@@ -530,12 +531,12 @@ class _Connections:
                                 self._max_bytes,
                             )
                             connection.shutdown(socket.SHUT_RDWR)
-                except OSError:  # the connection has just been closed
+                except OSError:  # the peer or ZMQ has just closed the connection
                     self._since.pop(descriptor, None)
 
 
 def _bytes_received(connection: socket.socket) -> int:
-    """Return ``tcpi_bytes_received`` of tcp(7); 0 on a kernel that does not report it."""
+    """Return ``tcpi_bytes_received`` of tcp(7); 0 if the kernel does not report this value."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0] if len(info) >= _TCP_INFO_BYTES else 0
 

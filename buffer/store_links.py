@@ -139,7 +139,7 @@ class StoreJoins:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer each held `StoreWanted` request with a worker's host that is not in ``known``, if there is one."""
+        """Answer held `StoreWanted` requests with the name of a worker's host that is not in ``known``."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)
@@ -181,7 +181,7 @@ class StoreJoins:
         """Drop a store that the controller declares lost."""
         links, stores = self._joining(), self._ledger.groups.space.stores
         if drop.store >= len(stores):
-            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have")
+            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have joined")
         dropped = self._ledger.apply(drop)
         if dropped.is_new:
             links.disconnect(drop.store)

@@ -112,11 +112,11 @@ class StoreService:
     def _check_size(self, size: int) -> None:
         if size > self._limit:
             raise ReplayBufferError(
-                f"a group of {size} bytes is larger than buffer.max_stored_bytes={self._limit}; raise it"
+                f"a group of {size} bytes exceeds buffer.max_stored_bytes={self._limit}; raise this limit"
             )
 
     def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
-        """Store the trajectories of an attempt, unless they are stored already or the attempt has ended."""
+        """Store the trajectories of an attempt. Ignore a repetition, and trajectories of an ended attempt."""
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
         if not self._is_wanted(key):
@@ -124,7 +124,7 @@ class StoreService:
             return Done()
         if self._held_bytes(key) + size > self._limit:
             raise StoreFull(
-                f"{size} bytes do not fit: {self._payloads.num_bytes} are stored, and the limit is {self._limit}"
+                f"{size} bytes do not fit: {self._payloads.num_bytes} bytes are stored, and the limit is {self._limit}"
             )
         self._reserved[key] = size
         then = partial(self._store, request, key)
@@ -138,7 +138,7 @@ class StoreService:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
-        """Return whether this attempt can still need a payload: it has not ended, and its payload is not stored."""
+        """Return whether the store needs the attempt's payload. False for an ended attempt and for a stored payload."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
@@ -156,7 +156,7 @@ class StoreService:
             self._replies.fail(request, failure)
 
     def _keep(self, key: Key, payload: Frames) -> None:
-        """Keep a payload. If it is on disk and fits in memory, read it. Raises `OSError` if it cannot be read."""
+        """Keep a payload. Read a payload on disk if it fits in memory. Raises `OSError` if the read fails."""
         self._payloads.put(key, in_memory(payload) if self._fits_in_memory(size_of(payload)) else payload)
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))
@@ -203,7 +203,7 @@ class StoreService:
     def on_save_part(self, request: Message, save: commands.SavePart) -> None:
         """Write the payloads that this store has now, as its files of a checkpoint.
 
-        The answer follows when the files are on the disk.
+        The server answers when the files are on the disk.
         """
         held = (("payload", number_of(key), frames) for key, frames in self._payloads)
         self._pending.wait(request, lambda: self._parts.write(Path(save.path), values={}, snapshot=None, frames=held))
@@ -232,7 +232,7 @@ class StoreService:
             del self._reserved[key]
 
     def _write_removals(self) -> None:
-        """Record dropped payloads in the journal. After a failed write, the next call records them."""
+        """Record dropped payloads in the journal. After a failed write, the next call tries again."""
         if self._journal is None or not self._unwritten_removals:
             return
         try:

@@ -21,7 +21,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """Return the XXH3 digest of a payload, 16 bytes. It does not depend on how the payload is divided into frames."""
+    """Return the XXH3 digest of a payload, 16 bytes. The division of the payload into frames has no effect."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
@@ -56,16 +56,16 @@ class FrameTable(Generic[Key]):
         self._count(*self._frames[key], 1)
 
     def get(self, key: Key) -> Frames:
-        """Return the frames of a key; an empty sequence if the table has none."""
+        """Return the frames of a key; an empty sequence for an unknown key."""
         return self._frames.get(key, ((), 0))[0]
 
     def remove(self, key: Key) -> None:
-        """Remove the frames of a key, if any."""
+        """Remove the frames of a key. An unknown key is ignored."""
         if key in self._frames:
             self._count(*self._frames.pop(key), -1)
 
     def move_to(self, other: "FrameTable[Key]", key: Key) -> None:
-        """Move the frames of a key, if any, to another table."""
+        """Move the frames of a key to another table. An unknown key is ignored."""
         if key in self:
             other.put(key, *self._frames[key])
             self.remove(key)
@@ -83,8 +83,8 @@ class PayloadStore:
 
     Args:
         max_prompt_bytes: Bound on the prompts of groups that are not stored yet, in bytes.
-        remove_elsewhere: A function that tells the store servers to drop trajectories. Each call of `forget` that drops
-            something calls it with the same arguments. None if this server itself holds the trajectories.
+        remove_elsewhere: A function that tells the store servers to drop trajectories. `forget` calls this function
+            with its own arguments. None if this server itself holds the trajectories.
         max_memory_bytes: Bound on trajectories and saved prefixes in memory, in bytes; 0 means no bound. Trajectories
             that exceed the bound stay on disk.
     """
@@ -204,11 +204,12 @@ class PayloadStore:
         limit = self.max_prompt_bytes
         if size > limit:
             raise ReplayBufferError(
-                f"{size} bytes of prompts exceed buffer.max_prompt_bytes={limit}; raise it, or enqueue fewer at once"
+                f"{size} bytes of prompts exceed buffer.max_prompt_bytes={limit}; raise this limit, or enqueue fewer "
+                "prompts per call"
             )
         held = self.prompts.num_bytes + num_waiting_bytes
         if held + size > limit:
             raise StoreFull(
-                f"{size} bytes of prompts do not fit: {held} are held, and buffer.max_prompt_bytes is {limit}; the "
-                "client sends the prompts again when groups are stored or finished"
+                f"{size} bytes of prompts do not fit: {held} bytes are in use, and buffer.max_prompt_bytes is {limit}; "
+                "the client sends the prompts again when groups are stored or finished"
             )

@@ -113,23 +113,23 @@ class HeldRequests:
     def hold(self, request: Message) -> None:
         """Hold a request until it is answered or its time is over.
 
-        If the client sends a held request again, with the same id, the new copy replaces the held copy. Raises
-        `ReplayBufferError` if too many requests are held.
+        A repeated request with the same id replaces the held request. Raises `ReplayBufferError` if too many requests
+        are held.
         """
         key = request.client, request.request_id
         self.remove(*key)
         num_of_client = len(self._by_client.get(request.client, ()))
         if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
             raise ReplayBufferError(
-                f"this client already has {num_of_client} waiting requests of this operation (at most "
-                f"{_MAX_PER_CLIENT}), and all clients have {len(self)} (at most {_MAX_IN_ALL}); send fewer at once"
+                f"too many requests of this operation wait: {num_of_client} of this client (at most "
+                f"{_MAX_PER_CLIENT}), {len(self)} of all clients (at most {_MAX_IN_ALL}); send fewer requests at once"
             )
         self._timers[key] = asyncio.get_running_loop().call_later(self._hold_s, self.answer, self._late, [request])
         self._requests[key] = self._by_client.setdefault(request.client, {})[request.request_id] = request
         self.num_bytes += size_of(request.payload)
 
     def remove(self, client: bytes, request_id: int) -> Message | None:
-        """Remove a held request, and return it; None if it is not held."""
+        """Remove a held request, and return the request; None if the request is not held."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
@@ -269,11 +269,11 @@ class PromptIntake:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
-        self._outcomes: deque[GroupSummary] | None = None  # None until the controller asks for finished groups
+        self._outcomes: deque[GroupSummary] | None = None  # None before the first request with ``wants_outcomes``
         self.close = self._held.close
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the metadata of a finished group for the next answer to the controller, if the controller wants it."""
+        """Keep the metadata of a finished group for the next answer to the controller (`Enqueue.wants_outcomes`)."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
@@ -299,7 +299,7 @@ class PromptIntake:
         A request without prompts only asks for finished groups, and is answered at once.
         """
         if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
-            raise WireError("enqueue must name one group per prompt")
+            raise WireError("enqueue must have one group id per prompt, and the frames of all prompts")
         if enqueue.wants_outcomes and self._outcomes is None:
             self._outcomes = deque(maxlen=_MAX_REMEMBERED)
         if not enqueue.group_ids:
@@ -323,7 +323,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # removed after the journal's write: prompts of a failed write must stay held
+            for _ in chosen:  # only after the journal's write, because prompts of a failed write must stay held
                 request.body.popleft()
             if request.body:
                 return
@@ -404,7 +404,7 @@ class Admission:
     def answer_outdated(self, *, except_for: Container[bytes]) -> None:
         """After a commit, answer `NothingYet` to the workers whose weights are too old for any group.
 
-        Clients in ``except_for`` (client ids) get no answer now, because newer weights will wake them.
+        Clients in ``except_for`` (client ids) get no answer now, because these clients will get newer weights.
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
@@ -418,10 +418,10 @@ class Admission:
         return {version for version in versions if self._ledger.admits(version)}
 
     def grant(self) -> None:
-        """Let faster workers take running groups over from slow ones. Then grant leases until no more group may begin.
+        """Let faster workers take over running groups of slow workers. Then grant leases until no group may begin.
 
-        Slow workers come last. Otherwise the worker with the fewest groups comes first, and workers with equally many
-        groups take turns.
+        Slow workers come last. Among the other workers, the worker with the fewest groups comes first. Workers with
+        equally many groups take turns.
         """
         now = self.clock.time()
         self._paces.look(now)
@@ -463,10 +463,10 @@ class Admission:
                 if request.version in versions and self._grant_one(request, served, now):
                     heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
-        finally:  # earlier grants are answered even if a later write to the journal fails
+        finally:  # if the journal's write of a lease fails, the leases that were granted before still reach the workers
             for request in served:
                 self._held.remove(request.client, request.request_id)
-                # The granted leases are remembered: the answer may be lost, and the worker then repeats its request.
+                # Remember the leases: the answer may be lost, and then the worker repeats the request.
                 self._granted[request.client, request.request_id] = request.granted
                 if len(self._granted) > _MAX_REMEMBERED:
                     self._granted.popitem(last=False)
@@ -475,7 +475,7 @@ class Admission:
     def _num_free(self, request: WaitingWorker, now: float) -> int:
         """Return how many further leases a worker's request may get.
 
-        Returns 0 if the engine's weights are from before the learner last went back to a checkpoint.
+        Returns 0 if the learner has gone back to a checkpoint since it made the engine's weights.
         """
         if request.incarnation != self._ledger.incarnation:
             return 0
@@ -503,7 +503,7 @@ class Admission:
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
         """Return the fastest worker that may take over ``group``, or None.
 
-        Only workers whose engine serves one of ``versions`` may take it over.
+        Only workers whose engine serves one of ``versions`` may take over the group.
         """
         paces = [
             (self._paces.usual_pace(request.client, now), request.client)
@@ -516,7 +516,7 @@ class Admission:
         return taker if self._paces.is_slow(group.worker, usual) else None
 
     def ended(self, client: bytes, command: commands.Put | commands.Release) -> None:
-        """Record that a worker stored or released a group, or that a filter dropped it."""
+        """Record that a worker stored or released a group, or that a filter dropped the group."""
         if isinstance(command, commands.Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
@@ -662,7 +662,7 @@ class BatchRequests:
         is_idle = not (groups.num_queued or groups.num_leased or groups.num_planned)
         if is_idle and self._ledger.account.groups_dropped and groups.num_stored < num_wanted:
             raise ReplayBufferError(
-                f"{self._stored()}, no prompts are queued and nothing runs; {self._dropped()}. Enqueue more prompts"
+                f"{self._stored()}, no prompts are queued and no groups run; {self._dropped()}; enqueue more prompts"
             )
         return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 
@@ -684,8 +684,8 @@ class BatchRequests:
     def _filtered(self) -> str:
         number = self._ledger.account.filtered_in_a_row
         return (
-            f"{self._stored()}, and buffer.filters dropped the last {number} that were finished; {self._dropped()}. "
-            "Look at the rewards, take other prompts or filters, or raise buffer.max_filtered_steps"
+            f"{self._stored()}, and buffer.filters dropped the last {number} finished groups; {self._dropped()}. "
+            "Check the rewards, use other prompts or filters, or raise buffer.max_filtered_steps"
         )
 
     def _stored(self) -> str:
@@ -695,7 +695,7 @@ class BatchRequests:
 
     def _dropped(self) -> str:
         dropped = self._ledger.account.groups_dropped
-        return "dropped in all: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
+        return "dropped in total: " + ", ".join(f"{number} for {reason}" for reason, number in dropped.items())
 
     def fail(self, size: int) -> None:
         """Fail every pending request for a batch, because the stores cannot hold a batch.
@@ -705,7 +705,8 @@ class BatchRequests:
         ledger = self._ledger
         self._held.fail_all(
             StoreFull(
-                f"buffer.max_stored_bytes={ledger.room.max_bytes} cannot hold a batch: {ledger.groups.num_stored} "
-                f"groups fill it, {ledger.rule.groups_per_step} are needed, the next has {size} bytes; raise it"
+                f"buffer.max_stored_bytes={ledger.room.max_bytes} cannot hold a batch: {ledger.groups.num_stored} of "
+                f"{ledger.rule.groups_per_step} groups are stored, and the next group of {size} bytes does not fit; "
+                "raise this limit"
             )
         )

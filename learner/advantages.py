@@ -286,7 +286,7 @@ def generalized_advantages(
 
 
 def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
-    """Return [M] float64: for each token, the discounted sum of the rewards from it to its trajectory's end.
+    """Return [M] float64: for each token, the discounted sum of the rewards from this token to the trajectory's end.
 
     ``rewards`` [M] has one reward per policy token. ``lengths`` [B] int64 is the number of policy tokens of each
     trajectory. Example: rewards 1, 0, 4 of one trajectory with gamma 0.5 give 2, 2, 4.
@@ -388,7 +388,7 @@ class BatchAdvantages:
         if len(self._by_number) > 1 and any(is_token_level(one) or is_turn_level(one) for one in self._by_number):
             raise ValueError(
                 "algorithm.advantage_by_source needs estimators with one reward per trajectory, got a token-level or "
-                f"turn-level one in {[algorithm.advantage, *algorithm.advantage_by_source.values()]}; name another"
+                f"turn-level estimator in {[algorithm.advantage, *algorithm.advantage_by_source.values()]}; replace it"
             )
         self.kl_coefficient = AdaptiveKLCoefficient(
             initial=algorithm.kl_reward_coef, target=algorithm.kl_target, horizon=algorithm.kl_horizon
@@ -432,8 +432,8 @@ class BatchAdvantages:
             each = self._over_the_batch(outcomes.index_add(0, of_token, penalties, alpha=-1), keys)
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
-        # The trajectory's reward includes the rewards of its turns. Subtract them here, because each turn's reward goes
-        # to the last token of the turn.
+        # The trajectory's reward includes the rewards of its turns.
+        # Subtract the rewards of the turns, because each of them goes to the last token of its turn.
         outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1

@@ -114,7 +114,7 @@ class PackedLayout:
         """The padded batches for torch's ``scaled_dot_product_attention`` (SDPA), one per call.
 
         Layers without a variable-length kernel use these batches. If the sequences are sorted by length, longest first,
-        at most a quarter of a batch is padding, or `FREE_PADDING_TOKENS` if this number is larger than a quarter.
+        at most a quarter of a batch is padding. A batch with at most `FREE_PADDING_TOKENS` may have a larger share.
         """
         sizes = np.asarray(self.lengths)
         starts = np.cumsum(sizes) - sizes
@@ -180,7 +180,7 @@ def packed_layout(
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Divide neighboring sequences among padded batches. Return [first, last) of each batch."""
+    """Divide neighboring sequences among padded batches. Return the range [first, last) of each batch."""
     tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
     if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
         tolerance, free = 0.0, 0
@@ -260,7 +260,7 @@ def packed_attention(
         packed: Layout of the sequences of all ranks.
         scaling: Factor on the scores; None is D ** -0.5.
         dropout: Dropout of the attention weights.
-        sliding_window: A token attends to this many tokens, including itself; None means all tokens before it.
+        sliding_window: A token attends to this many tokens, including itself; None means no window.
         extra: Other arguments of the model. ``s_aux`` [H] are attention sinks (GPT-OSS). ``softcap`` c replaces each
             score s by c · tanh(s / c) (Gemma 2, arXiv 2408.00118).
 
@@ -272,12 +272,11 @@ def packed_attention(
     """
     cap = extra.get("softcap")
     if cap is not None and extra.get("s_aux") is not None:
-        raise ValueError(f"packed attention takes sinks or a soft cap, got both in {type(module).__name__}")
+        raise ValueError(f"packed attention supports sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
     # With attention sinks, a layer with activation checkpointing computes its attention again in the backward pass.
-    # ``_layer.attend`` would keep the result, and also the inputs of the SDPA calls. With sinks, these inputs are
-    # enlarged copies of the keys and values, and need several times as much memory.
+    # Keeping its inputs would need several times the memory, because sinks enlarge the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -469,7 +468,7 @@ def _blocks(
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Add a key that all tokens attend to. Its score is the head's sink, and its value is zero.
+    """Add one key for all tokens. Its score is the head's sink, and its value is zero.
 
     Queries and keys get eight more dimensions, because GPU kernels need a multiple of eight. The first new dimension
     holds the sink in a query, 1 in the added key, and 0 in the other keys. The other seven hold 0.

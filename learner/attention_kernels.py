@@ -139,7 +139,7 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     remedy = "use learner.attention=auto"
     try:
         _function(kernel)
-    except Exception as error:  # a package for another version of torch may raise OSError and others
+    except Exception as error:  # a package for another version of torch may raise OSError or other errors
         raise ValueError(
             f"learner.attention={kernel} needs {module}.{function}, which cannot be imported "
             f"({type(error).__name__}: {error}); {remedy}"
@@ -227,7 +227,7 @@ def call_kernel(
         starts: [number of sequences + 1] int32, start of each sequence, then the end of the last.
         longest: Number of tokens of the longest sequence.
         scale: Factor on the scores; None is D ** -0.5.
-        window: A token attends to this many tokens, including itself; None means all tokens before it.
+        window: A token attends to this many tokens, including itself; None means no window.
         soft_cap: Soft cap of the scores, or None. The kernel must support it (`takes_soft_cap`).
 
     Returns:

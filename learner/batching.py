@@ -43,9 +43,8 @@ def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
         A list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
         Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # Each entry of the heap is a partition, a tuple of three values. The first is the difference between the largest
-    # and the smallest part. It is negative, because heapq pops the smallest entry. The second value breaks ties. The
-    # third lists the non-empty parts, the largest part first.
+    # A heap entry is a partition: its negative spread, a number to break ties, and its non-empty parts, largest first.
+    # The spread is the difference between the largest and the smallest part. heapq pops the largest spread first.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]

@@ -74,8 +74,8 @@ class ShardedCheckpointer:
         # A background save needs its own process group, so that its collectives do not mix with those of training.
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
-        # The stager of torch.distributed.checkpoint (DCP) copies the state to the host. On a GPU, all saves use the
-        # same stager, because allocating its page-locked memory takes longer than the copy.
+        # The stager of torch.distributed.checkpoint (DCP) copies the state to the host.
+        # On a GPU, all saves use the same stager: allocating its page-locked memory takes longer than the copy.
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
@@ -160,7 +160,7 @@ class ShardedCheckpointer:
                     random_state.update(torch.load(saved, weights_only=True))
                 else:
                     logger.warning(
-                        "%s has a pickled random state, which is not read; the random state starts anew", path
+                        "%s has a pickled random state, which is not read; the run begins with a new random state", path
                     )
 
         remedy = "name an older checkpoint, or check that it has the same model and learner.lora options"
@@ -200,17 +200,17 @@ class ShardedCheckpointer:
         write_progress(partial, progress)
 
     def _conclude(self, written: Future[Any], final: Path, pending: Future[None], keep: int) -> None:
-        """Finish a save in the writing thread."""
+        """Finish a save. The thread that writes the files calls this."""
         try:
             written.result()
             if dist.get_rank() == 0:
-                # A background thread writes configuration and tokenizer, so training need not wait for these files.
+                # This thread writes configuration and tokenizer, so that training does not wait for these files.
                 described = partial_path(final) / HUGGING_FACE
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)
                 put_in_place(final)
                 keep_newest(final, keep)
-        except BaseException as error:  # noqa: BLE001 - raised by `finish`
+        except BaseException as error:  # noqa: BLE001 - `finish` raises this error
             pending.set_exception(error)
         else:
             pending.set_result(None)
@@ -221,7 +221,7 @@ class ShardedCheckpointer:
             action()
         except CheckpointException as fault:  # DCP raises the same BaseException on all ranks
             error = first_failure(fault)
-        except Exception as fault:  # noqa: BLE001 - raised below, on all ranks
+        except Exception as fault:  # noqa: BLE001 - the error is raised below, on all ranks
             error = _in_one_line(dist.get_rank(), fault)
         errors = gather_values(error, str, self._group)
         if any(errors):
@@ -263,7 +263,7 @@ def _in_one_line(rank: int, fault: BaseException) -> str:
 
 def _random_state() -> dict[str, Any]:
     cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    state: Any = np.random.get_state()  # numpy returns a tuple by default; the annotation also allows a dict
+    state: Any = np.random.get_state()  # `get_state` returns a tuple here, but its annotation also allows a dict
     kind, keys, *rest = state
     plain = (kind, torch.from_numpy(keys.astype(np.int64)), *rest)
     return {"python": random.getstate(), "numpy": plain, "torch": torch.get_rng_state(), "cuda": cuda}

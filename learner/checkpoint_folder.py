@@ -29,7 +29,7 @@ _PROGRESS = "progress.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedProgress:
-    """The JSON values of a checkpoint that a run needs to resume.
+    """What a run needs to resume from a checkpoint, besides tensors. The values are stored as JSON.
 
     Attributes:
         version: Policy version of the weights.
@@ -76,14 +76,14 @@ def unfinished_checkpoints(directory: Path) -> list[Path]:
 
 
 def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
-    """Write ``progress`` (values that a run needs to resume) into the checkpoint's folder, as JSON."""
+    """Write ``progress`` into the checkpoint's folder, as JSON."""
     (checkpoint / _PROGRESS).write_text(json.dumps(asdict(progress)))
 
 
 def read_progress(checkpoint: Path) -> SavedProgress:
-    """Return the values of a checkpoint that a run needs to resume.
+    """Return the `SavedProgress` of a checkpoint.
 
-    Raises `ValueError` if the file with the values is missing, damaged, or from another version of asyncrl.
+    Raises `ValueError` if the file is missing, damaged, or from another version of asyncrl.
     """
     try:
         return SavedProgress(**json.loads((checkpoint / _PROGRESS).read_text()))
@@ -114,13 +114,13 @@ def newest_checkpoint(path: Path) -> Path | None:
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Return the paths of a folder's complete checkpoints, oldest first.
 
-    A complete checkpoint lacks none of its parts. A part, such as ``critic``, is the state of another component.
+    A complete checkpoint has all of its parts. A part, such as ``critic``, is the state of another component.
     """
     return [path for path, progress in saved_checkpoints(directory).items() if not _missing(path, progress)]
 
 
 def saved_checkpoints(directory: Path) -> dict[Path, SavedProgress]:
-    """Return the values of each checkpoint of `named_checkpoints`, by path, oldest first.
+    """Return the `SavedProgress` of each checkpoint of `named_checkpoints`, by path, oldest first.
 
     A running training may remove checkpoints during the call. These checkpoints are left out. Raises the errors of
     `read_progress` for the other checkpoints.
@@ -174,7 +174,7 @@ def _version(checkpoint: Path) -> int:
 def put_in_place(final: Path) -> None:
     """Rename a written checkpoint to its final name ``final``. Remove an older checkpoint of that name.
 
-    A process that calls `named_checkpoints` meanwhile may give the older checkpoint its name back.
+    During this call, a process that calls `named_checkpoints` may give the older checkpoint its name back.
     """
     replaced = final.with_name(f".{final.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
@@ -192,7 +192,7 @@ def put_in_place(final: Path) -> None:
 
 
 def lineage_of(checkpoint: Path) -> str:
-    """Return the random name of the run that saved a checkpoint; empty if no run saved it.
+    """Return the random name of the run that saved a checkpoint; empty for a checkpoint without a run.
 
     A resumed run keeps its name. Raises the errors of `read_progress`.
     """

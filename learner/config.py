@@ -12,7 +12,7 @@ RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
 
 
 class Device(StrEnum):
-    """The kind of device that the learner computes on. ``auto`` selects CUDA if torch finds a GPU."""
+    """The kind of device for the learner's computation. ``auto`` selects CUDA if torch finds a GPU."""
 
     auto = "auto"
     cpu = "cpu"
@@ -161,7 +161,7 @@ _SPLIT = (
     "algorithm.correction was split into algorithm.anchor, algorithm.weight and algorithm.masks. Write correction="
     "decoupled_ppo for untruncated, correction=tis for token_truncated, correction=icepop for token_masked, "
     "algorithm.masks=[k3] for sequence_rejected, algorithm.anchor=proximal algorithm.weight=sequence for "
-    "sequence_truncated; leave out none"
+    "sequence_truncated; remove correction=none"
 )
 _BOUNDS = "the bounds are now algorithm.weight_cap, token_band, sequence_band, geometric_band and k3_max"
 
@@ -180,7 +180,7 @@ class AlgorithmConfig:
     """Options of the algorithm: advantages, loss, KL penalty and off-policy correction.
 
     Attributes:
-        groups_per_step: B, the number of prompt groups that one learner step trains on.
+        groups_per_step: B, the number of prompt groups per learner step.
         samples_per_prompt: G, the number of rollouts per prompt.
         num_mini_batches: Number of optimizer updates per learner step. Each update trains on a part of the samples.
         advantage: Advantage estimator: ``grpo``, ``grpo_no_std``, ``dr_grpo``, ``rloo``, ``leave_one_out_batch``,
@@ -299,7 +299,7 @@ class AlgorithmConfig:
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether the rollout workers also decode one greedy response per prompt. It is scored but not trained on."""
+        """Whether the rollout workers also decode one greedy response per prompt. The learner uses only its reward."""
         return self.advantage == "remax"
 
     def __post_init__(self) -> None:

@@ -33,7 +33,7 @@ collectives would cost more time than they save by their overlap with computatio
 
 
 def choose_device(device: Device) -> torch.device:
-    """Return the device that this rank computes on. ``device`` is the option ``learner.device``.
+    """Return the device for the computation of this rank. ``device`` is the option ``learner.device``.
 
     Raises `ValueError` if the option is ``cuda`` and torch does not find a GPU.
     """
@@ -60,7 +60,7 @@ class ParameterTypes:
 
 
 def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTypes:
-    """Return the dtypes for computation and storage that ``learner.dtype`` and ``learner.frozen_dtype`` ask for.
+    """Return the dtypes for computation and storage that ``learner.dtype`` and ``learner.frozen_dtype`` select.
 
     ``auto`` depends on the device. Raises `ValueError` if the GPU does not support bfloat16.
     """
@@ -342,7 +342,7 @@ def drop_gradients(model: nn.Module) -> None:
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers inside a module, in order.
 
-    Each layer is compiled as one unit. It is sharded as one unit if it has at least `MIN_UNIT_NUMEL` parameters.
+    Each layer is compiled as one unit. It is also sharded as one unit if it has at least `MIN_UNIT_NUMEL` parameters.
     """
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     names = {name for module in inner for name in module._no_split_modules or ()}

@@ -61,7 +61,7 @@ def centered(values: Tensor, group: Tensor, counts: Tensor, *, weights: Tensor |
 
 
 def smallest_deviation(largest_value: Tensor) -> Tensor:
-    """Return the smallest standard deviation by which a group's differences from its mean may be divided.
+    """Return the smallest allowed standard deviation of a group. This value replaces smaller deviations.
 
     ``largest_value`` is the group's largest absolute value.
     """

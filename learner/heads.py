@@ -142,7 +142,7 @@ class ValueHead(PackedHead):
     """Computes the critic's value before each token in the loss.
 
     The critic's model is a token classifier, which may have dropout before its last layer. This head does not apply the
-    dropout. With dropout, the values in training would differ from the values that the returns were computed from.
+    dropout. With dropout, the values in training would differ from the values used for the returns.
     """
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
@@ -213,7 +213,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss, so each rank already has the whole gradient of its tokens. It needs no sum.
+    # All sp ranks compute the same loss, so each rank already has the whole gradient of its tokens, without a sum.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -310,8 +310,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
         factor = _factor(weight)
         by_log_prob = (torch.zeros_like(normalizer) if grad_log_probs is None else grad_log_probs) / ctx.temperature
         by_entropy = None if grad_entropy is None else grad_entropy / ctx.temperature
-        # One matrix product covers several chunks, because each product reads and writes the gradient of the whole
-        # weight.
+        # One matrix product covers several chunks, because each product reads and writes the whole weight gradient.
         step = max(1, WEIGHT_CHUNK_TOKENS // ctx.chunk) * ctx.chunk if multiplies_halves(hidden) else ctx.chunk
         left = hidden.new_empty(min(step, len(hidden)), len(weight)) if to_weight and step > ctx.chunk else None
         for start in range(0, len(hidden), ctx.chunk):
@@ -346,7 +345,7 @@ class _ChunkedLogProbs(torch.autograd.Function):
 def multiplies_halves(tensor: Tensor) -> bool:
     """Return whether products of this tensor are computed in half precision with float32 results.
 
-    This needs a tensor in half precision on a GPU. The CPU does not support it.
+    This needs a tensor in half precision on a GPU. The CPU does not support such products.
     """
     return tensor.is_cuda and tensor.dtype is not torch.float32
 

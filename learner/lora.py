@@ -38,7 +38,7 @@ _PEFT_PREFIX = "base_model.model."
 
 
 def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dtype = torch.float32) -> None:
-    """Add low-rank adapters to a model, and freeze all other weights. `fill_adapters` later sets their values.
+    """Add low-rank adapters to a model, and freeze all other weights. `fill_adapters` sets the adapters' values later.
 
     The model must be on the meta device. The rank must be > 0. The adapters are stored in ``dtype``. Expert tensors do
     not get adapters; the log names them. Raises `ValueError` if a target is not the name of a linear layer.

@@ -73,8 +73,8 @@ class LossInputs(TokenInputs):
     def proximal_logprobs(self) -> Tensor:
         """Log-probs of the tokens under the policy before the learner step, [M], without gradient.
 
-        If a step has several updates, the learner must compute these log-probs before the first update. It computes
-        them only if an option requires it. Otherwise this property raises `ValueError`.
+        If a step has several updates, the learner must compute these log-probs before the first update. The learner
+        computes them only if an option requires them. Otherwise this property raises `ValueError`.
         """
         if "proximal_logprobs" not in self.columns and self.is_proximal:
             return self.log_probs.detach()
@@ -105,7 +105,7 @@ class LossTerms:
 
     Attributes:
         per_token: [M] float32, the loss of each token, with gradient.
-        metrics: [M] float32 by name, without gradient. The learner reports each metric's mean over the batch's tokens.
+        metrics: [M] by name, without gradient. The learner reports each metric's mean over the batch's tokens.
     """
 
     per_token: Tensor
@@ -132,7 +132,7 @@ def by_token(loss: PolicyLoss) -> PolicyLoss:
 def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
     """Return the tokens' log-probs under the policy that ``algorithm.anchor`` names, [M].
 
-    This is the policy that sampled the token (``behavior``), or the policy before the step (``proximal``).
+    ``behavior`` is the policy that sampled the token. ``proximal`` is the policy before the learner step.
     """
     return inputs.columns["behavior_logprobs"] if config.anchor is Anchor.behavior else inputs.proximal_logprobs
 
@@ -420,8 +420,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
-        # In a step's first update, the policy is still the proximal policy, so its log-probs may replace the column
-        # ``proximal_logprobs``. Later updates of the step need the column.
+        # In the first update of a step, the policy's own log-probs may replace the column ``proximal_logprobs``.
+        # Later updates of the step need the column.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         _check_terms(terms, inputs, config)
@@ -458,7 +458,7 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def _check_terms(terms: LossTerms, inputs: LossInputs, config: AlgorithmConfig) -> None:
-    """Raise `ValueError` if a loss returns another number of values than tokens, which torch would broadcast."""
+    """Raise `ValueError` if a loss or metric has the wrong shape, because torch would broadcast such a shape."""
     for name, values in {"per_token": terms.per_token, **terms.metrics}.items():
         if values.shape != inputs.log_probs.shape:
             raise ValueError(
@@ -506,7 +506,7 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
     kept = {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
     if (share := kept.pop(_FRESH, 0.0)) > 0:
         return kept | {"engine_gap": kept["engine_gap"] / share}
-    kept.pop("engine_gap", None)  # no token was sampled by the current version
+    kept.pop("engine_gap", None)  # the batch has no token of lag 0
     return kept
 
 

@@ -26,13 +26,13 @@ Span = tuple[int, int]
 
 
 def save_policy(model: PackedModel, directory: str) -> None:
-    """Write model and tokenizer to a folder from which ``from_pretrained`` loads both. All ranks call this together.
+    """Write model and tokenizer to a folder in Hugging Face layout. All ranks call this together.
 
     The files are written to a temporary folder, which replaces ``directory`` at the end. Adapters are merged. The
     tokenizer comes from the directory of the loaded model. Only rank 0 needs access to both directories.
 
     Raises:
-        WeightsError: a host does not have enough space. All ranks raise this error.
+        WeightsError: a rank cannot write its shards, for example for lack of space. All ranks raise this error.
     """
     shards = PretrainedShards.of(model)
     layout = ModelLayout(shards)
@@ -50,7 +50,7 @@ def save_policy(model: PackedModel, directory: str) -> None:
 
 @contextmanager
 def new_model_folder(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into. It replaces ``directory`` at the end of a block that does not raise."""
+    """Yield a temporary folder. After the block, the folder replaces ``directory`` if the block did not raise."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:
@@ -109,7 +109,7 @@ def _send_to_first(data: Tensor, spans: list[Span], shards: PretrainedShards) ->
 def _error_of(action: Callable[[], Any]) -> str:
     try:
         action()
-    except Exception as error:  # noqa: BLE001 - raised on every rank
+    except Exception as error:  # noqa: BLE001 - the caller raises the error on every rank
         return f"{type(error).__name__}: {error}"
     return ""
 

@@ -260,7 +260,7 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 @contextmanager
 def _copy_stream(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
-    """On CUDA, copy on a separate stream after the current stream's work. Wait for the copies on exit."""
+    """On CUDA, run the copies on a separate stream, after the current stream's work. Wait for the copies on exit."""
     device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
     if device is None:
         yield

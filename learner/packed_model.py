@@ -276,7 +276,7 @@ class PackedModel:
         return dict(zip(names, self.mesh.sum_over_dp(table).tolist(), strict=True))
 
     def _check_lengths(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> None:
-        """Raise, on all ranks, if a sequence is so long that the learner computes other log-probs than an engine."""
+        """Raise `ValueError`, on all ranks, if a sequence is longer than the model's `length_limit`."""
         if self._length_limit is None:
             return
         limit, reason = self._length_limit

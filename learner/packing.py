@@ -201,7 +201,7 @@ class Packer:
         if lengths and max(lengths) > self.max_tokens:
             raise ValueError(
                 f"{self.budget} must hold the longest sequence, got {self.max_tokens} for a sequence of {max(lengths)} "
-                "tokens; raise it, or lower the longest prompt or response"
+                "tokens; raise this option, or lower the longest prompt or response"
             )
         branches: dict[SampleKey, list[int]] = {}
         for index, sequence in enumerate(sequences):
@@ -220,7 +220,7 @@ class Packer:
                 raise ValueError(
                     f"{self.budget} must hold a trajectory's {len(unit)} branches together, got "
                     f"{self.max_tokens} for {num_tokens} tokens: algorithm.loss, weight or masks read whole "
-                    "trajectories; raise it, or choose a loss, a weight and masks that work per token"
+                    "trajectories; raise this option, or choose a loss, a weight and masks that work per token"
                     if self.together
                     else "algorithm.loss, weight or masks read whole trajectories, and this model runs one sequence at "
                     f"a time, got a trajectory of {len(unit)} branches; choose a loss, a weight and masks that work "
@@ -232,7 +232,7 @@ class Packer:
 
 
 def _num_leading(sequence: TokenSequence) -> int:
-    """Return how many leading tokens other sequences can share: the loss needs no logits of these tokens."""
+    """Return the number of leading tokens that other sequences can share. The loss needs no logits of these tokens."""
     return max(0, sequence.loss_mask.tobytes().find(1) - 1)
 
 

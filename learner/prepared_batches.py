@@ -190,5 +190,5 @@ class BatchPreparer:
 
 
 def _key(role: str, batch: RankBatch) -> _Key:
-    """Return all values that a prepared batch depends on. Rewards are not among them."""
+    """Return the key of a prepared batch: version, role and samples. Rewards do not change a prepared batch."""
     return batch.version, role, tuple((share.group_id, share.samples, share.mini_batch) for share in batch.shares)

@@ -170,7 +170,7 @@ def fill_pretrained(model: PreTrainedModel, model_path: str) -> None:
     new_head = {name for name in missing if name.startswith(f"{SCORE_HEAD}.")}
     if strange := missing - new_head:
         raise ValueError(
-            f"{model_path!r} lacks {sorted(strange)}, which a {type(model).__name__} has; use another model"
+            f"{model_path!r} lacks {sorted(strange)}, which {type(model).__name__} needs; use another model"
         )
     for name in new_head:
         nn.init.zeros_(local_tensor(model.get_parameter(name).detach()))

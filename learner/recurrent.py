@@ -28,7 +28,7 @@ _WITHOUT_CONVOLUTION = ("MiniMaxLightningAttention",)
 
 @dataclass(frozen=True, kw_only=True)
 class _Region:
-    """The packed tokens that a rank's own tokens depend on.
+    """The packed tokens that affect a rank's own tokens.
 
     Attributes:
         first: Packed position of the region's first token, the start of a sequence.

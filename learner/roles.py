@@ -78,7 +78,7 @@ class Role:
         if config.freeze_vision:
             if vision is None:
                 raise ValueError(
-                    f"learner.freeze_vision is true, but {model_path!r} has no vision tower; set it to false"
+                    f"learner.freeze_vision is true, but {model_path!r} has no vision tower; set the option to false"
                 )
             vision.freeze()
         return head

@@ -149,7 +149,7 @@ class SelfTest:
                 torch.random.fork_rng(devices),
                 _lowered_thresholds(pretrained),
                 _fixed_routing(pretrained),
-                torch.compiler.set_stance("force_eager"),  # else, torch would compile for the shapes of this test
+                torch.compiler.set_stance("force_eager"),  # otherwise torch would compile for the shapes of this test
             ):
                 packs, difference = self._decide()
                 shares = packs and self._shares()

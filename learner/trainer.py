@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # takes a second; without this line, the first optimizer step would import it
+import torch._dynamo  # imported here, because the import would delay the first optimizer step by a second
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -33,7 +33,7 @@ from .roles import ACTOR, Role
 from .types import TokenSequence
 
 _NO_MATRIX = re.compile(r"(bias|A_log|norm[^.]*\.weight)$")
-"""Names of parameters that are not matrices, whatever their number of dimensions."""
+"""Names of parameters that are not matrices, although they may have two or more dimensions."""
 
 
 def learning_rate(config: OptimizerConfig, update: int, total_updates: int) -> float:
@@ -300,7 +300,7 @@ class LearnerStep:
         self._trainer = trainer
         self._objective = objective
         self._num_mini_batches = num_mini_batches
-        # The number of mini-batches, 0 or 1, whose own update computes their proximal log-probs.
+        # 1 if the first update itself computes the proximal log-probs of its mini-batch, else 0.
         num_own = int(trainer.trains_as_it_scores)
         self._first_scored = num_own if objective.needs_proximal else num_mini_batches
 

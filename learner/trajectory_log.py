@@ -1,7 +1,7 @@
-"""A log of the trajectories that learner steps train on: one parquet file per step and data-parallel rank.
+"""A log of the trajectories in learner steps: one parquet file per step and data-parallel rank.
 
 A file has one row per branch (path through the turns of a trajectory). With ``record_trajectories``, a run logs all
-trajectories that it trains on. With `TokenLogOptions`, the run also logs a few sequences with two log-probs of each
+trained trajectories. With `TokenLogOptions`, the run also logs a few sequences with two log-probs of each
 token: of the engine and of the learner.
 """
 
@@ -58,7 +58,7 @@ class TokenLogOptions:
 
 
 class TrajectoryLog:
-    """Writes the trajectories that a step trains on. Example of a file name: ``step_00000012_rank0.parquet``."""
+    """Writes the trajectories of learner steps. Example of a file name: ``step_00000012_rank0.parquet``."""
 
     def __init__(self, directory: str) -> None:
         self._directory = Path(directory)
@@ -99,7 +99,7 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """Return which tokens a rank has trained on in a step, as one dict per prompt group, for the step's receipt.
+    """Return the counts and digests of a rank's trained tokens, as one dict per prompt group, for the step's receipt.
 
     The dict has the ``group`` id, the ``attempt`` (number of the attempt to generate the group, from 0), and these
     fields:
@@ -139,7 +139,7 @@ def _branches(batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[t
 def _row(
     group: TrajectoryGroup, branch: Branch, sequence: TokenSequence, reward: float, version: int
 ) -> dict[str, Any]:
-    num_prompt = len(group.prompt_ids) if branch.turns[0] == 0 else 0  # a branch may begin without the prompt
+    num_prompt = len(group.prompt_ids) if branch.turns[0] == 0 else 0  # some branches do not begin with the prompt
     versions = group.along(branch, "versions")
     sampled = versions[versions != UNVERSIONED]
     advantages = sequence.columns["advantages"][sequence.loss_mask]

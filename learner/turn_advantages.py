@@ -141,7 +141,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
     weights = 1.0 / sizes[place].double()
     group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
-    counts = group_sums(weights, group, len(sizes)).round()  # trajectories per group and turn index
+    counts = group_sums(weights, group, len(sizes)).round()  # number of trajectories per group and turn index
     advantages = centered(returns, group, counts, weights=weights)
     if has_deviation:
         advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]
@@ -209,7 +209,7 @@ def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
     """
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the same for any division among ranks
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the division among ranks does not change this order
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]

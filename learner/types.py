@@ -1,4 +1,4 @@
-"""The learner's input: which samples a rank trains on in a step, and the token sequences of these samples."""
+"""The learner's input: the samples of each rank and step, and their token sequences."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _num_images = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShare:
-    """The S trajectories of one prompt group that one rank trains on in one optimizer update.
+    """One rank's trajectories of a prompt group, for one optimizer update. Their number is S.
 
     Attributes:
         group_id: Id of the group, to fetch it from the replay buffer.
@@ -75,7 +75,7 @@ class RankBatch:
 
 
 class TurnSpan(NamedTuple):
-    """A sampled turn, with its position in the sequence that trains on it.
+    """A sampled turn, with its position in a training sequence.
 
     Attributes:
         turn: Index of the turn in its prompt group.
@@ -136,7 +136,7 @@ class SequenceImages:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenSequence:
-    """One unpadded sequence of T tokens to train on.
+    """One unpadded training sequence of T tokens.
 
     Attributes:
         input_ids: [T] int32 token ids, T >= 1.

@@ -176,7 +176,7 @@ def scored_sequences(data: DataProto) -> list[TokenSequence]:
 
 
 def trained_sequences(data: DataProto, columns: Mapping[str, str], *, num_mini_batches: int) -> list[TokenSequence]:
-    """Return one sequence per row of ``data``, to train on.
+    """Return one training sequence per row of ``data``.
 
     Attended response tokens are in the loss, except where ``response_mask`` is 0. ``columns`` maps the name of each
     column of the sequences to the name of its [B, R] tensor in ``data``. Each of the ``num_mini_batches`` optimizer
@@ -245,7 +245,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
     num_prompt = input_ids.shape[1] - mask.shape[1]
     sequences = []
     for row, keep in enumerate(attention):
-        if not keep.any():  # a sequence must not be empty, so add one token, outside the loss
+        if not keep.any():  # a sequence must have a token, so add one outside the loss
             blank = {name: np.zeros(1, dtype=np.float32) for name in tensors}
             sequences.append(TokenSequence(input_ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool), columns=blank))
             continue
@@ -283,7 +283,7 @@ def _attended_responses(data: DataProto) -> np.ndarray:
 
 
 def _check_positions(data: DataProto, attention: np.ndarray) -> None:
-    """Refuse ``position_ids`` that differ from the positions of packing, because packing ignores ``position_ids``."""
+    """Raise `ValueError` if ``position_ids`` differ from the positions of packing, which ignores ``position_ids``."""
     if "position_ids" not in _names(data):
         return
     positions = _array(data, "position_ids")

@@ -279,7 +279,7 @@ def _put(tensor: Tensor, first: int, values: Tensor, filled: set[int]) -> None:
         place.copy_(values)
     elif not torch.equal(place, values.to(place)):
         raise ValueError(
-            "the configuration ties it to another weight, and the files hold two different weights; set "
+            "the configuration ties this weight to another weight, and the files hold two different weights; set "
             "tie_word_embeddings=false in config.json"
         )
 

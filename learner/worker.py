@@ -60,7 +60,7 @@ of a sequence-parallel (sp) group get the same rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass entry i of each list to all sp ranks of data-parallel rank i. These are neighbors in the list of ranks."""
+    """Pass entry i of each list to all sp ranks of data-parallel rank i. These ranks are neighbors in the list."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -359,7 +359,7 @@ class ModelWorker(Worker):
             BatchLost: the step before this call raised `BatchLost`.
         """
         if self._publisher is None:
-            raise ValueError(f"role {self.role.name!r} cannot publish weights: its snapshot_dir is None; pass one")
+            raise ValueError(f"role {self.role.name!r} cannot publish weights: its snapshot_dir is None; pass a folder")
         self._publish_copy(version)
 
     def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
@@ -412,7 +412,7 @@ class ModelWorker(Worker):
         """Write model and tokenizer to ``directory`` in Hugging Face layout, with merged adapters."""
         from .model_folder import save_policy
 
-        # `persisting` loads the model to the device: it may be on the host while engines use the device
+        # The model may be on the host while engines use the device. `persisting` loads the model to the device.
         with self.offload.persisting(optimizer=False):
             save_policy(self.model, directory)
 
@@ -594,7 +594,7 @@ class ModelWorker(Worker):
         if self.role.objective is not None:
             step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
         if self.model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self.model.mesh.device)  # torch locks memory for the thread's current GPU
+            torch.cuda.set_device(self.model.mesh.device)  # torch locks memory pages for the current GPU of the thread
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 

@@ -27,8 +27,8 @@ _ROUNDS = 20
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     """Prepare this child process, and return two pipes: one with the parent's requests, and one for the answers.
 
-    From now on, this process ends as soon as its parent, the process ``parent_pid``, has ended. User code gets an empty
-    standard input. Output that user code prints goes to the worker's log.
+    This process is killed when its parent, the process ``parent_pid``, ends. User code gets an empty standard input.
+    Output that user code prints goes to the worker's log.
     """
     end_with_parent()
     if os.getppid() != parent_pid:
@@ -39,7 +39,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # The parent notices the end of this process by the closed pipes, so forked processes must close their copies.
+    # A closed pipe tells the parent that this process has ended. Close the copies of the pipes in forked processes.
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
@@ -55,7 +55,7 @@ def write_frame(stream: BinaryIO, answer: Any) -> None:
 def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
     """Kill all processes with the environment variable ``name=value``, and return the number of killed processes.
 
-    Child processes inherit the variable. The process ids in ``spare`` are not killed.
+    Child processes inherit the variable. A process whose id is in ``spare`` is not killed.
     """
     mark = f"{name}={value}".encode()
     killed: set[int] = set()

@@ -30,21 +30,21 @@ _THIS_HOST = ("127.0.0.1", "localhost")
 
 
 class _Scratch:
-    """A folder for a child's temporary files. Its name has the child's mark. This process holds a lock on it.
+    """A folder for a child's temporary files. The name of the folder ends with ``mark``.
 
-    If this process is killed, the folder stays without a lock. `clear_up_unlocked` of another process removes it.
+    This process holds a lock on the folder until `remove`. If this process is killed, the lock is released. Then
+    `clear_up_unlocked` in another process removes the folder.
     """
 
     def __init__(self, mark: str) -> None:
         new = tempfile.mkdtemp(prefix="asyncrl-new-")
         self.path = os.path.join(os.path.dirname(new), _SCRATCH + mark)
-        # A program in a sandbox may run as another user. That user must traverse this folder to reach
-        # the program's folder, which is inside.
+        # A sandboxed program may run as another user, who must be able to enter the folders inside this folder.
         os.chmod(new, 0o711)
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-        os.rename(new, self.path)  # after the lock, because another process removes an unlocked folder of this name
+        os.rename(new, self.path)  # rename last: other processes remove a folder with this name if it has no lock
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -67,7 +67,7 @@ class _Scratch:
 class ChildProcess:
     """A child process that runs a user's code, with the pipes to it. Use `start` to make one.
 
-    Its temporary files are in a folder that is removed when the child ends, however it ends.
+    Its temporary files are in a folder that is removed when the child ends.
 
     Attributes:
         pid: Process id of the child, which is also its session id.
@@ -91,7 +91,7 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
-        await asyncio.to_thread(_Scratch.clear_up_unlocked)  # large folders take seconds
+        await asyncio.to_thread(_Scratch.clear_up_unlocked)  # in a thread: to remove large folders takes seconds
         mark = uuid.uuid4().hex
         scratch = _Scratch(mark)
         try:
@@ -171,7 +171,7 @@ class ChildProcess:
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
     """Return the environment variables for a child process that runs a user's code.
 
-    The child sees no GPUs. Of this process's secrets, it gets only those that ``rollout_fleet.pass_secrets`` names.
+    The child sees no GPUs. It gets only the secrets of this process that ``rollout_fleet.pass_secrets`` names.
     ``no_proxy`` includes this host, so connections to this host do not use a proxy.
     """
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")

@@ -262,7 +262,7 @@ class RolloutFleetConfig:
             MB of the model.
         load_timeout_s: Deadline of one weight update on one engine, counted from the pause of generation. A second per
             100 MB of weights is added.
-        silence_timeout_s: How long an engine with running requests may produce no token at all. The worker probes a
+        silence_timeout_s: How long an engine with running requests may produce no token. The worker probes a
             silent engine in the last quarter of this time. An engine has failed if it does not answer the probe in this
             quarter, or if it is silent for three such times in a row.
         restarts: How often a failed engine or a dead worker is replaced within ``restart_window_s``. After the next
@@ -410,8 +410,8 @@ class RolloutFleetConfig:
                 )
             if self.sampling_for(source).max_new_tokens > (most := self.sampling.max_new_tokens):
                 raise ValueError(
-                    f"{where}.max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens={most}, the bound "
-                    f"of all sequences, got {own['max_new_tokens']}; raise the bound"
+                    f"{where}.max_new_tokens must be at most rollout_fleet.sampling.max_new_tokens={most}, the limit "
+                    f"of all responses, got {own['max_new_tokens']}; raise this limit"
                 )
 
     def options_of(self, reward: str) -> dict[str, Any]:
@@ -427,9 +427,8 @@ class RolloutFleetConfig:
         for label, options in self.reward_options.items():
             if label not in labels or not isinstance(options, Mapping):
                 raise ValueError(
-                    f"rollout_fleet.reward_options must have as each key one of {labels}, the names of the run's "
-                    f"rewards, and as each value a mapping of options, got {label}: {options}; correct the name, or "
-                    "add the reward"
+                    f"each key of rollout_fleet.reward_options must be a reward of the run (one of {labels}), and each "
+                    f"value a mapping of options, got {label}: {options}; correct the name, or add the reward"
                 )
 
     def _check_rewards(self) -> None:
@@ -452,9 +451,8 @@ class RolloutFleetConfig:
         has_url = isinstance(options, Mapping) and bool(options.get("url"))
         if "judge" in self.reward_names and has_url == bool(self.judge_model):
             raise ValueError(
-                "the reward judge must have either reward_options.judge.url, which names a server, or "
-                "rollout_fleet.judge_model, which names a model that the run itself serves, got "
-                f"{'both' if has_url else 'none'}; set one"
+                "the reward judge needs either reward_options.judge.url (URL of a server) or rollout_fleet.judge_model "
+                f"(a model that the run serves), got {'both' if has_url else 'none'}; set one of them"
             )
         if self.judge_model and "judge" not in self.reward_names:
             raise ValueError(

@@ -38,15 +38,15 @@ class _Answer:
     failure: str = ""
 
     def is_of(self, version: int) -> bool:
-        """Return whether the answer is finished and all its tokens have this version."""
+        """Return whether the answer is finished, and all its tokens have this policy version."""
         return self.sample.finish_reason is not None and not np.any(self.sample.versions != version)
 
 
 class HeldOutAnswers:
-    """Answers held-out prompts on one engine, sampled and greedily, and scores the answers.
+    """Answers held-out prompts on one engine, with sampled and greedy answers, and scores the answers.
 
-    ``sampling`` returns the sampling options for the prompts of a data source. ``parts.samples`` saves all answers,
-    unless it is None.
+    ``sampling`` returns the sampling options for the prompts of a data source. ``parts.samples`` saves all answers;
+    None saves no answers.
     """
 
     def __init__(self, parts: AnsweringParts, *, sampling: Callable[[str], SamplingConfig]) -> None:
@@ -59,8 +59,8 @@ class HeldOutAnswers:
         """Sample ``num_samples`` answers and one greedy answer to each prompt, and compute their rewards.
 
         Returns one entry with rewards per answered prompt; an entry may report a failed reward instead. A prompt is
-        left out if the engine's weights changed, so that some tokens of its answers have another version than
-        ``version``. The prompts must have distinct group ids. Several calls may run at once.
+        left out if a token of its answers has another policy version than ``version``. This happens if the engine loads
+        new weights meanwhile. The prompts must have distinct group ids. Several calls may run at once.
 
         Raises `EngineError` if the engine does not serve ``version`` at the beginning. Errors of `Engine.generate` are
         raised too.

@@ -43,7 +43,7 @@ A single such report may only show new samples that do not run yet.
 
 
 class GroupPhase(Enum):
-    """The phase of a prompt group on its worker. Parked groups wait; a settling group is being stored or given back.
+    """The phase of a prompt group on its worker. A settling group is being stored or given back.
 
     ::
 
@@ -79,10 +79,10 @@ class InflightGroup:
 
     Attributes:
         episodes: One episode per trajectory ([G]), then the episode of a greedy baseline, if there is one.
-        num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored, but the learner
+        num_baselines: 1 with a greedy baseline (ReMax, arXiv 2310.10505), else 0. A baseline is scored. The learner
             does not train on it, and its tokens are not counted.
         num_inherited: Number of tokens that an earlier attempt wrote.
-        inherited: Number of these inherited tokens by policy version.
+        inherited: Number of tokens of earlier attempts by policy version.
         end: Why the unfinished group is given back; None if it is not given back.
         runs: One run per episode if an environment plays the episodes; empty for single answers.
     """
@@ -154,7 +154,7 @@ class InflightGroup:
 
     @property
     def num_tokens(self) -> int:
-        """Number of policy tokens so far in the episodes of `trained`, including tokens of earlier attempts.
+        """Number of tokens that the policy has sampled in the episodes of `trained`, including earlier attempts.
 
         Tokens of the greedy baseline are not counted.
         """
@@ -170,7 +170,7 @@ class InflightGroup:
 
     @property
     def is_playing(self) -> bool:
-        """Whether the environment of at least one episode still runs, and so may request further turns."""
+        """Whether the environment of at least one episode still runs. The environment may request further turns."""
         return any(not run.is_over for run in self.runs)
 
     @property
@@ -279,7 +279,7 @@ class InflightGroup:
     def scored(self, scores: Scores, chosen: Sequence[int]) -> TrajectoryGroup:
         """Return the finished group with rewards, as the buffer stores it.
 
-        ``chosen`` are the indices of the episodes to keep; ``scores`` has one entry for each of them, in the same
+        ``chosen`` are the indices of the episodes to keep. ``scores`` has one entry per chosen episode, in the same
         order. If the run has several rewards, each reward becomes a metric ``reward.NAME`` of its trajectory.
         """
         trajectories = []
@@ -313,9 +313,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 
 
 class GroupLimit:
-    """How many prompt groups may be on one engine at once, between ``lowest`` and ``highest``.
+    """Limits how many prompt groups are on one engine at once, between ``lowest`` and ``highest``.
 
-    The limit adapts to the load that the engine reports. It has a slow start like TCP, additive increase and
+    The limit adapts to the load that the engine reports. After a slow start like TCP, it has additive increase and
     multiplicative decrease (Chiu and Jain, 1989). It shrinks while samples wait inside the engine, or while the KV
     cache is nearly full.
 
@@ -332,7 +332,7 @@ class GroupLimit:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the limit never changes, because its lower and upper bound are equal."""
+        """Whether the limit never changes: its lower and upper bound are equal."""
         return self._lowest == self._highest
 
     def note(self, load: EngineLoad, *, num_held: int) -> bool:
@@ -353,12 +353,12 @@ class GroupLimit:
 
 
 class InflightGroups:
-    """The groups of one rollout worker by (group id, attempt number), and the room for groups on its engine.
+    """The groups of one rollout worker by (group id, attempt number), and how many more groups the worker may lease.
 
     Args:
         limit: Limit of groups on the engine.
         samples_per_group: Samples of one group, including the greedy baseline.
-        meter: The worker's counters. They get the number of groups on the engine.
+        meter: The worker's counters, which record the number of groups on the engine.
         most_held: Largest number of groups of the worker, including groups that wait for tools or are being settled. 0
             means twice the current value of ``limit``.
     """
@@ -397,9 +397,9 @@ class InflightGroups:
 
     @property
     def num_on_engine(self) -> int:
-        """Number of groups that the limit bounds: groups on the engine, and groups paused for a weight update.
+        """Number of groups that count for the limit: groups on the engine, and groups paused for a weight update.
 
-        Groups with running environments count by unfinished turns: ``samples_per_group`` turns count as one group.
+        Groups with running environments count by their unfinished turns: ``samples_per_group`` turns are one group.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -421,7 +421,7 @@ class InflightGroups:
         return [request_id for group in self._groups.values() for request_id in group.outstanding_policy]
 
     def moved(self) -> None:
-        """Update the worker's counters of time and the run's profile, after a group has changed its phase."""
+        """Update the worker's counters of time and the run's profile. Call this when a group has changed its phase."""
         self._meter.running(sum(not group.is_playing or bool(group.outstanding) for group in self.in_phase()))
         self.note_places()
 
@@ -440,7 +440,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # number of episodes per state; values of `EpisodeRun.place` are the states
+        free = Counter[LevelName]()  # number of episodes per `EpisodeRun.place`
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

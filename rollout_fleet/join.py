@@ -60,11 +60,11 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     found = _read_address(folder) if folder.is_dir() else {"address": run}
     expected = f"--run {run} must be the folder of a run, or the address of its Ray cluster (auto, or host:port)"
     if found["address"] != "auto" and not _is_served(found["address"]):
-        raise ValueError(f"{expected}; no process listens there")  # `ray.init` would try to connect for minutes
+        raise ValueError(f"{expected}; no process listens there")  # otherwise `ray.init` tries to connect for minutes
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
             os.environ[variable] = found[key]  # Ray reads these variables when it is imported
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # `ray.init` retries a refused token this often
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # retries of `ray.init` with a refused token
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -82,7 +82,8 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
         while not ray.wait([asked], timeout=max(0.0, min(_PROBE_S, end_s - time.monotonic())))[0]:
             if time.monotonic() > end_s:
                 break
-            if not _is_served(ray.get_runtime_context().gcs_address):  # Ray would end this process after a minute
+            # without this check, Ray would end this process a minute after the end of the run
+            if not _is_served(ray.get_runtime_context().gcs_address):
                 raise ValueError(f"run {run} ended before it answered")
         return ray.get(asked, timeout=0)
     except GetTimeoutError:
@@ -107,7 +108,7 @@ def _read_address(folder: Path) -> dict[str, str]:
     found = json.loads(path.read_text())
     if (folder / "summary.json").is_file() or not _is_served(found["address"]):
         raise ValueError(
-            f"--run {folder}: this run has ended; start another, with checkpoint.resume=auto to continue it"
+            f"--run {folder}: this run has ended; to continue it, start a new run with checkpoint.resume=auto"
         )
     return found
 

@@ -63,7 +63,7 @@ SETTLED_AT_ONCE = 8
 GATHER_S = 0.02
 """Seconds of pause before a lease request while the engine has work, so that one request asks for several groups."""
 ASK_AGAIN_S = 0.1
-"""Pause before a turn is requested again that the engine aborted by itself before the first token."""
+"""Seconds of pause before a turn is requested again, if the engine aborted the turn before its first token."""
 
 
 class LoopState(Enum):
@@ -76,7 +76,7 @@ class LoopState(Enum):
 
 
 class RolloutLoop:
-    """Rolls prompt groups out on one engine. Call `run` once. The other methods may be called while it runs.
+    """Generates prompt groups on one engine. Call `run` once. The other methods may be called while `run` runs.
 
     Args:
         parts: The engine and its helpers, already started. The loop does not close them.
@@ -140,7 +140,7 @@ class RolloutLoop:
         buffer.count_generated = self.count_generated
 
     async def run(self) -> FleetCounters:
-        """Lease prompt groups, generate, score and store them, until `stop` is called or something fails.
+        """Lease prompt groups, generate, score and store them. Runs until `stop` is called or the loop fails.
 
         At the end, running samples are aborted, and all leases (rights of this worker to generate a group) are given
         back, so that other workers can continue the groups. Returns the final counters.
@@ -155,7 +155,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # The task of `load_next` is not in `pump_tasks`, which are cancelled at a stop: a weight load must finish.
+        # The task of `load_next` is not in `pump_tasks`: a stop cancels these tasks, and a weight load must finish.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -196,7 +196,7 @@ class RolloutLoop:
         """Wait until weights newer than the policy version ``after`` are published, and load them into the engine.
 
         ``after`` is -1 for any version. After the load, the method tells the replay buffer which version the engine
-        serves. With ``keeps_on``, it then waits for each newer version and loads it, until `run` of this loop ends.
+        serves. With ``keeps_on``, it continues with each newer version until `run` of this loop ends.
 
         Raises the errors of `Engine.load_weights`, and `WeightsError` if the learner could not publish a version.
         """
@@ -246,7 +246,7 @@ class RolloutLoop:
                 if self._config.save_progress is SaveProgress.at_updates:
                     await self._park(self._config.load_timeout_s)
                 if offer.incarnation < self._incarnation:
-                    raise WeightsGone(f"{offer.name} is of an earlier life of the learner, number {offer.incarnation}")
+                    raise WeightsGone(f"{offer.name} is from the old incarnation {offer.incarnation} of the learner")
                 self._is_loading, self._is_released = True, False
                 self._meter.loaded(await self._engine.load_weights(local))
             receipts.note(receipts.Act.loaded, engine=member.name, version=offer.version, digest=offer.digest)
@@ -374,7 +374,7 @@ class RolloutLoop:
             if self._groups.in_phase():
                 await asyncio.sleep(GATHER_S)
             version, num_asked = self._engine.version, self._groups.num_free
-            if not self._may_lease or num_asked == 0:  # while this task slept, new turns may have filled the engine
+            if not self._may_lease or num_asked == 0:  # new turns may have filled the engine during the pause
                 continue
 
             def is_outdated(version: int = version, num_asked: int = num_asked) -> bool:
@@ -409,7 +409,7 @@ class RolloutLoop:
         return self._has_device and self._member.may_lease
 
     async def _keep_fitting(self) -> None:
-        """Read the engine's load once per second while it has work, and adapt the limit on groups."""
+        """Read the engine's load once per second while the engine has groups, and adapt the limit on groups."""
         has_read = False
         while True:
             await self._until(lambda: bool(self._groups.in_phase()))
@@ -446,7 +446,7 @@ class RolloutLoop:
             self._spawn(self._generate, answering)
 
     def _begin_playing(self, group: InflightGroup, player: Player) -> None:
-        """Start a task for each episode of a group, in which the environment plays the episode.
+        """Start one task per episode of a group. In this task, the environment plays the episode.
 
         When the environment requests a turn of the policy, `_generate` sends this request to the engine.
         """
@@ -493,10 +493,10 @@ class RolloutLoop:
                 logger.warning("%d leases were not renewed: %s", len(self._groups), error)
 
     async def _obey(self, end: GroupEnd) -> None:
-        """Release groups when the buffer revokes their leases or hands them to another worker.
+        """Release groups when the buffer revokes their leases or hands the groups over to another worker.
 
-        A group is not handed on if its tokens would be lost: if progress is never saved, or an environment of the group
-        cannot be replayed.
+        A group is not handed over if its tokens would be lost. This is the case if progress is never saved, or if an
+        environment of the group cannot be replayed.
         """
         while True:
             if end is GroupEnd.revoked:
@@ -517,8 +517,8 @@ class RolloutLoop:
     async def _generate(self, groups: Sequence[InflightGroup], *, apart: bool = False, pause_s: float = 0.0) -> None:
         """Send the new requests of ``groups`` to the engine, after a pause of ``pause_s`` seconds.
 
-        All requests go in one call, or with ``apart`` in one call per request. If a group has no unanswered requests,
-        and its environments can send no more requests, the engine's work on the group is done. `_leave_engine` then
+        All requests go in one call; with ``apart``, each request gets its own call. If the group has no unanswered
+        requests and its environments can send no more requests, the engine has finished the group. Then `_leave_engine`
         begins the next phase of the group.
         """
         if pause_s:
@@ -541,7 +541,7 @@ class RolloutLoop:
     async def _send(
         self, groups: Sequence[InflightGroup], asked: Mapping[str, InflightGroup], requests: Sequence[SampleRequest]
     ) -> None:
-        """Send requests to the engine in one call, and take the answers. ``asked`` has the group of each request."""
+        """Send requests to the engine in one call, and take the answers. ``asked`` maps request ids to groups."""
         try:
             async for request, output in self._engine.generate(requests):
                 await self._take(asked[request.id], request, output)
@@ -550,16 +550,16 @@ class RolloutLoop:
             waiting = {asked[name].key: asked[name] for name in left}
             if not any(group.runs for group in waiting.values()):
                 raise
-            if len(left) > 1:  # each is sent again alone, to find the refused ones
+            if len(left) > 1:  # send each request alone, to find the refused requests
                 for name in left:
                     asked[name].take(name, NOTHING)
                 await self._generate([*waiting.values()], apart=True)
                 return
-            for group in waiting.values():  # the environment that sent the request gets the error
+            for group in waiting.values():  # raise the error in the environment that sent the request
                 group.refuse(left, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # `_take` ends only groups with a request on the failed engine; end the others
+            for group in groups:  # also end groups without a request on the engine, which `_take` does not end
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -570,9 +570,9 @@ class RolloutLoop:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # between its turns the group needs less room, so `_notify` wakes `_keep_leasing`
+        if group.is_playing:  # a group needs less room between its turns, so `_notify` wakes `_keep_leasing`
             if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
-                # an environment waits for a turn that the engine aborted by itself
+                # the engine aborted the turn by itself, so request the turn again
                 pause_s = 0.0 if len(output.token_ids) else ASK_AGAIN_S
                 self._spawn(partial(self._generate, [group], pause_s=pause_s))
             self._groups.moved()
@@ -600,7 +600,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # the tasks that send the next requests to the engine run first
+        async with self._settling_turns:  # first run the tasks that send the next requests to the engine
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -611,8 +611,8 @@ class RolloutLoop:
     async def _end(self, group: InflightGroup, end: GroupEnd) -> None:
         """Make a group leave this worker, for the reason ``end``.
 
-        A parked group (it waits for the end of a weight update) leaves now. Any other group leaves when the engine has
-        answered its requests.
+        A group without unanswered requests leaves now. Any other group leaves when the engine has answered its
+        requests.
         """
         group.end = end
         for playing in self._playing.get(group.key, ()):
@@ -623,7 +623,7 @@ class RolloutLoop:
             group.phase = GroupPhase.ending
 
     async def _park(self, timeout_s: float) -> bool:
-        """Abort running groups, which continue after the next weight load. Returns whether all were aborted in time."""
+        """Abort running groups. They continue after the next weight load. Returns whether all were aborted in time."""
         for group in self._groups.in_phase(GroupPhase.generating):
             group.phase = GroupPhase.cutting
             if group.runs and not group.outstanding:
@@ -636,16 +636,16 @@ class RolloutLoop:
             logger.warning("%d prompt groups were not aborted within %g s; they continue", len(uncut), timeout_s)
         for group in uncut:
             group.phase = GroupPhase.generating
-        if uncut:  # send requests for turns that were aborted, or that environments requested, during the wait
+        if uncut:  # during the wait, turns were aborted, or environments requested turns: request these turns again
             self._spawn(self._generate, uncut)
         return not uncut
 
     async def _abort_all(self, phase: GroupPhase) -> None:
         """Abort the requests of all groups in ``phase`` until no group is in this phase.
 
-        An engine ignores an abort that arrives before its request, so the abort is repeated.
+        The abort is repeated, because an engine ignores an abort that arrives before its request.
         """
-        await asyncio.sleep(0)  # first let the requests that are being sent reach the engine
+        await asyncio.sleep(0)  # let requests that are being sent reach the engine first
         while groups := self._groups.in_phase(phase):
             await self._engine.abort([request_id for group in groups for request_id in group.outstanding])
             with suppress(TimeoutError):

@@ -100,14 +100,14 @@ def member_limits(config: RolloutFleetConfig) -> MemberLimits:
 
 
 class Member:
-    """One member from its first start to its end, with all restarts.
+    """The state of one member, from its first start through all restarts to its end.
 
     Attributes:
         name: Name of the member in the run. Example: ``"engine-3"``.
         epoch: Number of faults so far. A report on work that began before the latest fault has no effect.
         version: Policy version whose weights the member has verified or is loading; -1 before the first load.
         deadline: Time in seconds at which the current state must have ended; infinite for no deadline. All times,
-            such as the argument ``now`` of the methods, are of the same clock.
+            also the argument ``now`` of the methods, are of the same clock.
         reason: Cause of the latest fault; empty before the first fault.
         on_enter: Function that is called with each new state and the epoch.
     """
@@ -142,8 +142,8 @@ class Member:
     def accepts(self, epoch: int) -> bool:
         """Return whether a report with this ``epoch`` still has an effect.
 
-        The epoch is the number of faults when the reported work began. A later fault, or the end of the member, makes
-        the report void.
+        The epoch is the number of faults when the reported work began. Reports have no effect after a later fault, or
+        after the end of the member.
         """
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
@@ -183,7 +183,7 @@ class Member:
         self.version = version
 
     def skipped(self, epoch: int, version: int) -> None:
-        """Record that the version to load was removed. The member keeps its earlier ``version`` (-1: none)."""
+        """Record that the offered version was removed. ``version`` is the member's earlier version (-1: none)."""
         if not self.accepts(epoch):
             return
         if self.state is MemberState.catching_up:
@@ -209,7 +209,7 @@ class Member:
         """Record that the member died, hangs, or holds weights that could not be verified. State: ``fenced``.
 
         This begins the next epoch, so later reports with ``epoch`` have no effect. Returns whether the fault was
-        recorded; False if reports with ``epoch`` had no effect any more.
+        recorded; False if ``epoch`` had already ended.
         """
         if not self.accepts(epoch):
             return False
@@ -224,8 +224,8 @@ class Member:
     def stopped(self, now: float) -> None:
         """Record that the member's processes have ended after a fault.
 
-        The member then waits for its restart (``backoff``). If it was asked to leave, it has ``left``. After too many
-        faults it has ``failed`` for good.
+        The member then waits for its restart (``backoff``). A member that was asked to leave becomes ``left``. After
+        too many faults, the member becomes ``failed``.
         """
         if self.state is not MemberState.fenced:
             return
@@ -246,21 +246,21 @@ class Member:
     def drain(self, now: float) -> None:
         """Ask the member to leave the run.
 
-        A member that is ``ready`` or ``updating`` enters ``draining``, in which it finishes or gives back its groups. A
-        member that has not ended and is not ``draining`` yet enters ``left`` at once.
+        A member that is ``ready`` or ``updating`` enters ``draining``: it finishes or gives back its groups. A member
+        that is ``draining`` or has ended does not change. Any other member enters ``left`` at once.
         """
         self._is_leaving = True
         if self.state in SERVING:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # so that reports of a start that still runs are ignored
+            self.epoch += 1  # ignore reports of work that still runs
             self._enter(MemberState.left, math.inf)
 
     def due(self, now: float) -> None:
         """Enter the next state if ``now`` has reached the deadline of the current state. Call this regularly."""
         if now < self.deadline:
             return
-        if self.state is MemberState.fenced:  # the member's processes did not end in time, so it cannot be restarted
+        if self.state is MemberState.fenced:  # no restart: the member's processes did not end in time
             self._enter(MemberState.failed, math.inf)
         elif self.state is MemberState.draining:
             self._enter(MemberState.left, math.inf)

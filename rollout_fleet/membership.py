@@ -1,4 +1,4 @@
-"""Tracks which rollout workers have engines, and passes on users' requests to add or remove engines during a run.
+"""Tracks which rollout workers have engines, and passes users' requests to add or remove engines to the controller.
 
 ::
 
@@ -29,7 +29,7 @@ AUTH_MODE, AUTH_TOKEN = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"
 
 
 class Presence(StrEnum):
-    """The state of a rollout worker's engine. In the diagram, ``absent`` means that a worker's rank has no engine.
+    """The state of a rollout worker's engine. In the diagram, ``absent`` means that the worker has no engine.
 
     ::
 
@@ -76,8 +76,8 @@ class Roster:
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
         """Choose the ranks of ``num_engines`` engines that join, mark these ranks as coming, and return them.
 
-        First come the ranks below ``fewest`` that have no engine now, because the run keeps Ray resources for these
-        ranks. The other ranks were never used before. If ``in_kept_places`` is false, all ranks were never used before.
+        Ranks below ``fewest`` that have no engine now come first, because the run keeps Ray resources for these ranks.
+        All other ranks are new. If ``in_kept_places`` is false, all ranks are new.
 
         Raises:
             MembershipRefused: the fleet has a fixed size, or would have more than ``most`` engines.
@@ -88,7 +88,7 @@ class Roster:
         if num_engines > self.num_free:
             raise MembershipRefused(
                 f"rollout_fleet.num_engines allows {self._most} engines, and {len(self._presence)} are present, "
-                f"coming or leaving, got {num_engines} more; ask for at most {self.num_free}, or let others leave first"
+                f"coming or leaving, got {num_engines} more; ask for at most {self.num_free}, or wait until others left"
             )
         kept = [rank for rank in range(self._fewest) if rank not in self._presence] if in_kept_places else []
         new = range(self._next, self._next + max(0, num_engines - len(kept)))
@@ -117,7 +117,7 @@ class Roster:
         num_left = sum(one is Presence.present for one in self._presence.values()) - 1
         if presence is Presence.present and num_left < self._needed:
             raise MembershipRefused(
-                f"rollout worker {rank} must stay: {num_left} engines would be left, rollout_fleet.min_engines is "
+                f"rollout worker {rank} must stay: {num_left} engines would be left, but rollout_fleet.min_engines is "
                 f"{self._needed}; let another join first"
             )
         self._presence[rank] = Presence.leaving
@@ -129,7 +129,7 @@ class Roster:
     def _check_elastic(self, what: str) -> None:
         if self._most is None:
             raise MembershipRefused(
-                f"engines {what} an elastic fleet only, and rollout_fleet.num_engines={self._fewest} is a fixed size; "
+                f"engines can {what} only an elastic fleet; rollout_fleet.num_engines={self._fewest} is a fixed size; "
                 f"start the run with 'rollout_fleet.num_engines={{min: {self._fewest}, max: {2 * self._fewest}}}'"
             )
 
@@ -192,7 +192,7 @@ class FleetDesk:
         return await self._requests.get()
 
     async def answer(self, number: int, answer: FleetAnswer) -> None:
-        """Answer the request with this number, from `next_request`. No effect if its sender has disconnected."""
+        """Answer the request with this number, from `next_request`. Does nothing if the sender has disconnected."""
         if number in self._answers:
             self._answers[number].set_result(answer)
 
@@ -200,7 +200,7 @@ class FleetDesk:
 def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
     """Write the address of the run's Ray cluster, with Ray's authentication token, to a file in the run's folder.
 
-    ``asyncrl join`` and ``asyncrl leave`` read this file. Only this user can read it.
+    ``asyncrl join`` and ``asyncrl leave`` read this file. Only the user of this process can read it.
     """
     found = {
         "address": address,
@@ -210,6 +210,6 @@ def write_address(run_dir: Path, *, address: str, node_address: str) -> None:
     }
     path = run_dir / ADDRESS_FILE
     path.unlink(missing_ok=True)
-    # only this user may read the file, because it holds the token of the Ray cluster
+    # the file has the token of the Ray cluster, so only this user may read it
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(json.dumps(found) + "\n")

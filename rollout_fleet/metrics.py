@@ -22,14 +22,14 @@ class EpisodeCount(StrEnum):
     closed_keys = "closed_keys"  # requests with the key of an episode that has ended
     lost_answers = "lost_answers"  # answers that the client did not get, because the client had disconnected
     error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
-    failed_environment = "failed_environment"  # the five kinds of failed episodes
+    failed_environment = "failed_environment"  # episodes that failed; this and the next four are the kinds of failure
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
     failed_infrastructure = "failed_infrastructure"
-    processes_killed = "processes_killed"  # killed because of a blocked event loop or too much memory
-    processes_ended = "processes_ended"  # replaced because they ended by themselves or were killed
-    processes_retired = "processes_retired"  # replaced because too many threads or tasks of ended episodes still ran
+    processes_killed = "processes_killed"  # processes killed because of a blocked event loop or too much memory
+    processes_ended = "processes_ended"  # processes replaced because they had ended or were killed
+    processes_retired = "processes_retired"  # processes replaced because of too many threads or tasks of ended episodes
     leftovers = "leftovers"  # programs and tasks that still ran after their episodes had ended
 
 
@@ -65,19 +65,19 @@ class FleetCounters:
 
     @classmethod
     def total(cls, parts: Iterable[FleetCounters]) -> FleetCounters:
-        """Return the sum of several counters: of several workers, or of several starts of one worker."""
+        """Return the sums of the counters of several workers, or of several starts of one worker."""
         sums: dict[str, Any] = asdict(cls())
         for part in parts:
             for name in sums:
                 if isinstance(sums[name], Counter):
-                    sums[name].update(getattr(part, name))  # unlike +, update keeps entries that are 0
+                    sums[name].update(getattr(part, name))  # `update` keeps entries that are 0; `+` drops them
                 else:
                     sums[name] = sums[name] + getattr(part, name)
         return cls(**sums)
 
 
 class FleetMeter:
-    """Keeps the counters of one rollout worker. Each second counts as busy, as waiting for leases, or as neither."""
+    """Keeps the counters of one rollout worker. Counts its time as busy, as waiting for leases, or as neither."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
         self._clock = clock
@@ -87,24 +87,24 @@ class FleetMeter:
         self._counts: dict[str, Any] = asdict(FleetCounters())
 
     def running(self, num_groups: int) -> None:
-        """Record that from now on, ``num_groups`` groups are on the engine. If it is not 0, time counts as busy."""
+        """Record that ``num_groups`` groups are on the engine from now on. Time with groups counts as busy."""
         self._pass_time()
         self._running = num_groups
 
     def asking(self, asking: bool) -> None:
-        """Record whether the worker waits for new prompt groups from now on. If so, idle time counts as waiting."""
+        """Record whether the worker waits for leases from now on. If so, time without groups counts as waiting."""
         self._pass_time()
         self._asking = asking
 
     def loaded(self, seconds: float) -> None:
-        """Add a weight load that paused generation for ``seconds``. This time does not count as busy."""
+        """Record a weight load that paused generation for ``seconds``. This time does not count as busy."""
         self._pass_time()
         self.add(load_s=(seconds,))
         if self._running:
             self.add(busy_s=-min(seconds, self._counts["busy_s"]))
 
     def add(self, **changes: Any) -> None:
-        """Add a value to each named counter. Names and types are those of `FleetCounters`."""
+        """Add a value to each named counter. The names and types are the fields of `FleetCounters`."""
         for name, change in changes.items():
             self._counts[name] = self._counts[name] + change
 
@@ -123,7 +123,7 @@ class FleetMeter:
 
 
 def note_member(member: Member, lane: str) -> None:
-    """Record in the run's profile each state that a member of the fleet enters, and the member's number of faults.
+    """Record a member's states and its number of faults in the run's profile, from now on.
 
     ``lane`` is the row of the profile that shows the states. This function replaces ``member.on_enter``.
     """

@@ -56,11 +56,11 @@ def final_answer(prompt: Prompt, response_text: str) -> float:
 
 @REWARDS.register("numeric")
 def numeric(prompt: Prompt, response_text: str, *, relative: float = 1e-4, absolute: float = 1e-8) -> float:
-    r"""Return 1.0 if the response's number is near the ground truth, else 0.0.
+    r"""Return 1.0 if the response's number is close to the ground truth, else 0.0.
 
     The response's number is the last number in ``\boxed{…}`` or after ``Answer:``, otherwise the last number of the
-    text. Examples: ``3/4``, ``1.5e-3``. The number is near if the distance is at most ``relative`` times the ground
-    truth, or at most ``absolute``.
+    text. Examples: ``3/4``, ``1.5e-3``. Close means: the distance is at most ``relative`` times the ground truth, or at
+    most ``absolute``.
 
     Raises `ValueError` if the ground truth has no number.
     """
@@ -84,7 +84,7 @@ class Length:
 
     def __init__(self, *, max_tokens: int, buffer_tokens: int) -> None:
         if not 0 < buffer_tokens <= max_tokens:
-            raise ValueError(f"buffer_tokens must be in 1..max_tokens = {max_tokens}, got {buffer_tokens}; correct it")
+            raise ValueError(f"buffer_tokens must be in 1..{max_tokens} (max_tokens), got {buffer_tokens}; correct it")
         self._free_tokens = max_tokens - buffer_tokens
         self._buffer_tokens = buffer_tokens
 
@@ -102,11 +102,10 @@ class Length:
 
 @REWARDS.register("environment")
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
-    """Return the rewards that the environment itself gave to the rollout, including rewards of single turns.
+    """Return the environment's own rewards of the rollout, including rewards of single turns.
 
-    A rollout whose environment failed gets the reward ``failed``; it is scored only if the option
-    ``environment.on_failure`` says so. Raises `ValueError` if the environment gave no reward, or if no environment
-    made the rollout.
+    If the environment failed and ``environment.on_failure`` is ``score``, the reward is ``failed``. Raises `ValueError`
+    if the environment returned no reward, or if no environment made the rollout.
     """
     del prompt
     outcome = rollout.outcome
@@ -233,7 +232,7 @@ class Code:
         return result.is_success and _lines(result.stdout) == _lines(expected)
 
     async def _holds(self, code: str, asserts: str) -> bool:
-        """Return whether the asserts hold. Code that ends its process early does not pass."""
+        """Return whether all asserts hold. They do not hold if the code ends its process before the last assert."""
         passed = secrets.token_hex(16)
         files = {"solution.py": code, "tests.py": asserts}
         result = await self._sandbox.run(_ASSERTING.format(passed=passed), files=files)
@@ -259,7 +258,7 @@ run()
 def code_of(response_text: str) -> str:
     """Return the last fenced code block of a response, or the whole response if there is none."""
     code, place = response_text, 0
-    # no regular expression: its time would be the square of the length of a line
+    # A regular expression would be slow: its time grows with the square of the line length.
     while (opening := response_text.find(_FENCE, place)) >= 0:
         first = response_text.find("\n", opening) + 1
         closing = response_text.find(_FENCE, first) if first else -1
@@ -328,7 +327,7 @@ def _final(text: str) -> str:
 def _as_number(text: str) -> Decimal | None:
     """Read a number as a `Decimal`; None if ``text`` is not a number.
 
-    Two long integers that differ only in their last digits would be equal as floats.
+    As floats, two long integers would be equal if only their last digits differ.
     """
     try:
         number = Decimal(_plain(text))

@@ -81,7 +81,7 @@ class Judge:
         at_once: int = 16,
     ) -> None:
         if not low < high:
-            raise ValueError(f"low must be below high, got {low} and {high}; 0 and 10 are the default")
+            raise ValueError(f"low must be below high, got {low} and {high}; the defaults are 0 and 10")
         if url and (not url.startswith(("http://", "https://")) or not urlsplit(url).netloc):
             raise ValueError(f"url must begin with http:// or https:// and a host, got {url!r}; correct it")
         if not (retries >= 0 and timeout_s > 0 and at_once >= 1):
@@ -108,7 +108,7 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        # test the template: this raises ValueError if it has a wrong field
+        # a wrong field of the template raises ValueError here
         self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
@@ -188,7 +188,7 @@ class Judge:
         found = [*self._pattern.finditer(text)]
         try:
             score = float(found[-1][1])
-        except (IndexError, TypeError, ValueError):  # no match, or the group of the last match is not a number
+        except (IndexError, TypeError, ValueError):  # no match, or the matched text is not a number
             score = math.nan
         if not self._low <= score <= self._high:
             shown = _short(text[-_SHOWN_CHARACTERS:])

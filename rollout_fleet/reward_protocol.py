@@ -70,7 +70,7 @@ class Score:
 class Reward(Protocol):
     """Scores one response. Built-ins that cannot hang run in the rollout worker, all others in a scoring process.
 
-    The name of the function's second parameter selects what it gets:
+    The name of the second parameter selects what the function gets:
 
     - ``rollout`` gets the `Rollout`.
     - ``rollouts`` gets the list of all rollouts of the prompt. The function then returns one score per rollout.
@@ -99,9 +99,9 @@ class BoundReward:
 
     Args:
         name: Name of the function, in the form of ``rollout_fleet.reward``.
-        options: Keyword arguments: those of a function after its first two parameters, or those of a class.
-        is_made: Whether to instantiate the reward now if it is a class. If false, the options of a class are only
-            checked. No effect on a function.
+        options: Keyword arguments of the function after its first two parameters, or of the class.
+        is_made: Whether to instantiate a class now. Otherwise the options of the class are only checked. No effect on a
+            function.
 
     Attributes:
         is_async: Whether the function is a coroutine function.
@@ -144,8 +144,8 @@ class BoundReward:
     ) -> AsyncIterator[Answer]:
         """Score the rollouts of one prompt. Yields one `Answer` per rollout, in order.
 
-        If a rollout cannot be scored, its answer is a text with the cause. After the first such text, the scoring ends,
-        unless ``may_fail`` is true.
+        If a rollout cannot be scored, its answer is a text with the cause. The scoring ends after this answer, except
+        if ``may_fail`` is true.
         """
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):
@@ -169,7 +169,7 @@ class BoundReward:
         try:
             value = self._call(prompt, rollout if self._takes == "rollout" else rollout.text)
             return _as_answer(await value if inspect.isawaitable(value) else value, rollout)
-        except Exception as error:  # noqa: BLE001 - an error affects only this group
+        except Exception as error:  # noqa: BLE001 - the error of a user's function fails only this group
             return f"raised {error!r}; fix it, or filter such prompts"
 
     async def _group_answers(self, prompt: Prompt, rollouts: Sequence[Rollout]) -> list[Answer]:
@@ -183,7 +183,7 @@ class BoundReward:
                 if len(values) == len(rollouts):
                     return list(map(_as_answer, values, rollouts))
                 failure = f"returned {len(values)} scores; it must return one per rollout, {len(rollouts)}"
-        except Exception as error:  # noqa: BLE001 - an error affects only this group
+        except Exception as error:  # noqa: BLE001 - the error of a user's function fails only this group
             failure = f"raised {error!r}; fix it, or filter such prompts"
         return [failure] * len(rollouts)
 
@@ -200,7 +200,7 @@ class BoundReward:
             raise ValueError(
                 f"{where} must take a prompt and a response, got the parameters {found}; add them"
             ) from None
-        except ValueError:  # a function in C has no signature
+        except ValueError:  # functions written in C may have no signature
             return
 
     def _check_options(self, function: Any, given: Mapping[str, Any], *, num_positional: int) -> None:
@@ -212,19 +212,19 @@ class BoundReward:
             raise ValueError(
                 f"{option} must fit the options {known} of reward {self._name}, got {dict(given)}: {error}; correct it"
             ) from error
-        except ValueError:  # a function in C has no signature
+        except ValueError:  # functions written in C may have no signature
             return
 
 
 def _parameters(function: Any) -> list[str]:
     try:
         return [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):  # a function in C has no signature
+    except (TypeError, ValueError):  # functions written in C may have no signature
         return []
 
 
 def _as_answer(value: Any, rollout: Rollout) -> Answer:
-    """Convert a reward's result to a finite score. Returns a text with the problem if the result is wrong."""
+    """Convert a reward's result to a `Score`. Returns an error text if the result has a wrong type or value."""
     outcome, turns = (value.reward, value.turn_rewards) if isinstance(value, Score) else (value, {})
     numbers = [number for one in (outcome, *turns.values()) if (number := _as_number(one)) is not None]
     if len(numbers) < 1 + len(turns):

@@ -64,7 +64,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        # Idle scoring processes. None stands for a process that failed: the call that takes it starts a new process.
+        # Idle scoring processes. None stands for a failed process: the call that takes None starts a new process.
         self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
@@ -84,8 +84,8 @@ class RewardProcesses:
         """Score the rollouts of one prompt with the reward function. Returns one `Score` per rollout, in order.
 
         If ``may_fail`` is true, a rollout that cannot be scored gets a message with the cause instead of a score.
-        Otherwise `RewardError` is raised. Causes are: the function raises, hangs, or does not return finite numbers, or
-        its process ends. A process that failed is replaced.
+        Otherwise `RewardError` is raised. Causes are: the function raises, hangs or returns a number that is not
+        finite, or its process ends. A process that failed is replaced.
 
         Raises `RewardError` in any case if a scoring process does not start.
         """
@@ -107,7 +107,7 @@ class RewardProcesses:
             await self._kill(process)
 
     async def _score_in_process(self, prompt: Prompt, rollouts: Sequence[Rollout], *, may_fail: bool) -> list[Answer]:
-        """Score rollouts in a process. If a rollout ends the process, a new process scores the remaining rollouts."""
+        """Score rollouts in a process. With ``may_fail``, a new process continues after the rollout that failed."""
         answers: list[Answer] = []
         while len(answers) < len(rollouts) and (may_fail or not answers):
             process = await self._free.get()
@@ -180,13 +180,13 @@ class Scores:
 
     @property
     def sums(self) -> np.ndarray:
-        """[G] float32, the reward of each rollout: its ``total`` plus the rewards of all its turns."""
+        """[G] float32, the whole reward of each rollout: its ``total`` plus the rewards of all its turns."""
         if not self.turn_rewards:
             return self.total
         return self.total + np.asarray([sum(turns.values()) for turns in self.turn_rewards], dtype=np.float32)
 
     def of(self, chosen: np.ndarray) -> Scores:
-        """Return the scores of some rollouts: those for which the [G] bool array ``chosen`` is true, in order."""
+        """Return the scores of the rollouts that the [G] bool array ``chosen`` selects, in order."""
         places = list(map(int, np.flatnonzero(chosen)))
         return Scores(
             total=self.total[chosen],
@@ -253,9 +253,9 @@ class WeightedRewards:
 
 
 async def _ask(process: ChildProcess, question: tuple[Prompt, list[Rollout], bool], answers: list[Answer]) -> None:
-    """Let a process score rollouts. Append each answer when it arrives.
+    """Let a process score rollouts, and append each answer to ``answers`` when it arrives.
 
-    If the process fails, the caller knows from the number of ``answers`` which rollout it was scoring.
+    If the process fails, the length of ``answers`` is the index of the rollout that was being scored.
     """
     await process.send(question)
     _, rollouts, may_fail = question
@@ -291,7 +291,7 @@ def main() -> None:
 
 
 def _complete(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never waits, without an event loop, because a user's function may start its own loop."""
+    """Run a coroutine that never waits. No event loop is used, because a user's function may start its own loop."""
     try:
         work.send(None)
     except StopIteration:
@@ -300,7 +300,7 @@ def _complete(work: Coroutine[Any, Any, None]) -> None:
 
 
 if __name__ == "__main__":
-    # This module is imported by its name, so a user's module and this process use the same registry of rewards.
+    # Import this module by its name, so that a user's module and this process use the same registry of rewards.
     from rollout_fleet import rewards
 
     rewards.main()

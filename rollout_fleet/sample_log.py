@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
     """Load the tokenizer of the model folder ``model_path``, and return a function that decodes token ids to text.
 
-    The text has no special tokens, unless ``special_tokens`` is true. Raises `ValueError` with the file's name if
+    With ``special_tokens``, the text includes special tokens. Raises `ValueError` with the file's name if
     ``tokenizer.json`` is damaged.
     """
     tokenizer_file = Path(model_path) / "tokenizer.json"
@@ -88,10 +88,10 @@ class SampleLog:
         *,
         runs: Sequence[EpisodeRun] = (),
     ) -> None:
-        """Save the samples of a finished training prompt, if this interval of policy versions still needs samples.
+        """Save the samples of a finished training prompt, if this interval of policy versions needs more samples.
 
         The file is written when ``num_groups`` prompts of the interval have been added. ``texts`` are the decoded
-        samples. If the samples are episodes, ``runs`` has one run per sample; empty for single answers.
+        samples. ``runs`` has one run per sample if the samples are episodes; it is empty for single answers.
         """
         version = max(int(sample.versions[-1]) for sample in samples)
         if not self._config.every_steps or version < self._next_version:
@@ -108,11 +108,10 @@ class SampleLog:
             await self._write(SampleKind.train, version, rows)
 
     async def keep_answers(self, version: int, rows: Sequence[Mapping[str, Any]], *, per_prompt: int) -> None:
-        """Write the answers of an evaluation to files: the sampled and the greedy answers separately.
+        """Write the sampled and the greedy answers of an evaluation to separate files.
 
-        ``version`` is the policy version that answered. ``rows`` is one list with the rows of several prompts; the
-        method `rows` makes the rows of one prompt. Each prompt has ``per_prompt`` rows. The last row of each prompt is
-        the greedy answer.
+        ``version`` is the policy version of the answers. ``rows`` has ``per_prompt`` rows per prompt, which the method
+        `rows` makes. The last row of each prompt is the greedy answer.
         """
         self._num_parts += 1
         part, last = f"-{self._num_parts:05d}", per_prompt - 1
@@ -161,7 +160,7 @@ class SampleLog:
 
             path.parent.mkdir(parents=True, exist_ok=True)
             partial = path.with_name(f".{path.name}.partial")
-            # a file cannot hold half of a surrogate pair, so `?` replaces it
+            # a file needs valid Unicode, so `?` replaces unpaired surrogates
             valid = [
                 {
                     name: value.encode(errors="replace").decode() if isinstance(value, str) else value

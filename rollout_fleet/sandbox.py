@@ -59,7 +59,7 @@ class SandboxKind(StrEnum):
 
 
 class EndedBy(StrEnum):
-    """How a program ended: by itself, by a signal, or by an exceeded limit."""
+    """Why a program ended: it exited, a signal killed it, or it exceeded a limit."""
 
     exit = "exit"
     signal = "signal"
@@ -111,7 +111,7 @@ class SandboxResult:
         stdout: Standard output, decoded as UTF-8. Invalid bytes are replaced.
         stderr: Standard error, in the same form. Both streams together have at most `SandboxLimits.output_bytes` bytes.
         seconds: Seconds from the start to the end of the program.
-        ended_by: Why the program ended.
+        ended_by: Cause of the program's end.
     """
 
     exit_status: int
@@ -122,7 +122,7 @@ class SandboxResult:
 
     @property
     def is_success(self) -> bool:
-        """Whether the program ended by itself with exit status 0, not by a signal or an exceeded limit."""
+        """Whether the program exited with status 0."""
         return self.ended_by is EndedBy.exit and self.exit_status == 0
 
 
@@ -130,9 +130,9 @@ class Sandbox:
     """Runs any number of programs at once, each in its own sandbox.
 
     Args:
-        kind: Kind of isolation. The kind ``auto`` never selects the kind ``limits``, which is the weakest.
+        kind: Kind of isolation. ``auto`` never selects ``limits``, the weakest kind.
         python: Python interpreter with the packages that the programs may import; by default the current interpreter.
-        limits: Limits of programs that are run without limits of their own.
+        limits: Limits of a program if the call of `run` has no limits.
     """
 
     def __init__(
@@ -295,7 +295,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            # mode 755: if this process is root, the program runs as another user, who must enter these folders
+            # mode 755: if asyncrl runs as root, the program runs as another user and must be able to enter the folders
             for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
@@ -339,7 +339,7 @@ class _Output:
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
         """Send the job to the sandbox and wait until it ends, exceeds ``timeout_s`` or prints too much.
 
-        Returns the reason why the sandbox's process must be killed, or None if the process has ended.
+        Returns None if the process has ended within these limits. Otherwise returns why the process must be killed.
         """
         waiting = [asyncio.create_task(one) for one in (self._work(job), self._is_over.wait())]
         try:
@@ -368,8 +368,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # If the process ended early, its standard input cannot be closed. Python < 3.11.4 logs this error if no code
-        # awaits it.
+        # If the process ended early, closing its standard input fails.
+        # Await this failure here, because Python < 3.11.4 would log it otherwise.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 

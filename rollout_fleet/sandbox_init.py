@@ -36,8 +36,8 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# System calls that the sandbox refuses, with their numbers: calls for sockets, messages between processes, mounts,
-# namespaces, keys and the memory of other processes, and calls for memory that no limit counts (such as memfd_create).
+# Numbers of refused system calls. They concern sockets, messages between processes, mounts, namespaces and keys.
+# Some access the memory of other processes, or allocate memory that no limit counts (such as memfd_create).
 _REFUSED = {
     "x86_64": {
         "socket": 41, "setsockopt": 54, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155,
@@ -55,7 +55,7 @@ _REFUSED = {
 _REFUSED_EVERYWHERE = (*range(425, 434), 438, 442, 447)  # io_uring_*, the new mount calls, pidfd_getfd, memfd_secret
 _CLONE3 = 435
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
-_SOCK_STREAM, _SOCKET_FLAGS = 1, 0o2004000  # the flags are SOCK_CLOEXEC and SOCK_NONBLOCK
+_SOCK_STREAM, _SOCKET_FLAGS = 1, 0o2004000  # flags: SOCK_CLOEXEC | SOCK_NONBLOCK
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _EPERM, _ENOSYS = 1, 38
@@ -85,8 +85,8 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 def enter_namespaces(*, user: bool) -> None:
     """Move this process into new Linux namespaces: mounts, network, IPC and host name.
 
-    Later child processes also get a new process-id namespace. ``user`` says whether to make a user namespace too, which
-    a process without root's rights needs.
+    Later child processes also get a new process-id namespace. ``user`` also makes a new user namespace. A process
+    without root's rights needs it.
     """
     uid, gid = os.geteuid(), os.getegid()
     kinds = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
@@ -134,10 +134,10 @@ def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> 
 
 
 def refuse_system_calls() -> None:
-    """Make the kernel refuse some system calls of this process and its children, by a seccomp filter.
+    """Install a seccomp filter: the kernel then refuses some system calls of this process and its children.
 
-    Examples are calls that make sockets, namespaces or mounts, and calls such as ``memfd_create``, because the memory
-    that they allocate is outside the program's memory limit.
+    The filter refuses calls that make sockets, namespaces or mounts. It also refuses calls such as ``memfd_create``,
+    because the memory limit does not count the memory that they allocate.
     """
     machine = platform.machine()
 
@@ -152,12 +152,12 @@ def refuse_system_calls() -> None:
         step(equal, 1, 0, _AUDIT_ARCH[machine]),
         step(end, 0, 0, kill),
         step(load, 0, 0, 0),
-        step(at_least, 0, 1, 0x40000000),  # numbers of system calls of the x32 interface on x86_64
+        step(at_least, 0, 1, 0x40000000),  # system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
         step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; ENOSYS makes the C library call clone
         step(end, 0, 0, unknown),
         *(part for number in numbers for part in (step(equal, 0, 1, number), step(end, 0, 0, refuse))),
-        # only streams, because a pair of datagram sockets can send to any other socket
+        # socketpair: allow only streams, because a datagram socket can send to any other socket
         step(equal, 0, 4, _SOCKETPAIR[machine]),
         step(load, 0, 0, 24),
         step(without, 0, 0, 0xFFFFFFFF ^ _SOCKET_FLAGS),
@@ -182,7 +182,7 @@ class Program:
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
-        self._is_alone = is_alone  # in a process-id namespace: all processes but this one are the program's
+        self._is_alone = is_alone  # in a process-id namespace, where all other processes belong to the program
         self._pid = -1
         self._status: int | None = None
         self._ended_by = ""
@@ -227,11 +227,11 @@ class Program:
 
     def _become(self) -> None:
         job, limits, scratch = self._job, self._limits, Path(self._job["scratch"])
-        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets this process write its own oom_score_adj, see below
+        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that this process can write its own oom_score_adj below
         given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)
-        # The seals make standard input read-only. It is in memory, and no limit counts what a program writes to it.
+        # The seals make standard input read-only. It is in memory, and no limit would count written data.
         fcntl.fcntl(given, _ADD_SEALS, _ALL_SEALS)
         os.dup2(given, 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
@@ -258,7 +258,7 @@ class Program:
             ("MEMLOCK", 0, 0),
             ("MSGQUEUE", 0, 0),
         ):
-            resource.setrlimit(getattr(resource, f"RLIMIT_{name}", 12), (soft, hard))  # 12: RLIMIT_MSGQUEUE
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}", 12), (soft, hard))  # 12 is RLIMIT_MSGQUEUE
         refuse_system_calls()
         os.execve(job["command"][0], job["command"], job["environment"])
 
@@ -320,7 +320,7 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            # 0 for the bytes, which need no check: the scratch file system itself is not larger than ``disk_bytes``
+            # no bytes to check: the scratch file system itself is limited to ``disk_bytes``
             return 0, use.f_files - use.f_ffree
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):

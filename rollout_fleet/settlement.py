@@ -95,8 +95,8 @@ class Settlement:
         """Save the tokens of an unfinished group in the replay buffer, so that a worker can continue the group.
 
         If the buffer refuses the tokens, a warning is logged. Nothing is saved if the group has fewer tokens than an
-        earlier attempt saved, because the missing tokens would be counted as dropped twice: at the save, and in the
-        ``num_tokens`` that `release` reports. A group has fewer tokens if an episode differs from its recorded turns.
+        earlier attempt saved, which happens if an episode differs from its recorded turns. A save would then count the
+        missing tokens as dropped, and `release` would count them again (``num_tokens``).
         """
         progress = group.progress()
         if progress is None or progress.summary.num_tokens < group.num_inherited:
@@ -108,10 +108,10 @@ class Settlement:
             logger.warning("prompt group %d was not saved: %s", group.lease.prompt.group_id, error)
 
     async def give_back(self, groups: Sequence[InflightGroup]) -> None:
-        """Save and release all groups that the worker still has at its end, within ``stop_timeout_s``.
+        """Save and release all groups that the worker still has when it ends, within ``stop_timeout_s``.
 
-        Finished groups are included. A group that the replay buffer has revoked is released without being saved. A
-        group that is not released in time returns to the buffer when its lease expires.
+        This includes finished groups. Groups with revoked leases are released without being saved. A group that is not
+        released in time returns to the buffer when its lease expires.
         """
         if self._config.save_progress is not SaveProgress.never:
             await self._for_each([group for group in groups if group.end is not GroupEnd.revoked], self.save)
@@ -175,7 +175,7 @@ class Settlement:
             logger.warning("%s (on_failure.%s=%s)", last, last.kind, action)
             if action is OnFailure.score and group.episodes[index].answer is not None:
                 survivors.append(index)
-        # the greedy baseline must survive, because the rewards of the other episodes are compared with its reward
+        # the greedy baseline is needed, because the rewards of the other episodes are compared with its reward
         needed = {*range(len(group.trained), len(group.episodes))}
         fewest = min(FEWEST_SAMPLES, len(group.runs))
         if last is not None and (len(survivors) < fewest or not needed.issubset(survivors)):
@@ -199,8 +199,7 @@ class Settlement:
             if len(places) < fewest:
                 raise RewardError(
                     f"the reward failed on {num_failed} of {len(rollouts)} responses to prompt group "
-                    f"{prompt.group_id}, and it must succeed on at least {fewest}; the warnings before this message "
-                    "have the errors"
+                    f"{prompt.group_id}, but must succeed on at least {fewest}; earlier warnings have the errors"
                 )
             self._meter.add(groups_failed=Counter(reward_trajectory=num_failed))
             scores = scores.of(has_reward)
@@ -225,7 +224,7 @@ class Settlement:
             self._meter.add(tokens_in_flight=-group.num_own_tokens, groups_finished=1)
 
     def _note(self, group: InflightGroup, tokens: TrajectoryGroup) -> None:
-        """Record in the run's receipts which versions sampled ``tokens``.
+        """Record in the run's receipts (log lines for ``asyncrl audit``) which versions sampled ``tokens``.
 
         Call this before the buffer gets the tokens.
         """

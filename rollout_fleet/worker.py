@@ -110,7 +110,7 @@ class RolloutWorker(Worker):
         self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # later garbage collections skip the objects loaded so far, and stay short
+        gc.freeze()  # keeps garbage collections short: they skip all objects loaded so far
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -151,8 +151,8 @@ class RolloutWorker(Worker):
             self._member.fault(self._member.epoch, str(error), time.monotonic())
             if self._buffer is not None:
                 try:
-                    await self._buffer.fenced()  # the buffer must not wait for this engine to load weights
-                except Exception as report:  # noqa: BLE001 - the run notices the death of the buffer elsewhere
+                    await self._buffer.fenced()  # the buffer must not wait until this engine loads weights
+                except Exception as report:  # noqa: BLE001 - if the buffer is dead, another part of the run notices it
                     logger.warning("the buffer was not told that %s has failed: %s", self._member.name, report)
             if self._loop is not None:
                 await self._loop.wait_ended()
@@ -163,10 +163,11 @@ class RolloutWorker(Worker):
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until the running groups have finished, then free the engine's memory on the device for the learner.
 
-        Running calls of `answer` end with an `EngineError`. Nobody needs their answers, because a signal to the run or
-        the death of a learner rank has ended the evaluation. If a new learner has replaced a dead learner,
-        ``incarnation`` is the number of restarts of the learner, and weights of earlier learners are refused
-        (`RolloutLoop.release_device`).
+        Running calls of `answer` end with an `EngineError`. Nobody needs their answers: the evaluation has already
+        ended after a signal to the run, or after the death of a learner rank.
+
+        If a new learner has replaced a dead learner, ``incarnation`` is the number of restarts of the learner. Then
+        weights of earlier learners are refused (`RolloutLoop.release_device`).
         """
         await cancel(self._answering)
         await self._started().release_device(incarnation)

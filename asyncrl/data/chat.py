@@ -45,8 +45,8 @@ def read_messages(
         )
         if before and messages[0]["role"] == "system":
             raise ValueError(
-                f"{where}, message 0 has role = 'system', expected none with {section}.system_prompt: the conversation "
-                f"would begin with two; leave {section}.system_prompt empty, or remove the row's"
+                f"{where}, message 0 has role = 'system', expected no system message because {section}.system_prompt "
+                f"is set; leave {section}.system_prompt empty, or remove this message from the row"
             )
         conversations.append((*before, *messages))
     return conversations
@@ -149,7 +149,7 @@ def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
     A value in the column is a list of schemas or a JSON text of such a list; null means no tools.
 
     Raises:
-        ValueError: a value is not a list of function schemas with names, or names a function twice.
+        ValueError: a value is not a list of function schemas with names, or two of the functions have the same name.
     """
     rows_of_tools = []
     for row, value in enumerate(rows.structures(key, is_json=True)):
@@ -165,7 +165,10 @@ def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
                     '{"type": "function", "function": {"name": "add", "parameters": {…}}}; fix the row'
                 )
             if name in names:
-                raise ValueError(f"{where}, tool {index} is a second tool {name!r}, expected one per name; fix the row")
+                raise ValueError(
+                    f"{where}, tool {index} has the name {name!r} of an earlier tool, expected different names; "
+                    "fix the row"
+                )
             names.add(name)
         rows_of_tools.append(tuple(value or ()))
     return rows_of_tools

@@ -105,10 +105,12 @@ class DataConfig:
             if self.sampler == UNIFORM and getattr(self, name):
                 raise ValueError(
                     f"data.{name}={getattr(self, name)} needs a sampler that uses it, got data.sampler={UNIFORM}; set "
-                    "data.sampler=weighted or another one"
+                    "data.sampler to weighted, difficulty or your own class"
                 )
         if bad := {name: weight for name, weight in self.source_weights.items() if not 0 < weight < math.inf}:
-            raise ValueError(f"data.source_weights must be > 0, got {bad}; leave the rows of a source out of the files")
+            raise ValueError(
+                f"data.source_weights must be > 0, got {bad}; to leave out a source, remove its rows from the files"
+            )
         for name in ("source_weights", "environment_by_source"):
             if getattr(self, name) and not self.data_source_key:
                 raise ValueError(f"data.{name} needs data.data_source_key, the column with a row's source, got ''")
@@ -120,7 +122,7 @@ class DataConfig:
 
     @property
     def keys(self) -> list[str]:
-        """Names of the columns that the options name, and that all rows therefore must have."""
+        """Names of the columns that the options select. All rows must have these columns."""
         single = (self.prompt_key, self.ground_truth_key, self.data_source_key, self.tools_key)
         keys = [*single, self.images_key, self.environment_key, self.environment_options_key]
         return [key for key in keys if key]

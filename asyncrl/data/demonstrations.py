@@ -31,7 +31,7 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationFormat:
-    """How to read an example from a row. The attributes are those of `asyncrl.config.WarmStartConfig`."""
+    """How to read an example from a row. The attributes are options of `asyncrl.config.WarmStartConfig`."""
 
     prompt_key: str
     response_key: str
@@ -44,9 +44,10 @@ class DemonstrationFormat:
 def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokenizer: Any) -> list[Demonstration]:
     """Read parquet or jsonl files, and tokenize each row as an example for supervised fine-tuning.
 
-    A plain row becomes prompt, response and end-of-sequence token; the last two are learned. A conversation is rendered
-    before and after each assistant message, and the text that the message adds is learned. Learned text and other text
-    are tokenized separately, because generation does the same. ``tokenizer`` is the policy's Hugging Face tokenizer.
+    A plain row becomes prompt, response and end-of-sequence token. The loss includes the response and the
+    end-of-sequence token. A conversation is rendered before and after each assistant message. The loss includes the
+    text that the message adds. Text in the loss and other text are tokenized separately, because generation does the
+    same. ``tokenizer`` is the policy's Hugging Face tokenizer.
 
     Raises:
         ValueError: a file, row or column does not match ``form``. The message names the place.
@@ -81,11 +82,9 @@ _Stretch = tuple[Sequence[int], bool]
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
     learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
-    learned[:1] = False  # no token precedes the first one, so the model cannot predict it
+    learned[:1] = False  # the model cannot predict the first token
     if not learned.any():
-        raise ValueError(
-            f"{where}: must have a prompt and a response of at least one token, got nothing to learn; remove the row"
-        )
+        raise ValueError(f"{where}: must have a token to learn after the first token, got none; remove the row")
     return Demonstration(token_ids=token_ids, learned=learned, where=where)
 
 
@@ -109,7 +108,7 @@ def _stretches(
     tokenizer: Tokenizer,
     tools: Sequence[Message],
 ) -> list[tuple[str, bool]]:
-    """Render the conversation up to the last assistant turn. Split it at the start and end of assistant turns."""
+    """Render the conversation up to the last assistant turn. Split the text before and after each assistant turn."""
     kwargs = dict(form.chat_template_kwargs)
     done, stretches = "", []
     for turn, message in enumerate(messages):

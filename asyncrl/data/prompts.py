@@ -54,7 +54,7 @@ class PromptStream:
         """Read and tokenize the training files.
 
         If ``has_environment``, all prompts have messages. ``images`` reads image files; it is None for a text model.
-        The stream reads these files now, to count tokens, and again when it returns the prompt.
+        Image files are read twice: now, to count tokens, and when the stream returns the prompt.
 
         Raises:
             ValueError: a file, row or column does not match ``config``. The message names it.
@@ -98,7 +98,7 @@ class PromptStream:
 
     @property
     def environments(self) -> set[str]:
-        """Names of the environments of rows and data sources, without the environment of the run."""
+        """Names of the environments that rows or data sources select; without the environment of the run."""
         return {prompt.environment for prompt in self._prompts} - {""}
 
     def take(self, count: int) -> list[Prompt]:
@@ -138,7 +138,7 @@ class PromptStream:
         )
 
     def _asked(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the sampler. Its exceptions become `SamplerError`."""
+        """Call a method of the sampler. Exceptions of this method become `SamplerError`."""
         try:
             return method(*arguments)
         except Exception as error:
@@ -174,9 +174,9 @@ class PromptStream:
         return copy.deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the stream to the position of a state that `state` returned, in this process or an earlier one.
+        """Restore a state that `state` returned, in this process or an earlier process.
 
-        Raises `ValueError` in the cases of `check`.
+        Raises the errors of `check`.
         """
         self.check(state)
         self._position = state["position"]
@@ -194,8 +194,7 @@ class PromptStream:
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
         if missing := sorted(needed - set(state)):
             raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
-        # Compare the options before the files. With another seed, the quickstart also makes other files, and the error
-        # must name the seed.
+        # Compare the seed before the files: the files of the quickstart depend on the seed, and the error must name it.
         _check_same(state, now, seed="the seed", shuffle="data.shuffle", sampler="data.sampler")
         saved, files = state["files"], now["files"]
         if len(saved) != len(files):
@@ -220,7 +219,7 @@ class PromptStream:
 
 
 def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any], **options: str) -> None:
-    """Check that two states of a stream have the same values of ``options``, the names for the message by key."""
+    """Raise `ValueError` if an option differs between two states. ``options`` are names for the error, by key."""
     for key, option in options.items():
         before, current = (values.get(key, UNIFORM) for values in (saved, now))
         if before != current:
@@ -370,7 +369,7 @@ class _PromptReader:
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
-    """Read a column of strings. An empty ``key`` gives empty strings. Null is an empty string if ``may_be_null``."""
+    """Read a column of strings. An empty ``key`` gives empty strings. Null gives an empty string if ``may_be_null``."""
     if not key:
         return [""] * len(rows)
     values = rows.column(key) if may_be_null else rows.serializable_column(key)

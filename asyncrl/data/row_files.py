@@ -180,7 +180,7 @@ def _read_jsonl(path: str, content: bytes) -> Rows:
         if not isinstance(value, dict):
             raise ValueError(
                 f"{path}, line {number}: a {type(value).__name__}, expected an object such as "
-                '{"prompt": …}; one object per line'
+                '{"prompt": …}; write one object per line'
             )
         numbers.append(number)
         values.append(value)
@@ -190,8 +190,8 @@ def _read_jsonl(path: str, content: bytes) -> Rows:
 def _parsed(text: str | bytes) -> Any:
     """Parse JSON.
 
-    Raises `ValueError` if it is not JSON, has more than ``_MAX_LEVELS`` levels, or has half of a surrogate pair, which
-    is not Unicode.
+    Raises `ValueError` if the text is not JSON, or has more than ``_MAX_LEVELS`` levels of lists and objects. Half of a
+    surrogate pair, which is not valid Unicode, also raises `ValueError`.
     """
     too_deep = f"it has more than {_MAX_LEVELS} levels of lists and objects"
     try:

@@ -1,6 +1,6 @@
 """Samplers choose which row of the training files becomes the next prompt. ``data.sampler`` is a name in `SAMPLERS`.
 
-A sampler must not use a clock, or random numbers other than those from its seed. Checkpoints hold the sampler's state.
+A sampler must not use a clock, and the seed must determine all random numbers. Checkpoints hold the sampler's state.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Sampler(Protocol):
         ...
 
     def state(self) -> Mapping[str, Any]:
-        """Return what the sampler needs to continue after a restart, as JSON values."""
+        """Return the values that the sampler needs to continue after a restart, as JSON values."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state` returned, in this process or an earlier one."""
+        """Restore the values that `state` returned, in this process or an earlier process."""
         ...
 
 
@@ -96,11 +96,11 @@ class WeightedSampler:
         return np.random.default_rng([self._seed, epoch, *source.encode()]).permutation(number).tolist()
 
     def state(self) -> dict[str, Any]:
-        """Return how many rows were taken of each data source, as JSON values."""
+        """Return how many rows were taken from each data source, as JSON values."""
         return {"num_chosen": self._num_chosen, "num_in_order": self._num_in_order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the counts that `state` returned."""
+        """Restore the counts that `state` returned."""
         self._num_chosen, self._num_in_order = dict(state["num_chosen"]), dict(state["num_in_order"])
 
 
@@ -136,7 +136,7 @@ class DifficultySampler(WeightedSampler):
         for name, value, is_valid, expected in (
             ("target", target, 0 <= target <= 1, "in [0, 1]"),
             ("width", width, width > 0, "> 0"),
-            ("explore", explore, 0 < explore <= 1, "in (0, 1]: rows enter the pool only after a first outcome"),
+            ("explore", explore, 0 < explore <= 1, "in (0, 1]: rows enter the pool only after their first result"),
             ("memory", memory, 0 <= memory < 1, "in [0, 1)"),
         ):
             if not is_valid:
@@ -150,8 +150,8 @@ class DifficultySampler(WeightedSampler):
     def choose(self) -> int:
         """Return the index of the next row, from the data source that is furthest below its share of the prompts.
 
-        The row is the one that has been in the source's pool for the longest time. If the pool is empty, or the prompt
-        belongs to the share ``explore``, it is the source's next row in order.
+        Usually, the sampler takes the row that has been in the source's pool for the longest time. If the pool is
+        empty, or the prompt belongs to the share ``explore``, the sampler takes the source's next row in order.
         """
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]
@@ -178,7 +178,7 @@ class DifficultySampler(WeightedSampler):
             pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON values: how many rows were taken of each source, the rows' success rates, and the pools.
+        """Return as JSON values: how many rows were taken from each source, the rows' success rates, and the pools.
 
         The pool of a source is a list of its rows with a success rate near ``target``.
         """
@@ -186,7 +186,7 @@ class DifficultySampler(WeightedSampler):
         return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Continue from the values that `state` returned."""
+        """Restore the values that `state` returned."""
         super().restore(state)
         self._rates = {int(row): rate for row, rate in state["rates"]}
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in state["pools"].items()}
@@ -231,6 +231,6 @@ def make_sampler(
     needed = ("choose", "note", "state", "restore")
     if missing := [method for method in needed if not callable(getattr(sampler, method, None))]:
         raise ValueError(
-            f"data.sampler={name} must have the methods {', '.join(needed)}, got none of {missing}; add them"
+            f"data.sampler={name} must have the methods {', '.join(needed)}, got a class without {missing}; add them"
         )
     return sampler

@@ -38,13 +38,13 @@ SLOW_ENGINE = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class RunLimits:
-    """Options of a run with which `Alarms` compares the run's metrics.
+    """Options of a run that `Alarms` compares with the run's metrics.
 
     Attributes:
         total_steps: Configured number of learner steps.
         max_lag: ``buffer.max_lag``, in learner steps.
-        compares_groups: Whether all advantages compare the samples of a prompt group. If not, a batch teaches something
-            unless all of its rewards are equal.
+        compares_groups: Whether all advantages compare the samples of a prompt group. If False, a batch teaches nothing
+            if all of its rewards are equal. If True, a group teaches nothing if its rewards are equal.
     """
 
     total_steps: int
@@ -54,7 +54,7 @@ class RunLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """A problem of a run, with the first and the last step at which it was found.
+    """A problem of a run, with its first and last step.
 
     Attributes:
         name: Name of the alarm in the metrics. Example: ``equal_rewards``.
@@ -169,18 +169,18 @@ class Alarms:
         if max(recent) >= COLLAPSED * first or is_varied:
             return ""
         return (
-            f"the policy hardly explores anymore: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, "
-            f"at reward {record.reward:.3g}; unless this is intended, lower learner.optimizer.lr, raise "
+            f"the policy explores too little: its entropy fell from {first:.3g} to {entropy:.3g} nats per token, at "
+            f"reward {record.reward:.3g}; if this is not intended, lower learner.optimizer.lr, raise "
             "algorithm.clip_high or algorithm.entropy_coef, and restart from an earlier checkpoint"
         )
 
 
-# The functions below check the records of the newest `WINDOW` steps for one condition each. They return the alarm's
-# message, or an empty text if there is no alarm.
+# The functions below check one condition each in the records of the newest `WINDOW` steps.
+# They return the alarm's message, or an empty text if there is no alarm.
 
 
 def _equal_share(record: StepRecord, limits: RunLimits) -> float:
-    """Return the share of the batch, 0 to 1, from which the policy learns nothing because rewards are equal."""
+    """Return the share of the batch, 0 to 1, that teaches the policy nothing because its rewards are equal."""
     return record.equal_reward_groups if limits.compares_groups else float(record.reward_std == 0)
 
 
@@ -297,9 +297,6 @@ _CONDITIONS: dict[str, Callable[[Sequence[StepRecord], RunLimits], str]] = {
     "slow_engine": _slow_engine,
     "disk": _disk,
 }
-
-
-# The function below reads the files of a run.
 
 
 def read_alarms(run_dir: Path, limits: RunLimits) -> Alarms:

@@ -46,7 +46,7 @@ class Estimate:
             generator = np.random.default_rng(0)
             means = [generator.choice(array, len(array)).mean() for _ in range(_NUM_RESAMPLES)]
             low, high = np.quantile(means, (0.025, 0.975)).tolist()
-        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # rounding must not exclude the mean
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # keep the mean inside despite rounding errors
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -105,7 +105,7 @@ class Evaluation:
 
     @property
     def shortfall(self) -> str:
-        """Text for the end of a line: how many prompts failed or are unanswered, and why; empty if there are none."""
+        """Text for the end of a line: the number of prompts without a result, and why; empty if there are none."""
         parts = [f"{self.num_failed} without a reward"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())

@@ -36,7 +36,7 @@ def read_history(run_dir: Path, version: int) -> History:
     """
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
-        raise ValueError(f"{path} must hold the steps before the checkpoint, and does not exist; restore it")
+        raise ValueError(f"{path} must hold the steps before the checkpoint, but this file does not exist; restore it")
     whole = read_records(run_dir)
     return History(
         steps=[record for record in whole.steps if record.step < version],
@@ -63,8 +63,8 @@ def _read(parse: Callable[[dict[str, Any]], _T], path: Path, *keys: str) -> Iter
             yield parse(json_object(line, place, *keys))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{place} must be a record of this version of asyncrl, got one for which {error!r}; use the version "
-                "that wrote it"
+                f"{place} must be a record of this version of asyncrl, got a record that raises {error!r}; use the "
+                "version that wrote the file"
             ) from error
 
 

@@ -1,6 +1,6 @@
-"""Reads and writes the file ``life.json`` of a life. The file says when the life began and how it ended.
+"""Reads and writes ``life.json``, which says when an ``asyncrl train`` process began and how it ended.
 
-A life of a run is one ``asyncrl train`` process. Each life has its own run folder, which contains the file.
+Such a process is a *life* of the run. Each life has its own run folder, which contains the file.
 """
 
 from __future__ import annotations

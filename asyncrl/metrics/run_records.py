@@ -280,8 +280,8 @@ class MetricsWriter:
     def write(self, record: StepRecord) -> None:
         """Write the metrics of one learner step to ``metrics.jsonl`` and to TensorBoard.
 
-        If the step is not newer than the previous one, the learner has returned to a checkpoint. Then first move the
-        lines of the lost steps to ``metrics.lost.jsonl``.
+        If the step is not newer than the previous one, the learner has returned to a checkpoint. In this case, the
+        method first moves the lines of the lost steps to ``metrics.lost.jsonl``.
 
         Raises:
             DiskError: the file cannot be written; the message names the process and the path.
@@ -315,7 +315,7 @@ class MetricsWriter:
         self._events.add(scalars, evaluation.policy_version)
 
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
-        """Copy metrics of earlier runs, up to the checkpoint that this run resumed, into this run's files.
+        """Copy the metrics of earlier runs, up to the checkpoint that this run resumed, into this run's files.
 
         Call this before `write`.
 
@@ -345,7 +345,7 @@ class ScalarEvents:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._open = partial(EventFileWriter, str(folder), flush_secs=10)
-        events: Any = event_pb2  # type checkers do not see the module's classes, which it creates at import
+        events: Any = event_pb2  # the module creates its classes at import, so type checkers do not know them
         summaries: Any = summary_pb2
         self._event, self._summary, self._log = events.Event, summaries.Summary, events.SessionLog
         self._file = self._open()

@@ -1,6 +1,6 @@
 """Shows the progress of a run: a live view on a terminal, otherwise one line of metrics every few seconds.
 
-In both cases it also prints a line when a part of the run, such as the learner, is ready.
+In both cases, an additional line says when a part of the run, such as the learner, is ready.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "g
 
 
 class _Output:
-    """Standard output. After a failed write, for example to a pipe whose reader has ended, the run goes on."""
+    """Standard output. After a failed write, for example to a pipe whose reader has ended, the run continues."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -173,7 +173,7 @@ class TerminalView:
         )
 
     def _cells(self, record: StepRecord, use: RunUse | None = None) -> list[tuple[str, str]]:
-        """Return the names and values that the view shows for a step, with those of ``use`` if given."""
+        """Return the names and values of a step for the view. ``use`` adds the busy time of learner and fleet."""
         rollout_rate, learner_rate = self._rates()
         policy = ((shown, record.learner.get(name)) for shown, name in _OF_THE_POLICY)
         return [
@@ -217,7 +217,7 @@ class TerminalView:
         return Panel(Group(*rows), title=f"{self._title}  {_duration(self.elapsed_s)}", title_align="left")
 
     def _progress(self, record: StepRecord) -> Table:
-        line = Table.grid(expand=True)  # a bar itself does not end its line
+        line = Table.grid(expand=True)  # the table ends the line after the bar; the bar itself does not
         line.add_row(ProgressBar(total=self._total_steps, completed=record.step + 1))
         return line
 

@@ -32,7 +32,7 @@ Event = StepRecord | Evaluation | RunUse
 
 
 class Tracker(Protocol):
-    """Receives the metrics of a run. No method waits for a network.
+    """Receives the metrics of a run. Only `close` waits for a network.
 
     Attributes:
         place: Where the user finds the run's metrics, as a text. Example: a URL.
@@ -45,7 +45,7 @@ class Tracker(Protocol):
         ...
 
     def go_on(self, event: Event) -> None:
-        """Receive an event from before the checkpoint from which the run continues.
+        """Receive an event of an earlier ``asyncrl train`` process, from the steps before the resumed checkpoint.
 
         W&B and MLflow send the event, as `record` does. Prometheus only notes its totals: the counters begin at 0.
         """
@@ -58,7 +58,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackedRun:
-    """What a tracker gets to know about a run when it is opened.
+    """Information about a run that a tracker gets when the tracker is opened.
 
     Attributes:
         experiment: Name of the experiment or project in the tracker.
@@ -85,7 +85,7 @@ def check_trackers(names: Sequence[str]) -> None:
         if importlib.util.find_spec(_PACKAGES[name]) is None:
             raise ValueError(
                 f"tracker={name} needs the package {_PACKAGES[name]}, which is not installed; install it with "
-                f"pip install 'asyncrl[{name}]', or leave it out of tracker"
+                f"pip install 'asyncrl[{name}]', or remove {name} from tracker"
             )
 
 
@@ -115,7 +115,7 @@ class Trackers:
                 opened._trackers[name] = _KINDS[name](run)
             except Exception as error:
                 opened.close()
-                raise ValueError(f"tracker={name} cannot be opened: {error}; fix the cause, or leave it out") from error
+                raise ValueError(f"tracker={name} cannot be opened: {error}; fix this, or remove {name}") from error
             opened.num_failed[name] = 0
         return opened
 
@@ -129,7 +129,7 @@ class Trackers:
         self._each(lambda tracker: tracker.record(event))
 
     def go_on(self, events: Sequence[Event]) -> None:
-        """Send the events from before a resume to all trackers."""
+        """Send the events of the run's earlier processes to all trackers."""
         for event in events:
             self._each(lambda tracker, event=event: tracker.go_on(event))
 
@@ -168,12 +168,12 @@ def numbers_of(event: Event) -> dict[str, float]:
 class WandbTracker:
     """Sends metrics to Weights & Biases, configured by its environment variables.
 
-    With ``WANDB_MODE=offline``, it writes into the run's folder. The x axis of plots is ``step`` for learner steps, and
-    ``policy_version`` for evaluations.
+    With ``WANDB_MODE=offline``, the tracker writes into the run's folder. The x axis of plots is ``step`` for learner
+    steps, and ``policy_version`` for evaluations.
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        import wandb  # pyright: ignore[reportMissingImports] - an extra
+        import wandb  # pyright: ignore[reportMissingImports] - an optional package
 
         self._teardown = wandb.teardown
         self._run = wandb.init(
@@ -205,7 +205,7 @@ class MlflowTracker:
     """
 
     def __init__(self, run: TrackedRun) -> None:
-        import mlflow  # pyright: ignore[reportMissingImports] - an extra
+        import mlflow  # pyright: ignore[reportMissingImports] - an optional package
         from mlflow.entities import Metric, Param  # pyright: ignore[reportMissingImports]
 
         self._metric = Metric

@@ -1,1 +1,1 @@
-"""Supervised fine-tuning with the same trainer, packing and optimizer as in RL. An RL run can begin with it."""
+"""Supervised fine-tuning with the trainer, packing and optimizer of RL. An RL run can begin with fine-tuning."""

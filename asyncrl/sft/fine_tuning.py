@@ -117,8 +117,8 @@ async def _update(
 ) -> SftEvaluation:
     """Update until the last step or an early stop, on all ranks. Return the evaluation of the chosen policy.
 
-    The chosen policy is the best policy if ``sft.patience`` is above 0, else the final policy. Rank 0 writes it to
-    ``kept``.
+    The chosen policy is the best policy if ``sft.patience`` is above 0, else the final policy. Rank 0 writes the chosen
+    policy to ``kept``.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):
@@ -149,8 +149,8 @@ def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluati
 def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
     """Return whether fine-tuning ends after the newest evaluation, which is the last item of ``history``.
 
-    It ends if this evaluation reaches a target of ``sft``, or if the best evaluation is ``sft.patience`` evaluations
-    older.
+    Fine-tuning ends if this evaluation reaches a target of ``sft``. It also ends if the best evaluation is
+    ``sft.patience`` evaluations older.
     """
     last = history[-1]
     if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
@@ -178,7 +178,7 @@ def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSe
     )
     if sft.val_rows >= len(train):
         raise ValueError(
-            f"sft.val_rows must be below the {len(train)} rows of sft.train_files, got {sft.val_rows}; lower it"
+            f"sft.val_rows must be less than the {len(train)} rows of sft.train_files, got {sft.val_rows}; lower it"
         )
     if sft.val_rows:
         train, validation = train[: -sft.val_rows], train[-sft.val_rows :]
@@ -190,9 +190,9 @@ def _sequences(demonstrations: Sequence[Demonstration], config: RunConfig) -> li
     overlong = [one for one in demonstrations if len(one.token_ids) > limit]
     if overlong:
         raise ValueError(
-            f"{overlong[0].where}: a demonstration of {len(overlong[0].token_ids)} tokens, expected at most the "
-            f"model's {limit} positions{why_positions_end(config)} ({len(overlong)} of {len(demonstrations)} rows are "
-            "longer); shorten or drop it"
+            f"{overlong[0].where} has {len(overlong[0].token_ids)} tokens, expected at most the model's {limit} "
+            f"positions{why_positions_end(config)} ({len(overlong)} of {len(demonstrations)} rows are longer); shorten "
+            "or remove these rows"
         )
     return [TokenSequence(input_ids=one.token_ids, loss_mask=one.learned) for one in demonstrations]
 
@@ -202,7 +202,7 @@ def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
         return []
     if not config.data.eval_files:
         raise ValueError(
-            f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; set it, or set "
+            f"sft.eval_prompts={config.sft.eval_prompts} needs data.eval_files, got none; set data.eval_files, or "
             "sft.eval_prompts=0"
         )
     prompts = load_eval_prompts(config.data, tokenizer, has_environment=has_environment(config))
@@ -285,7 +285,7 @@ class GreedyAccuracy:
     async def accuracy(self, trainer: Trainer, step: int) -> float:
         """Return the mean reward of greedy answers to the held-out prompts.
 
-        All ranks call this, and get the same result. ``step`` is the number of updates so far; it names the policy
+        All ranks call this, and get the same result. ``step`` is the number of updates so far, and also the policy
         version.
         """
         if self._publisher is None:

@@ -69,7 +69,7 @@ def finished_warm_start(config: RunConfig) -> dict[str, Any] | None:
     got = "other files" if result is None else f"a policy of other settings ({result.get('settings')})"
     raise ValueError(
         f"sft.output_path={config.sft.output_path} must be an empty directory or hold a policy of these settings "
-        f"({settings_digest(config)}), got {got}; choose another path, or remove it"
+        f"({settings_digest(config)}), got {got}; choose another path, or remove the directory"
     )
 
 
@@ -94,7 +94,7 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Return the digest of all options and files that affect the fine-tuned policy. Example: ``72f9de132f03``."""
+    """Return a digest of the options, weights and data files that affect the fine-tuned policy, in 12 hex digits."""
     optimizer = asdict(config.learner.optimizer)
     own = {"output_path", "enabled", "progress_timeout_s", "train_files", "val_files"}
     settings = {
@@ -152,9 +152,9 @@ class WarmStart:
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
-        """Start the warm start in the background, on the GPUs ``visible_devices``, as in ``CUDA_VISIBLE_DEVICES``.
+        """Start the warm start in the background.
 
-        If ``visible_devices`` is empty, the warm start runs on the CPU.
+        ``visible_devices`` names the GPUs, as in ``CUDA_VISIBLE_DEVICES``. An empty text means the CPU.
         """
         if self._task is not None:
             raise RuntimeError("the warm start has begun already; begin it once")
@@ -303,6 +303,6 @@ async def _relay(
         status = await process.wait()
     if status != 0 and not is_written:
         raise WorkerDiedError(
-            f"the warm start (python -m asyncrl sft) ended with status {status}; its last lines, of {log_path}:\n"
+            f"the warm start (python -m asyncrl sft) ended with status {status}; the last lines of {log_path}:\n"
             + "\n".join(lines)
         )

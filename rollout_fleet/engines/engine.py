@@ -28,7 +28,7 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # share of `silence_timeout_s` in which a silent engine must answer the probe
+PROBE_SHARE = 0.25  # share of `silence_timeout_s` that the probe of a silent engine may take
 MAX_SILENT_PERIODS = 3
 STREAM_END_S = 1.0  # longest wait for an HTTP stream to end after its last sample
 TAIL_TOKENS = 8
@@ -64,7 +64,7 @@ class SampleRequest:
 
     @property
     def prompt_key(self) -> bytes:
-        """Bytes that are equal for two requests exactly if their prompt tokens and images are equal."""
+        """Bytes that two requests share if and only if their prompt tokens and images are the same."""
         return b"".join([self.prompt_ids.tobytes(), *(placed.image.digest.encode() for placed in self.images)])
 
 
@@ -201,7 +201,7 @@ class Engine(ABC):
 
     @property
     def version(self) -> int:
-        """Number of the policy version whose weights the engine holds; newly sampled tokens get this number."""
+        """Policy version of the engine's weights. Each sampled token is labeled with this version."""
         return self._version
 
     @property
@@ -280,7 +280,8 @@ class Engine(ABC):
     def _begin(self, samples: Sequence[Any], answers: Answers) -> Sequence[asyncio.Task[None]]:
         """Begin to sample, and put the results into ``answers``.
 
-        Returns the tasks that sample, if the engine starts any. The caller cancels these tasks at its end.
+        Returns the tasks that sample, if the engine starts any. The caller cancels tasks that still run when the call
+        of `generate` ends.
         """
 
     def _so_far(self, sample: RunningSample) -> SampleOutput:
@@ -481,7 +482,7 @@ class Engine(ABC):
 
 
 def _first_tokens(output: SampleOutput, length: int) -> SampleOutput:
-    """Return the first ``length`` tokens of a sample, as a response that has stopped."""
+    """Return the first ``length`` tokens of a sample, with the finish reason ``stop``."""
     return replace(
         output,
         token_ids=output.token_ids[:length],
@@ -597,7 +598,7 @@ def engine_seed(seed: int, version: int, epoch: int) -> int:
     """Return the random seed for one start of an engine, below 2^31.
 
     ``seed`` is the seed of the run, ``version`` the policy version at the start of the run, and ``epoch`` the number of
-    failures of this worker so far. So a restarted engine does not draw the same random numbers again.
+    failures of this worker so far. A restarted engine has another ``epoch``, so it draws other random numbers.
     """
     return mixed_seed(seed, version, epoch) >> 33
 
@@ -621,7 +622,7 @@ def check_output(
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    # both are NaN if a log-prob is NaN
+    # if a log-prob is NaN, the minimum and the maximum are NaN
     smallest, largest = (float(find.reduce(output.logprobs)) for find in (np.minimum, np.maximum))
     if not -np.inf < smallest <= largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be finite numbers <= 0, got {smallest} to {largest}")
@@ -669,7 +670,7 @@ class SilenceWatch:
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Count ``num_requests`` requests as running inside the ``with`` block. Silence is an error while one runs."""
+        """Count ``num_requests`` requests as running inside the ``with`` block, where silence is an error."""
         self._change(num_requests, is_paused=self._is_paused)
         try:
             yield

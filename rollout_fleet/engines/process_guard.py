@@ -1,6 +1,6 @@
-"""Removes secrets from environment variables of child processes. As a script, guards an inference server.
+"""Removes secrets from environment variables. If this file runs as a script, it is the guard of an inference server.
 
-The guard starts the server, and makes it end with its owner, the process that starts the guard.
+The guard starts the server, and ends it when the server's owner (the process that started the guard) ends.
 
 Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 
@@ -60,7 +60,7 @@ def signal_at_parent_death(signum: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Let this process become the parent of descendants whose own parent ends, so that it can wait for them."""
+    """Make this process the parent of its orphaned descendants, so that this process can wait for them."""
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -117,7 +117,7 @@ class Guard:
     def _mapped_shared_memory(self) -> set[int]:
         """Return the inode numbers of the files of shared memory that the server's process group has mapped.
 
-        File names would not do, because the C library maps a semaphore's file first and renames it afterwards.
+        File names do not identify the files, because the C library renames the file of a semaphore after mapping it.
         """
         inodes = set()
         for entry in Path("/proc").glob("[0-9]*"):

@@ -139,7 +139,7 @@ class ScriptedEngine(Engine):
             answer = self._script(sample.request, self._version)
             sample.answer = replace(answer, response=self._until_stop(answer.response, sample.request))
             answers.put_nowait([(sample.request, await self._write(sample))])
-        except Exception as error:  # noqa: BLE001 - `generate` raises it
+        except Exception as error:  # noqa: BLE001 - `generate` raises the error
             answers.put_nowait(error)
 
     def _check_sampling(self, sampling: SamplingConfig) -> None:

@@ -1,4 +1,4 @@
-"""Functions that run inside an SGLang server: faster process starts, cheaper pauses and updates, verified weights."""
+"""Functions that an SGLang server calls: for faster starts, cheaper pauses and weight updates, and verified weights."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def fork_on_cpu(_result: None, *_arguments: Any) -> None:
 
 
 def rest_while_paused(_result: None, scheduler: Any) -> None:
-    """Sleep in the loop of a paused scheduler until a request arrives. Otherwise the loop would keep a core busy."""
+    """Let the loop of a paused scheduler sleep until a request arrives. Otherwise the loop would keep a core busy."""
     if scheduler.idle_sleeper is not None:
         scheduler.idle_sleeper.maybe_sleep()
 
@@ -153,7 +153,7 @@ def load(model: Any, _named_tensors: Any) -> None:
             arrangement=arrangement_of_experts(model),
         )
         report["num_fused"] = num_fused(model)
-    except Exception as error:  # noqa: BLE001 - an exception would end the server; the report has it
+    except Exception as error:  # noqa: BLE001 - an exception would end the server, so report the error
         report["error"] = f"{type(error).__name__}: {error}"
     partial = order.with_name(f"{order.name}.{rank}.partial")
     partial.write_text(json.dumps(report))

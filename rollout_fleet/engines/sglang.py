@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # length of each warm-up prompt, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # number of tokens in each streamed chunk after the first
-LOADERS_SHARE = 0.9  # `server_hooks.load` gets this share of a load's deadline; the rest is for its report
+LOADERS_SHARE = 0.9  # share of a load's deadline that `server_hooks.load` may use; the rest is for its report
 
 
 class _StreamedSample(RunningSample):
@@ -78,7 +78,7 @@ class _StreamedSample(RunningSample):
         reason = meta["finish_reason"]
         is_aborted = reason is not None and reason["type"] == "abort"
         if not is_aborted and chunk["output_ids"][len(chunk["output_ids"]) - num_new :] != new_ids:
-            raise ValueError("output_token_logprobs name other tokens than output_ids")
+            raise ValueError("output_token_logprobs and output_ids have different tokens")
         self._token_ids += new_ids
         self._logprobs += [triple[0] for triple in new]
         self.num_tokens += num_new
@@ -106,7 +106,7 @@ class _StreamedSample(RunningSample):
 
 
 class SGLangEngine(Engine):
-    """An engine with an SGLang server. `start` launches a new server unless ``server`` is given.
+    """An engine with an SGLang server: ``server`` if given, otherwise a new server.
 
     Attributes:
         server: The server, with its process and its address.
@@ -151,7 +151,7 @@ class SGLangEngine(Engine):
         self._has_said_it_keeps = False
 
     async def start(self) -> None:
-        """Start the server, if it does not run, and generate warm-up tokens (`Engine.start`)."""
+        """Start the server and generate warm-up tokens (`Engine.start`)."""
         began_s = time.monotonic()
         await self.server.start()
         await self._client.open()
@@ -194,7 +194,7 @@ class SGLangEngine(Engine):
     async def abort(self, request_ids: Collection[str]) -> None:
         """Ask the server to abort running requests (`Engine.abort`).
 
-        This call has no deadline. If the server does not answer, `silence` makes the engine fail.
+        This call has no deadline. If the server does not answer, the engine fails after `silence_timeout_s`.
         """
         ids = self._running.keys() & request_ids
         bodies: list[dict[str, Any]] = [{"rid": _server_id(request_id)} for request_id in ids]
@@ -384,7 +384,7 @@ class SGLangEngine(Engine):
         """Pause the server, load and verify the weights, set their version, and continue.
 
         After an error the server stays paused. ``stands_still`` is called when the running model step is done. Returns
-        the seconds from this call until the server continues.
+        the seconds from this moment until the server continues.
         """
         order, number = self.server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -408,8 +408,8 @@ class SGLangEngine(Engine):
         with _stage("load and verify", offer):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
-        # The weights are verified, so answers may now carry the new version. The order of these two calls does not
-        # matter, because the server stays paused until it has confirmed both.
+        # The weights are verified, so answers may now have the new version.
+        # These two calls may run in any order: the server stays paused until it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -417,7 +417,7 @@ class SGLangEngine(Engine):
                 self._order("/end_weight_update", {}, success=True),
                 self._order("/update_weight_version", named, new_version=version),
             )
-            if takes_memory_back:  # only now, because loading weights may need this memory
+            if takes_memory_back:  # allocate the KV cache after the load, because the load may need this memory
                 await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
@@ -437,7 +437,7 @@ class SGLangEngine(Engine):
             if "error" in report:
                 raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}. {report['error']}")
             if report["order"] != number:
-                raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its last load is older")
+                raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its report is old")
             num_values += report["num_values"]
         return num_values
 

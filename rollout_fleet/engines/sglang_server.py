@@ -40,7 +40,7 @@ BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
 DEATH_GRACE_S = 2.0
-# The client must close idle connections before the server does: a request on a connection that closes is lost.
+# The client must close idle connections before the server does: a request on a closing connection is lost.
 CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
 _EVENT_END = b"\n\n"
 _EVENT_START = b"data: "
@@ -64,7 +64,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Without a warm-up, SGLang calls its own server before the server listens, and would log three tracebacks.
+    # Because the warm-up is skipped, SGLang calls its own server before the server listens, and logs three tracebacks.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -185,7 +185,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server with all its processes, and wait until its memory and temporary files are removed."""
         self._stopping = True
-        async with self._launching:  # a launch may be under way; wait for its end
+        async with self._launching:  # wait for the end of a running launch
             guard = self._guard
         if guard is None:
             return
@@ -230,7 +230,7 @@ class SGLangServer:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=PIPE,
                 stderr=STDOUT,
-                start_new_session=True,  # Ray kills a dead worker's process group, and the guard must survive this
+                start_new_session=True,  # the guard must survive when Ray kills the process group of a dead worker
             )
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -272,8 +272,8 @@ class SGLangServer:
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
-                    # Ask the guard to remember the server's files of shared memory. Then the guard can remove them even
-                    # if the server dies during its start.
+                    # The guard records the server's files of shared memory now, while the server runs.
+                    # After the server's death, the guard could not find them.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
@@ -314,13 +314,13 @@ class SGLangServer:
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:
-            # The prefix cache cannot be flushed while requests run, so new requests would get KV entries of old
-            # weights. With overlapped scheduling, the last tokens before the update would carry the new version.
+            # No prefix cache: it cannot be flushed while requests run, and would serve KV entries of old weights.
+            # No overlapped scheduling: the last tokens before an update would get the new version.
             flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """Return all environment variables of the server, by name. Secrets are left out, unless the options pass them.
+        """Return all environment variables of the server, by name. Secrets are left out, except ``pass_secrets``.
 
         ``scratch`` is the server's folder for temporary files.
         """
@@ -329,14 +329,14 @@ class SGLangServer:
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # return log-probs at the sampling temperature
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # SGLang returns log-probs at the sampling temperature
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
             # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            # SGLang puts these two values into the names of the shared memory that the server makes
+            # SGLang uses these two values in the names of its shared memory
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
@@ -425,7 +425,7 @@ class SGLangClient:
     async def call(self, method: str, path: str, body: Any = None) -> Any:
         """Send ``body`` as JSON to the server, and return the parsed JSON answer, or None if the answer is empty.
 
-        If the connection breaks, the request is sent once more. So it must be safe to send it twice.
+        If the connection breaks, the request is sent once more. A repeated request must therefore be harmless.
         """
         session = self._opened(method, path)
         try:
@@ -483,7 +483,7 @@ class SGLangClient:
     async def _raise_if_dead(self) -> None:
         """Wait up to `DEATH_GRACE_S` seconds for the server's exit. If the server exits, raise `WorkerDiedError`.
 
-        Connections of a dying server break before the server exits. So its death may be the cause of a failed request.
+        Connections of a dying server break before the server exits, so a failed request may mean that it is dying.
         """
         try:
             async with asyncio.timeout(DEATH_GRACE_S):

@@ -104,8 +104,7 @@ class StepRecorder:
     def begin_round(self) -> Tensor:
         """Begin a round (one call of ``generate``) with the rows that have not ended.
 
-        Returns [b] int64: for each of these rows, its index among the rows of the previous round. The result is empty
-        if all rows have ended.
+        Returns [b] int64: the index of each of these rows in the previous round. Empty if all rows have ended.
         """
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
@@ -131,8 +130,8 @@ class StepRecorder:
     def after_sampling(self, token_ids: Tensor) -> Tensor:
         """Record the [b, 1] token ids that ``generate`` has just sampled, one per row, and their log-probs.
 
-        Returns [b] bool: whether ``generate`` shall stop the row. At the end of a round (one call of ``generate``), all
-        values are True.
+        Returns [b] bool: True for each row that ``generate`` must stop. At the end of a round (one call of
+        ``generate``), all values are True.
         """
         assert self._step_logprobs is not None
         rows, new_ids, num_rows = self._rows, token_ids.squeeze(1).cpu(), len(self._samples)
@@ -227,7 +226,7 @@ class GenerationModel:
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
-        self._frozen = ""  # digest of the base weights, if they were loaded for an adapter
+        self._frozen = ""  # digest of the base weights of the loaded LoRA adapter; empty without an adapter
 
     def load(self) -> None:
         """Read the model from its folder onto the device, and test generation with it.
@@ -239,7 +238,7 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # without this line, transformers would use the model's own generation config for options that a call omits
+        # replace the model's own generation config, whose values transformers uses for options that a call omits
         model.generation_config = GenerationConfig()
         self._model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
@@ -390,9 +389,9 @@ class GenerationModel:
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
         """Return the model arguments of a batch with images: positions [4, b, T], and pixels if ``is_first``.
 
-        The first position is the token's index in its row, the other three are those of `positions_of`. If this method
-        returned no positions, transformers would compute them, and store one offset per row in the model
-        (``rope_deltas``). These offsets do not fit a batch from which rows have been dropped.
+        The first position is the token's index in its row. The other three are those of `positions_of`. Without these
+        positions, transformers would compute its own, and would store one offset per row in the model
+        (``rope_deltas``). Such offsets do not fit a batch from which rows have been dropped.
         """
         images = [placed.image for request in requests for placed in request.images]
         if not images or self._pixel_format is None:
@@ -422,18 +421,18 @@ class GenerationModel:
     def _check_logprobs(self) -> None:
         """Compare the log-probs of generated tokens with those of a forward pass.
 
-        If they differ in a batch of padded prompts, disable padding and compare again. Raises `EngineError` if they
-        still differ.
+        If the log-probs of a batch of padded prompts differ, disable padding and compare again. Raises `EngineError` if
+        the log-probs still differ.
 
         Then compare with two optimizations: equal prompts share one prefill, and rows of ended samples leave the batch.
-        Enable both optimizations if the log-probs agree.
+        Both optimizations are enabled if the log-probs agree.
         """
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
         name = type(self._model).__name__
         if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
-            self._may_pad = False  # padding would shift tokens into other chunks of the chunked attention
+            self._may_pad = False  # padding would move tokens into other attention chunks
         bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
@@ -488,7 +487,7 @@ class GenerationModel:
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
             whole, seen = torch.cat([prompt, tokens])[None], {}
-            if request.images:  # stop before a sampled image placeholder: the model would expect pixels for it
+            if request.images:  # compare only tokens before a sampled placeholder: the model would need its pixels
                 is_placeholder = tokens == self._facts.image_token_id
                 tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
                 whole = torch.cat([prompt, tokens])[None]
@@ -501,10 +500,7 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Return whether rows of the model's cache can be dropped and copied.
-
-        They can if the cache holds nothing but keys and values.
-        """
+        """Return whether rows of the model's cache can be dropped and copied: the cache has only keys and values."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
@@ -619,7 +615,7 @@ class TransformersEngine(Engine):
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
-        """Free the memory of the weights on the device (`Engine.release_memory`). The next load allocates it again."""
+        """Free the device memory of the weights (`Engine.release_memory`). The next weight load allocates it again."""
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._running)} samples")
         async with self._idle_model:

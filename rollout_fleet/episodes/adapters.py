@@ -192,7 +192,7 @@ def _read_end(stream: BinaryIO, most: int) -> str:
 def _outcome_of(path: Path, output: str) -> Any:
     if not os.path.lexists(path):
         return Outcome(answer=output)
-    if not path.is_file():  # reading a FIFO would block the event loop
+    if not path.is_file():  # for example a FIFO: reading it would block the event loop
         raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON, got no regular file")
     written = path.read_text(errors="replace")
     try:
@@ -421,7 +421,7 @@ class OpenEnvEnvironment:
 
 
 async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:
-    """Run a tool. An invalid action does not count as a failure of the tool."""
+    """Run a tool with `Policy.run_tool`. If the call raises `_InvalidAction`, raise it instead of a `ToolError`."""
     try:
         return await policy.run_tool(call, name=name)
     except ToolError as error:
@@ -466,7 +466,7 @@ async def use_tools(
                 raise ToolError(f"the arguments of {name} are not JSON: {error}") from error
             content = await policy.run_tool(call(name, arguments), name=name)
         except ToolError as error:
-            # the tool lost its connection, missed its deadline, or its sandbox failed
+            # fail the episode if the tool lost its connection, missed its deadline, or its sandbox failed
             if isinstance(error.__cause__, (OSError, SandboxError)):
                 raise
             content = f"error: {error}"
@@ -514,7 +514,7 @@ class McpEnvironment:
         """Connect to the MCP servers, and let the policy call their tools until it answers without a call."""
         try:
             return await self._use_servers(prompt, policy)
-        except ExceptionGroup as group:  # raised by the task group of MCP's HTTP client
+        except ExceptionGroup as group:  # the task group of MCP's HTTP client raises exception groups
             lost, others = group.split(_is_of_connection)
             if lost is None or others is not None:
                 raise
@@ -525,7 +525,7 @@ class McpEnvironment:
 
     async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
-            offered: list[tuple[str, Any, Any]] = []  # per tool: name of the server, session with the server, tool
+            offered: list[tuple[str, Any, Any]] = []  # (name of the server, session with the server, tool)
             for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
                 try:

@@ -92,10 +92,10 @@ def join_thread(body: Mapping[str, Any], stored: Mapping[str, Mapping[str, Any]]
 
 
 def store_thread(body: Mapping[str, Any], whole: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what `join_thread` later needs to continue a thread (a conversation that the endpoint stores).
+    """Return the request and its answer as one request body, which `join_thread` needs to continue the thread.
 
-    ``body`` is the body of a request, and ``whole`` is the body of its answer, as `message` returns it. The result is
-    ``body`` without the field ``stream``, and with the answer as its last message.
+    A thread is a conversation that the endpoint stores. ``body`` is the body of the request, and ``whole`` the body of
+    the answer (the result of `message`). The result is ``body`` without ``stream``, with the answer as last message.
     """
     kept = {name: value for name, value in body.items() if name != "stream"}
     return {**kept, "messages": [*list_of(body, "messages"), {"role": "assistant", "content": whole["content"]}]}
@@ -211,4 +211,4 @@ def _input_of(arguments: str) -> Any:
     try:
         return read_json(arguments or "{}")
     except ValueError:
-        return {"arguments": arguments}  # the API requires an object here
+        return {"arguments": arguments}  # the API requires an object as ``input``

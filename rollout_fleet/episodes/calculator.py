@@ -31,7 +31,7 @@ _SUM = re.compile(r"(\d{1,4})\+(\d{1,4})|(\d{1,8})")
 
 
 def calculate(expression: str) -> str:
-    """Return the value of ``A+B`` or of a number, as text; ``?`` if the expression is neither."""
+    """Return the value of ``A+B``, or a number unchanged, as text; ``?`` for any other expression."""
     match = _SUM.fullmatch(expression)
     if match is None:
         return CALL
@@ -40,7 +40,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """The environment. It computes the policy's calls until an answer is not a call. It reports the number of calls."""
+    """The environment. It answers up to ``max_calls`` calls of the policy, and reports the number of calls."""
 
     def __init__(self, max_calls: int = 2, needless_cost: float = 0.5) -> None:
         self._max_calls = max_calls

@@ -16,7 +16,7 @@ from .environment import is_usable, read_json
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-# `<think>` is searched for in this number of tokens at the end of the prompt
+# number of tokens at the end of the prompt in which `<think>` is searched
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -27,7 +27,7 @@ class ToolCall(NamedTuple):
 
     Attributes:
         name: Name of the tool.
-        arguments: An object, or the JSON text of one.
+        arguments: An object, or the JSON text of an object.
         id: The id that the policy wrote; empty if it wrote none. Policies of Kimi K2 and Mistral write ids.
     """
 
@@ -92,11 +92,10 @@ class LibraryParser:
 
 
 def split_calls(calls: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
-    """Separate the tool calls that the library ``renderers`` has parsed into usable and malformed calls.
+    """Separate the tool calls that the library ``renderers`` has parsed: usable calls, and texts of malformed calls.
 
-    Returns the usable calls, and the texts of the malformed calls. The library gives the status ``invalid_json`` to a
-    call in XML with an argument such as ``Rome``, which is text and not JSON. Such a call is usable: the argument stays
-    text.
+    If an argument of an XML call is plain text such as ``Rome``, the library gives the call the status
+    ``invalid_json``. Such a call is usable, and the argument stays text.
     """
     good: list[ToolCall] = []
     malformed: list[str] = []
@@ -112,7 +111,7 @@ def split_calls(calls: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
 
 
 def _is_object(arguments: Any) -> bool:
-    """Return whether arguments of a call are an object, or the JSON text of one. Clients cannot use other arguments."""
+    """Return whether a call's arguments are an object, or the JSON text of an object, as clients require."""
     try:
         return isinstance(read_json(arguments) if isinstance(arguments, str) else arguments, Mapping)
     except ValueError:
@@ -202,7 +201,7 @@ def all_tool_parsers(tokenizer: ChatTokenizer) -> Iterator[ToolCallParser]:
     from renderers.parsers import TOOL_PARSERS
 
     for name in (JSON_TAGS, *sorted(TOOL_PARSERS)):
-        with suppress(Exception):  # a parser of another family needs tokens that the tokenizer does not have
+        with suppress(Exception):  # some parsers need tokens that this tokenizer does not have
             yield make_tool_parser(name, tokenizer)
     if find_spec("sglang") is not None:
         from sglang.srt.function_call.function_call_parser import FunctionCallParser
@@ -223,7 +222,7 @@ def split_reasoning(
 
     ids = list(token_ids)
     is_begun = tokenizer.decode(list(prompt_ids[-PROMPT_END:])).rstrip().endswith(REASONING_BEGIN)
-    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # the library's search is slower
+    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # faster than the library's search
         return "", ids
     boundary = scan_reasoning(tokenizer, ids, prefilled=is_begun)
     if boundary.text is None:

@@ -25,7 +25,7 @@ PLAIN_TEMPLATE = """\
 """Chat template for a model that has none. Each message becomes a marker of its role, its text, and the end token."""
 
 PLAIN_ROLES = ("system", "user", "assistant", "tool")
-_SPACE = "\u2581"  # the space in tokens of SentencePiece
+_SPACE = "\u2581"  # how SentencePiece writes a space in a token
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -49,7 +49,7 @@ class ChatTokenizer:
         file = folder / "tokenizer.json"
         try:
             self._fast = Tokenizer.from_file(str(file))
-        except Exception as error:  # the library tokenizers raises no narrower exception
+        except Exception as error:  # the library `tokenizers` raises only plain `Exception`
             raise ValueError(
                 f"{file} must be a tokenizer of the tokenizers library, got {error}; save the model with "
                 "AutoTokenizer.from_pretrained(MODEL).save_pretrained(FOLDER)"
@@ -169,7 +169,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template") or ""
-    if isinstance(template, list):  # a list of named templates
+    if isinstance(template, list):  # several templates, each with a name
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("tool_use") or named.get("default") or ""
     return template

@@ -8,7 +8,7 @@ from asyncrl.core.errors import check_bounds
 
 
 class OnFailure(StrEnum):
-    """What happens with a failed episode (a rollout with an environment).
+    """How a failed episode (a rollout with an environment) is handled.
 
     ``retry``: its whole prompt group is generated again. ``score``: reward functions score the text sampled so far.
     ``drop``: the learner trains on the group without the episode.
@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """What happens if a request has other sampling options than the run: they are replaced, or the request fails."""
+    """How sampling options of a request that differ from the run's options are handled: replaced or refused."""
 
     override = "override"
     refuse = "refuse"
@@ -28,7 +28,7 @@ class OnSamplingOption(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class OnFailureConfig:
-    """What happens with a failed episode: one `OnFailure` (``retry``, ``score`` or ``drop``) per kind of failure.
+    """How failed episodes are handled: one `OnFailure` (``retry``, ``score`` or ``drop``) per kind of failure.
 
     Attributes:
         environment: The environment raised an exception, hung, or ended its process.

@@ -1,8 +1,8 @@
-"""The HTTP server by which environments reach the policy, with OpenAI's and Anthropic's routes.
+"""The HTTP server through which environments call the policy, with OpenAI's and Anthropic's routes.
 
-It runs in the rollout worker. The API key of a call tells which episode makes the call. An answer is sent when the
-policy has sampled the whole answer. Until then, the server writes comment lines into a streamed answer (server-sent
-events). Clients ignore these lines. The lines keep proxies and clients from closing the connection.
+The server runs in the rollout worker. The API key of a call identifies the episode. An answer is sent when the policy
+has sampled the whole answer. Until then, the server writes comment lines into a streamed answer (server-sent events).
+Clients ignore these lines. The lines keep proxies and clients from closing the connection.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Endpoint:
             self._runner = None
 
     def open(self, session: Session) -> Access:
-        """Make a secret API key for one episode, and return it with the URL of this server.
+        """Make a secret API key for one episode, and return the key with the URL of this server.
 
         ``session`` answers the calls with this key, until `close_session`.
         """
@@ -298,7 +298,7 @@ class Endpoint:
             await asyncio.wait([work], timeout=self._keep_alive_s)
         try:
             answers = work.result()
-        except Exception as error:  # noqa: BLE001 - the HTTP status is sent already, so send an event
+        except Exception as error:  # noqa: BLE001 - the HTTP status is already sent, so report the error as an event
             status, kind, message = _status_of(error)
             self.counts.errors[status] += 1
             shape = _error_shape(request)

@@ -35,7 +35,7 @@ _LARGEST = 3.4028234663852886e38  # the largest finite float32
 
 
 class FailureKind(StrEnum):
-    """The kind of an episode's failure. ``rollout_fleet.environment.on_failure`` has the reaction to each kind."""
+    """The kind of an episode's failure. ``rollout_fleet.environment.on_failure`` sets how each kind is handled."""
 
     environment = "environment"
     tool = "tool"
@@ -45,7 +45,7 @@ class FailureKind(StrEnum):
 
 
 class EpisodeFailure(AsyncRLError):
-    """An episode failed, so it has no outcome. The message says why."""
+    """The episode has failed and has no outcome. The message has the cause."""
 
     def __init__(self, kind: FailureKind, message: str) -> None:
         super().__init__(kind, message)
@@ -64,7 +64,7 @@ class ToolError(AsyncRLError):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What an environment reports at the end of an episode.
+    """The result of an episode, which the environment returns.
 
     Attributes:
         reward: Value of the built-in reward ``environment``; None if other reward functions shall score the episode.
@@ -80,7 +80,7 @@ class Outcome:
 
     @classmethod
     def of(cls, returned: object) -> Outcome:
-        """Convert what an environment has returned to an `Outcome`.
+        """Convert the value that an environment has returned to an `Outcome`.
 
         ``returned`` is an `Outcome`, a mapping with fields of `Outcome`, a number (the reward), or None (no reward).
 
@@ -117,7 +117,7 @@ def _number(value: Any) -> float:
 
 
 def _text(value: Any) -> str:
-    """Return ``str(value)`` with a ``?`` for each half of a surrogate pair, which no file or message can hold."""
+    """Return ``str(value)`` with ``?`` for each unpaired surrogate, because files and messages need valid Unicode."""
     return str(value).encode(errors="replace").decode()
 
 
@@ -266,7 +266,7 @@ class Policy:
         except ToolError:
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():  # a tool may have a deadline of its own
+            if isinstance(error, TimeoutError) and deadline.expired():  # else the tool raised its own TimeoutError
                 raise ToolError(
                     f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
                     f"{self._tool_timeout_s:g} s; make it faster or raise the option"
@@ -329,12 +329,12 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
 class Environment(Protocol):
     """The user's code between the turns of an episode.
 
-    One object serves all episodes of a process with the same options. Episodes may run at the same time. So keep the
+    One object serves all episodes of a process with the same options. Episodes may run at the same time, so keep the
     state of an episode in local variables of `run`.
 
-    If the worker of an episode dies, `run` is called again, and gets the recorded answers to equal requests. If `run`
-    changes anything outside its process, set the class attribute ``replayable = False``. Then the recorded answers are
-    dropped, and the policy samples new answers.
+    If the worker of an episode dies, `run` is called again on another worker. Equal requests then get the recorded
+    answers. If `run` changes anything outside its process, set the class attribute ``replayable = False``. Then the
+    recorded answers are dropped, and the policy samples new answers.
     """
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:

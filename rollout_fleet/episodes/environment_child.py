@@ -56,7 +56,7 @@ EPISODE = "ASYNCRL_EPISODE"
 """Name of the environment variable that marks the programs that an episode started."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
-_SHUTTING_DOWN = frozenset({410, 503})  # the policy's endpoint answers these HTTP statuses after an episode's end
+_SHUTTING_DOWN = frozenset({410, 503})  # HTTP statuses of the policy's endpoint after an episode's end
 
 
 class _Traces:
@@ -73,7 +73,7 @@ class _Traces:
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
         """Kill the programs and cancel the tasks that still run. Return their number."""
         killed = sum(map(_kill_fork, self.forks))
-        if self.has_programs or self.forks:  # a forked process may have started programs, too
+        if self.has_programs or self.forks:  # forked processes may have started programs
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
             killed += await asyncio.get_running_loop().run_in_executor(own_thread, kill)
         tasks = {task for task in self.tasks if not task.done()}
@@ -94,7 +94,7 @@ class _Traces:
 
     @property
     def num_stuck(self) -> int:
-        """Number of tasks, threads, and calls in thread pools, that the episode has started and that still run."""
+        """Number of the episode's unfinished tasks, threads and calls in thread pools."""
         unfinished = sum(not work.done() for work in (*self.tasks, *self.calls))
         return unfinished + sum(thread.is_alive() for thread in self.threads)
 
@@ -108,7 +108,7 @@ def _kill_fork(pid: int) -> bool:
             return False
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-    except (ChildProcessError, ProcessLookupError):  # the process has ended, and the environment has waited for it
+    except (ChildProcessError, ProcessLookupError):  # the environment has already waited for the ended process
         return False
     return True
 
@@ -120,7 +120,7 @@ class _DefaultThreads(ThreadPoolExecutor):
         def without_stop_iteration() -> Any:
             try:
                 return fn(*args, **kwargs)
-            except StopIteration as error:  # a future of asyncio would never get it
+            except StopIteration as error:  # an asyncio future cannot raise StopIteration
                 raise RuntimeError("a call in a thread raised StopIteration") from error
 
         return super().submit(without_stop_iteration)
@@ -136,11 +136,11 @@ def _call_in(traces: _Traces | None, function: Callable[..., Any], /, *args: Any
 
 
 def _submitting(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]]:
-    """Make a thread pool run each call for the episode that submits it."""
+    """Wrap ``ThreadPoolExecutor.submit``, so that a call belongs to the episode that submits it."""
 
     @functools.wraps(submit)
     def submitting(pool: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        # The pool may start a thread here. Later episodes use this thread too, so do not record it for this episode.
+        # Submit with no current episode: the pool may start a thread, and later episodes use this thread too.
         traces = _current.get()
         call = _call_in(None, submit, pool, _call_in, traces, fn, *args, **kwargs)
         if traces is not None:
@@ -196,7 +196,7 @@ def _trace(loop: asyncio.AbstractEventLoop) -> None:
 
     def system(command: str) -> int:
         if (status := subprocess.Popen(command, shell=True).wait()) < 0:
-            return -status  # as os.system reports a signal
+            return -status  # `os.system` returns the number of the signal
         return status << 8
 
     loop.set_task_factory(make_task)  # type: ignore[arg-type]
@@ -267,10 +267,10 @@ class EnvironmentChild:
             prompt = _prompt(question["prompt"])
             environment = self._environment(question["name"], question["options"])
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
-            body.add_done_callback(lambda body: body.cancelled() or body.exception())  # may fail after a cancellation
+            body.add_done_callback(lambda body: body.cancelled() or body.exception())  # avoids a log of the exception
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
-        except BaseException as error:  # raised by the user's code, or by the parent's cancellation of this task
+        except BaseException as error:  # from the user's code, or because the parent cancels the episode
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
             if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):
@@ -337,13 +337,13 @@ async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
 
 
 def _failure(error: BaseException) -> EpisodeFailure:
-    """Return the failure of an episode that ended with ``error``. The first known cause decides the failure's kind."""
+    """Convert ``error``, which ended an episode, to an `EpisodeFailure`. The first known cause decides the kind."""
     for cause in _causes(error):
         if isinstance(cause, EpisodeFailure):
             return cause
         if isinstance(cause, ToolError):
             return EpisodeFailure(FailureKind.tool, str(cause))
-        if getattr(cause, "code", None) == OVERFLOW_CODE:  # an exception of OpenAI's client has the code
+        if getattr(cause, "code", None) == OVERFLOW_CODE:  # exceptions of OpenAI's client have the attribute ``code``
             return EpisodeFailure(FailureKind.overflow, str(cause))
         if getattr(cause, "status_code", None) in _SHUTTING_DOWN:
             return EpisodeFailure(FailureKind.infrastructure, str(cause))
@@ -374,5 +374,5 @@ def main(parent_pid: int) -> None:
         try:
             loop.run_until_complete(serving)
         except (SystemExit, KeyboardInterrupt) as error:
-            logger.warning("a task of an environment raised %r, which ends the task only", error)
-    os._exit(0)  # do not wait for threads
+            logger.warning("a task of an environment raised %r; only this task ends", error)
+    os._exit(0)  # exit without waiting for threads

@@ -76,7 +76,7 @@ class HasAccess(Protocol):
 
 
 class _EnvironmentProcess:
-    """One child process and its episodes. The keys of ``answers`` and ``listeners`` are ids of requests (ints)."""
+    """A child process with its episodes. The keys of ``answers`` and ``listeners`` are the numbers of requests."""
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -99,7 +99,7 @@ class _EnvironmentProcess:
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
             answer.set_result(self._lost())
-        with suppress(ConnectionError):  # if the process has ended, `_read` answers with a failure
+        with suppress(ConnectionError):  # the process has ended; `_read` answers with a failure
             await self._child.send(question)
         return await asyncio.shield(answer)
 
@@ -116,10 +116,9 @@ class _EnvironmentProcess:
             await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
-        """Return why the process must be killed, or an empty text.
+        """Return why the process must be killed; an empty text if it may continue.
 
-        ``late_s``: seconds for which the rollout worker's own event loop was blocked. The process gets this additional
-        time to answer.
+        The process gets ``late_s`` more seconds to answer: the seconds for which the worker's event loop was blocked.
         """
         self._quiet_until += late_s
         options = self._options
@@ -140,7 +139,7 @@ class _EnvironmentProcess:
         return ""
 
     async def end(self, why: str) -> None:
-        """Kill the process. Its episodes fail with the message ``why``."""
+        """Kill the process. Its episodes fail, and ``why`` is in the message."""
         if self._end is None:
             self._end = why
         await self._child.kill()
@@ -195,10 +194,10 @@ class EnvironmentProcesses:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the child processes. One of them loads the environment of the run, if it has a name, to find errors.
+        """Start the child processes. If the run has an environment, one process loads it now, to find errors early.
 
         Raises:
-            ValueError: the environment cannot be loaded, or ``rollout_fleet.environment.python`` is no interpreter.
+            ValueError: the environment cannot be loaded, or ``rollout_fleet.environment.python`` cannot be run.
             WorkerDiedError: a process ended before it was ready.
             DeadlineError: a process was not up in time.
         """
@@ -331,7 +330,7 @@ class EnvironmentProcesses:
             self._retiring.discard(process)
 
     def _retire(self, process: _EnvironmentProcess) -> None:
-        if process not in self._slots:  # it is retiring already, or has ended and was replaced
+        if process not in self._slots:  # the process is already retiring, or has ended and was replaced
             return
         logger.warning("a process of environments is replaced: more than %d threads or tasks are left", MOST_STUCK)
         self.counts[EpisodeCount.processes_retired] += 1
@@ -340,9 +339,9 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """Return the process of a slot. Start one if the slot has none, or if its process has ended.
+        """Return the process of a slot. If the slot has no running process, start a new process.
 
-        If a process of any slot has ended or failed to start before, pause before the start.
+        The start is delayed if a process of any slot has ended or failed to start before.
         """
         async with self._starting[slot]:
             process = self._slots[slot]

@@ -43,7 +43,7 @@ PROMPT = 0
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeBudget:
-    """The limits of one episode. A running turn counts as if it had its maximum length.
+    """The limits of one episode. A running turn counts with its maximum length.
 
     Attributes:
         max_turns: Largest number of sampled turns. Example: 32.
@@ -67,8 +67,8 @@ class _Node:
     Attributes:
         turn: The turn. A sampled turn has no finish reason until it is finished.
         depth: Number of tokens on the path to this turn, including its own tokens.
-        is_live: Whether the environment gave or requested the turn in this attempt. A turn recorded in an earlier
-            attempt is not live before its replay. A dropped turn is not live.
+        is_live: Whether the turn is in use: given or requested in this attempt, and not dropped. A turn of an earlier
+            attempt is not live before its replay.
         sampling: Sampling options of the turn; None for given turns, and for turns that this attempt has not requested.
             ``max_new_tokens`` limits the whole turn, also if the turn continues after an abort.
     """
@@ -85,7 +85,7 @@ class _Node:
 
     @property
     def reserved_depth(self) -> int:
-        """Number of tokens on the path if the turn reaches its maximum length."""
+        """The depth that the turn has when it reaches its maximum length."""
         left = self.sampling.max_new_tokens - len(self.turn.token_ids) if self.is_running and self.sampling else 0
         return self.depth + left
 
@@ -204,7 +204,7 @@ class Episode:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # without a copy, so that requests for one prompt share this array
+        if len(parts) == 1:  # no copy: requests for the same prompt share this array
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
@@ -339,8 +339,8 @@ class Episode:
     def take(self, request_id: str, output: SampleOutput) -> int:
         """Append the tokens of the engine's answer to the turn of its request, and return the turn's index.
 
-        If the engine aborted the request, the turn stays running, unless it has its maximum length. If the turn was
-        dropped, the tokens are discarded, and ``num_dropped`` counts them.
+        After an abort, a turn stays running if it is shorter than its maximum length. The tokens of a dropped turn are
+        discarded, and ``num_dropped`` counts them.
         """
         index = self._outstanding.pop(request_id)
         node = self._nodes[index]
@@ -361,13 +361,13 @@ class Episode:
         return index
 
     def refuse(self, request_id: str) -> int:
-        """Drop the turn of a request that the engine refused, and return the turn's index."""
+        """Drop the turn whose request the engine refused, and return the turn's index."""
         index = self._outstanding.pop(request_id)
         self._abandon([index])
         return index
 
     def abandon(self) -> None:
-        """Drop all turns that are being sampled. Their later tokens are discarded; ``num_dropped`` counts them."""
+        """Drop all turns that are being sampled. Tokens that arrive later count in ``num_dropped``."""
         self._abandon(self.running)
 
     def trajectory(
@@ -440,7 +440,7 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return the number of tokens on all paths to leaves together, without the path to the leaf ``extended``.
+        """Return the sum of the lengths of all paths to leaves, without the path to ``extended``, in tokens.
 
         Tokens that paths share count once per path. A running turn counts with its maximum length. If ``extended`` is
         not a leaf, all paths count.
@@ -450,11 +450,11 @@ class Episode:
         return sum(node.reserved_depth for index, node in live.items() if index not in inner and index != extended)
 
     def _room(self, depth: int, above: int, longest: int, num_turns: int) -> int:
-        """Return the largest number of tokens that a new turn after the turn ``above`` may have, at most ``longest``.
+        """Return the maximum length of a new turn after the turn ``above``, at most ``longest`` tokens.
 
         ``depth`` is the number of tokens on the path before the new turn. Raises `EpisodeOverflow` if the budget has no
-        room for ``num_turns`` such turns. Each of these turns except the last needs room for the returned number of
-        tokens, and the last turn needs room for one token.
+        room for ``num_turns`` such turns. The last turn needs room for one token. Each other turn needs room for the
+        returned number of tokens.
         """
         asked = [node for node in self._nodes if node.sampling is not None]
         spent = sum(
@@ -478,7 +478,7 @@ class Episode:
             if used[what] + num_reserved >= limits[what]:
                 raise EpisodeOverflow(
                     f"episode {self.name} has used {used[what]} of {what} = {limits[what]}, and has no room for "
-                    f"{num_turns} answers: the first {others} may use {num_reserved} more, and the last one at least 1"
+                    f"{num_turns} answers: the first {others} may use {num_reserved} in total, and the last needs 1"
                 )
         return most
 

@@ -42,15 +42,15 @@ class Player(Protocol):
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
-        """Return whether the rewards score an episode although it ended with ``failure``."""
+        """Return whether reward functions score an episode that failed with ``failure``."""
         ...
 
     async def start(self) -> None:
-        """Start what the environments need, such as child processes. Raises the first error."""
+        """Start the parts that environments need, such as child processes. Raises the first error."""
         ...
 
     async def close(self) -> None:
-        """Stop what `start` has started."""
+        """Stop everything that `start` has started."""
         ...
 
     async def play(self, prompt: Prompt, run: EpisodeRun, *, sampling: SamplingConfig, index: int) -> None:
@@ -63,7 +63,7 @@ class Player(Protocol):
 
 @dataclass(kw_only=True)
 class PromptTokens:
-    """Counts of the prompt tokens of several requests: all, and those that the engine had in its cache."""
+    """Number of prompt tokens of several requests, and how many of them were in the engine's cache."""
 
     num_tokens: int = 0
     num_cached: int = 0
@@ -126,7 +126,7 @@ class EpisodeRun:
 
     @property
     def place(self) -> LevelName:
-        """What the episode does now: it samples turns, waits for a tool or for its environment, or has ended.
+        """The current state of the episode: it samples turns, waits for a tool or for its environment, or has ended.
 
         An episode that has ended is in the ``tail`` of its group: it waits for the other episodes.
         """
@@ -142,15 +142,12 @@ class EpisodeRun:
         self.episode.forget()
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the environment gets an answer of the policy. The answer calls the tools ``names``.
-
-        ``names`` is empty if the answer calls no tool.
-        """
+        """Record that the environment gets an answer of the policy, with calls of the tools ``names`` (or none)."""
         self.times.called(names)
         self._on_place()
 
     def tool(self, number: int, name: str, is_running: bool) -> None:
-        """Record that call ``number`` of `Policy.run_tool` begins (``is_running``) or ends. Its tool is ``name``."""
+        """Record that the call ``number`` of `Policy.run_tool` begins or ends. ``name`` is the name of the tool."""
         self.times.tool(number, name, is_running)
         self._on_place()
 
@@ -355,10 +352,10 @@ class DirectRun(EpisodeRun):
                     left.remove(request.id)
                     self.take(request.id, output)
                 requests = self.next_requests()
-        except RequestRefused as refused:  # only these requests are refused; other turns of the episode continue
+        except RequestRefused as refused:  # refuse only these requests; other turns of the episode continue
             for request_id in left:
                 self.refuse(request_id, refused)
-        except Exception as error:  # noqa: BLE001 - callers that wait for a turn get this error
+        except Exception as error:  # noqa: BLE001 - calls that wait for a turn raise this error
             for waiting in self._waiting.values():
                 _wake(waiting, error)
             self._waiting.clear()

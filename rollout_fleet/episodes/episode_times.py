@@ -17,7 +17,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(kw_only=True, slots=True)
 class TurnTimes:
-    """The times of a sampled turn, in seconds since the episode began. A turn that is replayed in full takes no time.
+    """The times of a sampled turn, in seconds since the episode began. A completely replayed turn takes no time.
 
     Attributes:
         asked_s: Time when the environment requested the turn.
@@ -47,7 +47,7 @@ class EpisodeTimes:
 
     Attributes:
         turns: The times of each sampled turn, by its index.
-        tools: The tool calls, in the order of their beginnings. The entry for an answer is added when its calls end.
+        tools: The tool calls, ordered by their beginnings. The tools of an answer are added when all of them end.
     """
 
     def __init__(self, clock: Callable[[], float] = lambda: time.monotonic()) -> None:

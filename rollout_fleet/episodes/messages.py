@@ -130,10 +130,10 @@ def _read_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
-    """Return JSON bytes that are the same for two messages if the messages count as equal (see the module).
+    """Return JSON bytes that are the same for two messages if the messages count as equal.
 
     The bytes leave out reasoning. ``call_places`` maps the id of each earlier tool call to its position among the tool
-    calls of the conversation. In a message of a tool, this position replaces the id.
+    calls of the conversation. In a tool's message, this position replaces the id.
     """
     content = message["content"]
     form: list[Any] = [message["role"], content.strip() if message["role"] == "assistant" else content]
@@ -149,7 +149,7 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
     with suppress(TypeError):  # orjson refuses invalid Unicode
         if "tool_calls" not in message:
             return orjson.dumps(form)
-    return json.dumps(form, sort_keys=True).encode()  # orjson refuses large integers, and writes NaN as null
+    return json.dumps(form, sort_keys=True).encode()  # unlike orjson: large integers are allowed, NaN is not null
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:
@@ -175,8 +175,8 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
     """Return whether each message in ``sent`` has no reasoning, or the same reasoning as in ``known``.
 
-    ``known`` has the same messages in the same order. A message without reasoning is accepted, because client libraries
-    leave reasoning out.
+    The messages in ``known`` are the same, in the same order. ``sent`` may lack reasoning, because many clients do not
+    send it.
     """
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()

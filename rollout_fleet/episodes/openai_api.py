@@ -107,8 +107,8 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
     """Return the sampling options in the JSON body of a request, which has OpenAI's field names.
 
-    A function that reads a request of one API may add the field ``hosted_tools`` to the client's body. This field lists
-    the types of the tools that the API provider's servers would run.
+    A caller may add the field ``hosted_tools`` to ``body``. This field lists the types of the tools that the servers of
+    an API provider would run.
 
     Raises `ValueError` if a field is wrong. The message has the field and its valid values.
     """
@@ -142,9 +142,10 @@ def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str =
 
 
 def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
-    """Check that a request's body has only the fields ``known`` and fields without effect.
+    """Raise `ValueError` if a request's body has a field that is not supported.
 
-    A field that is None, false, 0 or empty counts as missing. Raises `ValueError` for any other field.
+    Supported are the fields ``known``, and some fields without effect. A field that is None, false, 0 or empty counts
+    as missing.
     """
     unknown = sorted(name for name in body.keys() - known - _WITHOUT_EFFECT if body[name])
     if unknown:
@@ -152,10 +153,10 @@ def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Split the tools in a request's body. Returns the tools that the client runs, and the types of all other tools.
+    """Split the tools in a request's body. Returns the client's tools, and the types of all other tools.
 
-    Other tools are those that the servers of an API provider would run, such as a web search. The client runs the tools
-    of the type ``own_type`` or without a type. Raises `ValueError` for a tool that is not a JSON object.
+    The client runs its own tools. They have the type ``own_type`` or no type. The API provider's servers would run the
+    other tools, such as a web search. Raises `ValueError` for a tool that is not a JSON object.
     """
     own, hosted = [], []
     for place, tool in enumerate(list_of(body, "tools")):
@@ -170,7 +171,7 @@ def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[li
 
 
 def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
-    """Return the field ``name`` of a request's body, which must be a list; an empty list if it is missing or None.
+    """Return the field ``name`` of a request's body, which must be a list. Missing or None gives an empty list.
 
     Raises `ValueError` for any other value.
     """
@@ -183,14 +184,14 @@ def list_of(body: Mapping[str, Any], name: str) -> list[Any]:
 
 
 def token_ids_of(body: Mapping[str, Any], name: str) -> list[int]:
-    """Return the field ``name`` of a request's body, a list of token ids; an empty list if it is missing or None.
+    """Return the field ``name`` of a request's body, a list of token ids. Missing or None gives an empty list.
 
     Raises `ValueError` for any other value.
     """
     tokens = list_of(body, name)
     wrong = [token for token in tokens if not _is_token_id(token)]
     if wrong:
-        raise ValueError(f"{name} must be a list of token ids, got one with {wrong[0]!r}")
+        raise ValueError(f"{name} must be a list of token ids, got {wrong[0]!r} in the list")
     return tokens
 
 
@@ -213,7 +214,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """Return the ``usage`` field of an answer in OpenAI's form: the numbers of tokens. The prompt counts once."""
+    """Return the numbers of tokens as OpenAI's field ``usage``. The prompt of several answers counts once."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {
@@ -301,7 +302,7 @@ def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str,
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])
-        # a token may be only a part of a letter
+        # a token that ends within a character has no valid text, and its bytes are not known
         own_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         entries.append({"token": text, "logprob": logprob, "bytes": own_bytes, "top_logprobs": []})
     return {"content": entries, "refusal": None}

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class EpisodePlayer:
-    """Plays episodes. A prompt's row of the data, or else an option, contains the name of the episode's environment.
+    """Plays episodes. The environment's name is in the prompt's row of the data, otherwise in the options.
 
     `close` may be called at any time.
 
@@ -76,9 +76,9 @@ class EpisodePlayer:
         return Counter({str(name): self._processes.counts[name] for name in EpisodeCount} | of_endpoint)
 
     async def start(self) -> None:
-        """Choose how messages become tokens, start the child processes, and load the run's environment.
+        """Choose the renderer, start the HTTP server and the child processes, and load the run's environment.
 
-        If one of these steps fails, raises its error and skips the later steps.
+        The first error is raised, and the later steps are skipped.
         """
         self._renderer = load_renderer(self._model_path, self._config.environment.renderer)
         await self._endpoint.start()
@@ -107,7 +107,8 @@ class EpisodePlayer:
             run.outcome = outcome
         except EpisodeFailure as failure:
             run.failure = failure
-            if failure.kind is FailureKind.environment and session.overflow:  # the errors of most clients have no code
+            # the errors of most clients have no code, so the session records an overflow
+            if failure.kind is FailureKind.environment and session.overflow:
                 run.failure = EpisodeFailure(FailureKind.overflow, f"{failure}; its last request: {session.overflow}")
             self._processes.counts[EpisodeCount(f"failed_{run.failure.kind}")] += 1
             logger.warning("environment %s, prompt group %d, sample %d: %s", name, prompt.group_id, index, run.failure)
@@ -117,7 +118,7 @@ class EpisodePlayer:
 
 
 def session_metrics(run: EpisodeRun, counts: SessionCounts) -> dict[str, float]:
-    """Return the metrics of one episode by name: those in docs/metrics.md whose names begin with ``episode.``."""
+    """Return the metrics of one episode by name. docs/metrics.md describes them (``episode.NAME``)."""
     later = run.later_prompts
     return {
         **({"episode.prefix_hits": later.num_cached / later.num_tokens} if later.num_tokens else {}),

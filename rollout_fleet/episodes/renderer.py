@@ -34,8 +34,8 @@ from .environment import read_json
 AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
-_NAMED_TOOLS = ("gpt-oss",)  # renderers that need the field ``name`` in a tool's message
-# Renderers that download a vocabulary, each with a token that only models of this renderer have.
+_NAMED_TOOLS = ("gpt-oss",)  # renderers that need the field ``name`` in the messages of tools
+# Renderers that download a vocabulary. Each is tried only for models with the given token.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
@@ -123,13 +123,13 @@ class ChatRenderer(ABC):
 
     @abstractmethod
     def close(self, history: Sequence[Message], answer: Message, tools: Sequence[Message]) -> list[int] | None:
-        """Return the token ids of the message ``answer`` after the messages ``history``, up to its stop token.
+        """Return the token ids of the message ``answer``, which follows ``history``, up to the answer's stop token.
 
         Returns None if the template renders ``history`` differently when ``answer`` follows.
         """
 
     def without_stop(self, token_ids: Sequence[int]) -> Sequence[int]:
-        """Return ``token_ids`` without the final token if this token is a stop token, otherwise unchanged."""
+        """Return ``token_ids`` without a stop token at the end."""
         return token_ids[:-1] if len(token_ids) and token_ids[-1] in self.stop_ids else token_ids
 
     def self_test(self) -> dict[str, str]:
@@ -145,12 +145,12 @@ class ChatRenderer(ABC):
                 prompt = self.render(messages, tools)
                 sampled = self.close(messages, answer, tools)
                 whole = self.render([*messages, answer, *new], tools)
-                # this call makes a parser import its modules, so the first episode need not wait for the imports
+                # this call also imports the parser's modules, so that the first episode does not wait for the imports
                 parsed = self.parse(prompt, sampled or (), tools)
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
-            if "weather" in self.tokenizer.decode(sampled or ()) and not parsed.calls:  # the name of the called tool
+            if "weather" in self.tokenizer.decode(sampled or ()) and not parsed.calls:  # "weather" is the called tool
                 self.reads_calls = False
             suffix = None if sampled is None else self.extend(prompt, sampled, [*messages, answer], new, tools)
             verdicts[kind] = "branches" if suffix is None else "continues"
@@ -194,7 +194,7 @@ class LibraryRenderer(ChatRenderer):
         """Split a sampled answer into content, reasoning and tool calls (`ChatRenderer.parse`)."""
         try:
             answer = self._inner.parse_response(list(sampled_ids), tools=_tools(tools), prompt_ids=list(prompt_ids))
-        except (RecursionError, ValueError):  # the policy wrote JSON with too many levels, or a number too long to read
+        except (RecursionError, ValueError):  # the policy's JSON is nested too deeply, or a number is too long
             return ParsedAnswer(content=self.tokenizer.decode(self.without_stop(sampled_ids)), num_malformed=1)
         calls, malformed = split_calls(answer.tool_calls)
         return ParsedAnswer(
@@ -219,7 +219,7 @@ class LibraryRenderer(ChatRenderer):
             return list(
                 self._inner.render_ids(self._prepared(messages), tools=_tools(tools), add_generation_prompt=prompts)
             )
-        except Exception as error:  # a renderer may raise any exception
+        except Exception as error:  # renderers raise exceptions of any class
             raise ValueError(f"the renderer {self.name} refuses these messages: {error}") from error
 
     def _prepared(self, messages: Sequence[Message]) -> list[Any]:
@@ -227,7 +227,7 @@ class LibraryRenderer(ChatRenderer):
 
 
 class _PromptTexts:
-    """Holds the texts of the newest prompts, together up to ``most_letters`` letters. Finds a text by its tokens."""
+    """Maps the tokens of the newest prompts to their texts, which have at most ``most_letters`` letters together."""
 
     def __init__(self, most_letters: int = 1 << 25) -> None:
         self._most_letters = most_letters
@@ -235,7 +235,7 @@ class _PromptTexts:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the prompt with these tokens, or an empty text.
+        """Return the text of the prompt with these tokens; an empty text if it is not stored.
 
         The text is found by a hash of the tokens. Two prompts may have the same hash, so the caller must compare the
         text with the rendered conversation.
@@ -255,14 +255,14 @@ class _PromptTexts:
 class TemplateRenderer(ChatRenderer):
     """Renders with the model's chat template.
 
-    `extend` has two ways to find the text of the new messages:
+    `extend` needs the text that the template writes for the new messages. There are two methods:
 
-    - It renders the whole conversation with the new messages. If the result begins with the text of the earlier turns,
-      the rest is the text of the new messages.
-    - It renders a short stand-in conversation without and with the new messages. The difference is their text.
+    - Render the whole conversation with the new messages. If the result begins with the text of the earlier turns, the
+      rest is the text of the new messages.
+    - Render a short stand-in conversation without and with the new messages. The difference is their text.
 
-    With ``keeps_reasoning``, `extend` uses only the second way. Without it, `extend` uses the second way if the first
-    way fails, and checks that the template also appends this text to the whole conversation.
+    With ``keeps_reasoning``, `extend` uses only the second method. Otherwise it uses the second method if the first
+    method fails, and checks that the template also appends this text to the whole conversation.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -320,14 +320,14 @@ class TemplateRenderer(ChatRenderer):
             return None
         prompt = self._texts.of(prompt_ids) if whole else ""
         path = prompt + self.tokenizer.decode(self.without_stop(sampled_ids)) + self._close if prompt else ""
-        if path and whole.startswith(path):  # the template repeats the text of the earlier tokens exactly
+        if path and whole.startswith(path):  # the template writes the same text for the earlier tokens
             added = whole[len(path) :]
         else:
             added = self._short_difference(messages[num_old - 1], messages[num_old:])
             if added is None:
                 return None
             if whole:
-                # the prompt's text is known, so the old messages need not be rendered again
+                # if the prompt's text is known, the old messages need not be rendered again
                 if prompt and whole.startswith(prompt) and whole.endswith(added, len(prompt)):
                     old = whole.removesuffix(added)
                 else:
@@ -345,8 +345,8 @@ class TemplateRenderer(ChatRenderer):
     def _short_difference(self, answer: Message, new_messages: Sequence[Message]) -> str | None:
         """Return the text that the template appends for ``new_messages`` to a short stand-in conversation.
 
-        The stand-in is a fixed user message, then ``answer`` with a placeholder as its text. Returns None if the new
-        messages change the text of the stand-in.
+        The stand-in conversation is a fixed user message, and ``answer`` with a placeholder as its text. Returns None
+        if the new messages change the text before them.
         """
         short = {**answer, "content": _SENTINEL}
         short.pop("reasoning_content", None)
@@ -365,7 +365,7 @@ class TemplateRenderer(ChatRenderer):
         else:
             try:
                 content, calls, malformed = self._tool_parser.split(rest, tools)
-            except (RecursionError, ValueError):  # JSON with too many levels or too long a number
+            except (RecursionError, ValueError):  # the policy's JSON is nested too deeply, or a number is too long
                 content, malformed = "", [self.tokenizer.decode(rest)]
         for token in self.tokenizer.all_special_tokens:
             content = content.replace(token, "")
@@ -383,9 +383,8 @@ class TemplateRenderer(ChatRenderer):
         opened = before.rstrip().removesuffix(REASONING_BEGIN)
         if after.startswith(before):
             sampled = after[len(before) :]
-        elif opened != before.rstrip() and after.startswith(
-            opened
-        ):  # the template ends a prompt with <think>, but renders a finished answer without its reasoning
+        elif opened != before.rstrip() and after.startswith(opened):
+            # the template ends a prompt with <think>, but leaves the reasoning of a finished answer out
             sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
         else:
             return None
@@ -414,9 +413,9 @@ class TemplateRenderer(ChatRenderer):
         return super().self_test()
 
     def _find_tool_parser(self) -> ToolCallParser | None:
-        """Return the first parser that reads a tool call as the template writes it.
+        """Return the first parser that reads a tool call in the form in which the template writes it.
 
-        If there is none, returns the parser of JSON in ``<tool_call>`` tags for a model that knows this tag, or None.
+        If no parser does, returns the parser of JSON in ``<tool_call>`` tags if the model knows this tag, else None.
         """
         called = _CALLED["tool_calls"][0]["function"]
         try:
@@ -424,7 +423,7 @@ class TemplateRenderer(ChatRenderer):
         except ValueError:
             sampled = ()
         for parser in all_tool_parsers(self.tokenizer) if called["name"] in self.tokenizer.decode(sampled) else ():
-            with suppress(Exception):  # a parser for other models may raise any exception
+            with suppress(Exception):  # parsers for other models raise exceptions of any class
                 _, calls, _ = parser.split(sampled, [_WEATHER])
                 if [(call.name, call.arguments) for call in calls] == [(called["name"], called["arguments"])]:
                     logger.info("tool calls are read by %s", parser)
@@ -434,9 +433,9 @@ class TemplateRenderer(ChatRenderer):
         return make_tool_parser(JSON_TAGS, self.tokenizer) if "<tool_call>" in source or single else None
 
     def _find_tail(self) -> str:
-        """Return the end-of-sequence token if the template writes it only after the last message of a conversation.
+        """Return the end-of-sequence token if the template writes it only at the end of a whole conversation.
 
-        The templates of Phi do so. Empty for other templates.
+        Phi's templates do so. For other templates, the result is an empty text.
         """
         eos = self.tokenizer.special_tokens.get("eos_token", "")
         whole = self._text([_USER, _assistant(_SENTINEL)], (), prompts=False)
@@ -451,7 +450,7 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Return the special tokens that close an assistant's message.
 
-        Some templates (GLM) close a message with the first token of the next message.
+        Some templates (GLM) write no closing token. There, the first token of the next message closes the message.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]
@@ -468,7 +467,7 @@ class TemplateRenderer(ChatRenderer):
         return found
 
     def _after_stop(self, sampled_ids: Sequence[int], text: str) -> str | None:
-        """Return the part of ``text`` that must still be appended to the tokens ``sampled_ids`` of an answer.
+        """Return the part of ``text`` to append to an answer with the tokens ``sampled_ids``.
 
         ``text`` is what the template writes after the answer's content. If the answer ends with a stop token, the
         result is the part of ``text`` after this stop token, otherwise the whole ``text``. Returns None if ``text``
@@ -491,7 +490,7 @@ class TemplateRenderer(ChatRenderer):
         return self.tokenizer.decode(path).count(REASONING_END)
 
     def _encode_after_stop(self, text: str) -> list[int]:
-        """Encode a text as if it followed a stop token, because some tokenizers add a space at the start of a text."""
+        """Encode a text that follows a stop token. At the start of a text, some tokenizers would add a space."""
         if self.stop_ids:
             ids = self.tokenizer.encode(self.tokenizer.decode([self.stop_ids[0]]) + text)
             if ids[0] == self.stop_ids[0]:
@@ -529,8 +528,8 @@ def load_renderer(model_path: str, config: RendererConfig) -> ChatRenderer:
 def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool) -> ChatRenderer:
     """Choose the renderer that fits the model and the options.
 
-    A model with images gets a `TemplateRenderer`. Its template writes one placeholder per image, as the session needs.
-    The session then repeats the placeholder until the image has its number of tokens.
+    A model with images gets a `TemplateRenderer`, because its template writes one placeholder per image. The session
+    then repeats each placeholder until the image has its number of tokens.
     """
     if not tokenizer.chat_template:
         _check_markers(tokenizer)
@@ -568,7 +567,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
             continue
         try:
             renderer = LibraryRenderer(name, tokenizer, options)
-        except Exception as error:  # noqa: BLE001 - a renderer for other models may raise any exception
+        except Exception as error:  # noqa: BLE001 - renderers for other models raise exceptions of any class
             level = logging.WARNING if marker else logging.DEBUG
             logger.log(level, "renderer %s cannot be used: %r", name, error)
             continue
@@ -603,7 +602,7 @@ def _renders_like(renderer: ChatRenderer, own: ChatRenderer) -> bool:
                 if renderer.render(conversation, tools) != expected:
                     return False
             except ValueError:
-                continue  # ``renderer`` refuses this conversation, so it makes no wrong tokens: not a difference
+                continue  # a refused conversation has no wrong tokens, so it does not count as a difference
             num_equal += 1
     return num_equal >= len(_TEST_TURNS)
 

@@ -41,7 +41,7 @@ def read_request(
 ) -> ChatRequest:
     """Convert the JSON body of a request to ``/v1/responses`` to a `ChatRequest`.
 
-    ``stored`` maps the id of each earlier response to its conversation without its instructions. ``key`` is the
+    ``stored`` maps the id of each earlier response to its conversation without ``instructions``. ``key`` is the
     request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
 
     Raises:
@@ -51,7 +51,7 @@ def read_request(
     messages: list[Message] = []
     if previous := body.get("previous_response_id"):
         if previous not in stored:
-            raise ValueError(f"previous_response_id {previous!r} is not of this episode")
+            raise ValueError(f"previous_response_id must be the id of a response of this episode, got {previous!r}")
         messages += stored[previous]
     if body.get("instructions"):
         messages = [{"role": "system", "content": body["instructions"]}, *messages]

@@ -134,8 +134,8 @@ class ChatRequest:
     """A request for the next turn of a conversation.
 
     Attributes:
-        messages: In OpenAI's form.
-        tools: In OpenAI's form: ``{"type": "function", "function": …}``.
+        messages: The conversation in OpenAI's form.
+        tools: The tools in OpenAI's form: ``{"type": "function", "function": …}``.
         options: Sampling options.
         key: Idempotency key; empty if there is none. Requests with the same key get the same answers.
         is_retry: Whether the client's headers mark this request as repeated.
@@ -188,11 +188,11 @@ class SampledAnswer:
 
 @dataclass(kw_only=True)
 class SessionCounts:
-    """Counts the requests of one episode and their tokens.
+    """Numbers of requests and tokens of one episode.
 
     Attributes:
         requests: Number of new requests.
-        repeated: Number of requests that got the turns of an earlier request.
+        repeated: Number of requests that got the answers to an earlier request.
         branches: Number of requests that could not continue their history, by cause. ``template``: the template renders
             the history differently. ``unparseable``: the same, and the history ends with an answer whose tool calls
             could not be parsed. ``edited``: the history has other messages. ``tools``: the tools differ. ``new_root``:
@@ -217,7 +217,7 @@ class SessionCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class _History:
-    """The conversation that ends with a sampled turn: its messages, including the turn's own message."""
+    """A sampled turn, and the messages of the conversation up to and including this turn."""
 
     turn: int
     messages: Sequence[Message]
@@ -246,8 +246,8 @@ class Session:
     """Answers the requests of one episode's environment, and keeps its conversations.
 
     Attributes:
-        overflow: The message of the latest answer to messages or a text, if this answer was an `EpisodeOverflow`;
-            otherwise empty.
+        overflow: Message of the `EpisodeOverflow` with which the latest request for messages or a text failed; empty if
+            that request did not fail with an `EpisodeOverflow`.
 
     Args:
         sampling: The run's sampling options.
@@ -313,7 +313,7 @@ class Session:
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of the rendered messages and tools, without sampling.
 
-        Raises `ValueError` if there are no messages, if one is not supported, or if the template refuses them.
+        Raises `ValueError` if there are no messages, if a message is not supported, or if the template refuses them.
         """
         messages = await self._read(request.messages)
         tokens, _ = self._with_images(self._renderer.render(messages, [dict(tool) for tool in request.tools]), messages)
@@ -350,9 +350,9 @@ class Session:
         return turn
 
     def lose(self, request: ChatRequest | TextRequest) -> None:
-        """Record that the client did not get the answer to ``request``, because the client had disconnected.
+        """Record that the answer to ``request`` was lost, because the client had disconnected.
 
-        If the client sends the same request again, it gets the lost answer, but only once.
+        If the client sends the same request again, it gets the lost answer. This happens only once per lost answer.
         """
         call = self._by_key.get(request.key) if request.key else self._by_digest.get(_digest(request))
         if call is not None:
@@ -461,10 +461,10 @@ class Session:
         return _Place(parent=parent, new_tokens=tokens[num_shared:], messages=messages, images=new_images)
 
     def _count_retokenised(self, messages: Sequence[Message], parent: int) -> bool:
-        """Add to ``counts.retokenised_tokens`` the sampled tokens of answers whose text must be encoded again.
+        """Find the sampled answers in ``messages`` whose text must be encoded again. Count their sampled tokens.
 
-        These are the answers in ``messages`` whose turns are not on the path to the turn ``parent``. Returns whether
-        there are such tokens.
+        These answers are not on the path to the turn ``parent``. Their tokens are added to
+        ``counts.retokenised_tokens``. Returns whether there are such tokens.
         """
         on_path: set[int] = set()
         while parent != ROOT:
@@ -474,7 +474,7 @@ class Session:
         for message in messages:
             turns = self._answers.get(canonical(message, {}), []) if message["role"] == "assistant" else []
             kept = on_path.intersection(turns)
-            on_path.difference_update([*kept][:1])  # so that a second equal answer does not match the same turn
+            on_path.difference_update([*kept][:1])  # a second equal answer must not match the same turn
             num_tokens += len(self._sampler.episode.turn(turns[-1]).token_ids) if turns and not kept else 0
         self.counts.retokenised_tokens += num_tokens
         return num_tokens > 0
@@ -500,10 +500,10 @@ class Session:
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
     ) -> tuple[_History | None, str]:
-        """Return the longest known history that ``messages`` continue, and an empty text.
+        """Return the longest known history with which ``messages`` begin, and an empty text.
 
-        If ``messages`` continue no known history, returns None and the cause: ``tools`` or ``edited``
-        (`SessionCounts.branches`), or an empty text for other causes.
+        If there is no such history, returns None and the cause: ``tools`` or ``edited`` (`SessionCounts.branches`), or
+        an empty text for other causes.
         """
         called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
         cause = ""
@@ -558,8 +558,8 @@ class Session:
     def _ids_of(self, turn: int, calls: Sequence[ToolCall], history: Sequence[Message]) -> list[str]:
         """Return an id for each tool call of a turn. A replay of the episode gets the same ids.
 
-        The ids are those that the policy wrote. If they are missing or not unique, the ids are made from the tokens of
-        the turn. Turns with the same parent and equal tokens get different ids.
+        The policy may write the ids. If an id is missing or not unique, all ids are made from the tokens of the turn.
+        Turns with the same parent and equal tokens get different ids.
         """
         episode = self._sampler.episode
         own = episode.turn(turn)
@@ -570,7 +570,7 @@ class Session:
         if not num_equal and all(written) and len({*written} - earlier) == len(calls):
             return written
         name = hashlib.blake2b(episode.path(turn).tobytes(), digest_size=4).hexdigest() + f"{num_equal or ''}"
-        # 9 letters and digits, because Mistral's templates need 9
+        # Mistral's templates need ids of 9 letters and digits
         return [hashlib.blake2b(f"{name}/{i}".encode(), digest_size=5).hexdigest()[:9] for i in range(len(calls))]
 
     # Texts
@@ -593,8 +593,7 @@ class Session:
         for index, answer in enumerate(answers):
             whole = tokenizer.decode(answer.token_ids.tolist())
             written = tokenizer.decode(answer.token_ids.tolist(), skip_special_tokens=True)
-            # The next prompt may repeat this turn: with its end token if the client applies the chat template itself
-            # (``whole``), otherwise without it (``written``).
+            # The next prompt may repeat this turn with its end token (``whole``) or without it (``written``).
             self._texts += [(text + own, answer.turn) for own in {written, whole} if text and own]
             content, stop_text = _cut(written, request.options.stop)
             answers[index] = replace(answer, message={"role": "assistant", "content": content}, stop_text=stop_text)
@@ -606,7 +605,7 @@ class Session:
         """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
-        if options.n > 1:  # if one of the n turns does not fit, the client gets an error, so then sample none
+        if options.n > 1:  # sample no turn if not all n turns fit: the client would get only an error
             episode.check_room(place.parent, place.new_tokens, sampling, images=place.images, num_turns=options.n)
         seed = sampling.seed
         samplings = [replace(sampling, seed=seed + i) if i and seed is not None else sampling for i in range(options.n)]
@@ -642,10 +641,10 @@ class Session:
         return answers
 
     def _check_continues(self, context: int, place: _Place) -> None:
-        """Assert that a new sampled turn follows unchanged tokens. ``context`` is the index of this turn's parent.
+        """Assert that the parent of a new sampled turn has the tokens that the request continues.
 
-        The tokens of the path to ``context`` must be the tokens of the path to the turn ``place.parent``, followed by
-        ``place.new_tokens``.
+        ``context`` is the index of this parent. The path to ``context`` must be the path to the turn ``place.parent``,
+        followed by ``place.new_tokens``.
         """
         tokens, given = place.new_tokens, self._sampler.episode.turn(context)
         is_given = given.parent == place.parent and np.array_equal(given.token_ids, tokens)
@@ -653,10 +652,10 @@ class Session:
         assert continues, f"turn {context} is not turn {place.parent} and the tokens of its request"
 
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
-        """Return the run's sampling options with the changes that a request may make.
+        """Return the run's sampling options, changed by the options of a request.
 
-        Other changes raise `ValueError` if the session refuses them. Otherwise they are counted, and the run's value
-        is used. A ``max_tokens`` above the run's value is never refused.
+        Some options must not differ from the run's options. If such an option differs, the session raises `ValueError`
+        or uses and counts the run's value (``refuses``). A too large ``max_tokens`` is lowered to the run's value.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")
@@ -693,7 +692,7 @@ class Session:
             turn = parent
 
     def _deepest(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> tuple[int, int]:
-        """Return the deepest turn whose path is a prefix of these tokens and images, and the length of its path."""
+        """Return the turn with the longest path that is a prefix of these tokens and images, and the path's length."""
         ids = np.asarray(tokens, dtype=np.int32)
         seen = {placed.offset: placed.image.digest for placed in images}
         best, open_paths = (ROOT, 0), [(ROOT, 0)]
@@ -711,9 +710,9 @@ class Session:
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Cut ``text`` before the first stop text in it. ``stop`` are the stop texts.
+    """Cut ``text`` before the first of the texts ``stop`` that it contains.
 
-    Returns the part of ``text`` before the stop text, and the stop text; (``text``, "") if ``text`` has no stop text.
+    Returns the part before the stop text, and the stop text; (``text``, "") if ``text`` contains no stop text.
     """
     found = ((before, own) for before, own, _ in map(text.partition, stop) if own)
     return min(found, key=lambda cut: len(cut[0]), default=(text, ""))

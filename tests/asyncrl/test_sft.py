@@ -64,7 +64,7 @@ def test_validation_rows_are_the_last_and_not_trained(folder):
     train, validation = read_demonstrations(composed(folder, "sft.val_rows=100"), tokenizer)
     assert len(train) == len(everything) - 100
     assert validation[-1].input_ids.tolist() == everything[-1].input_ids.tolist()
-    with pytest.raises(ValueError, match=rf"sft\.val_rows must be below the {NUM_ROWS} rows"):
+    with pytest.raises(ValueError, match=rf"sft\.val_rows must be less than the {NUM_ROWS} rows"):
         read_demonstrations(composed(folder, f"sft.val_rows={NUM_ROWS}"), tokenizer)
 
 
@@ -157,7 +157,7 @@ def test_a_demonstration_that_is_too_long_is_named(folder, tmp_path):
     rows.write_text("\n".join(lines))
     config = composed(folder)
     config = replace(config, sft=replace(config.sft, train_files=[str(rows)]))
-    with pytest.raises(ValueError, match=r"long.jsonl, line 2: a demonstration of 2\d\d tokens, .*\(2 of 3 rows"):
+    with pytest.raises(ValueError, match=r"long.jsonl, line 2 has 2\d\d tokens, .*\(2 of 3 rows"):
         read_demonstrations(config, AutoTokenizer.from_pretrained(config.model.path))
 
 

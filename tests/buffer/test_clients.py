@@ -75,7 +75,7 @@ def _is_refused(rank: SyncBufferClient) -> bool:
         rank.stats()
     except ReplayBufferError as error:
         rank.close()
-        return "make one in each process" in str(error)
+        return "make one client per process" in str(error)
     return False
 
 
@@ -89,7 +89,7 @@ def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_ho
         began = time.monotonic()
         asyncio.run(leave_calls_open(client))
         assert time.monotonic() - began < 60.0
-        with pytest.raises(ReplayBufferError, match="lives on another event loop"):
+        with pytest.raises(ReplayBufferError, match="belongs to the event loop of its first call"):
             asyncio.run(client.stats())
 
 

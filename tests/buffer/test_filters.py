@@ -34,7 +34,7 @@ async def test_whoever_waits_for_a_batch_is_warned_when_filters_drop_group_after
             await control.stats()
         assert [record.getMessage() for record in caplog.records if record.name == "buffer.client"] == [
             "waiting for the next batch: 0 of the 2 groups of batch 0 are stored, and buffer.filters dropped the "
-            "last 8 that were finished; dropped in all: 8 for equal_rewards. Look at the rewards, take other "
+            "last 8 finished groups; dropped in total: 8 for equal_rewards. Check the rewards, use other "
             "prompts or filters, or raise buffer.max_filtered_steps"
         ]
         assert (await control.stats()).filtered_in_a_row == 8

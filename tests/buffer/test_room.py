@@ -72,7 +72,7 @@ def test_a_batch_that_the_stores_cannot_hold_is_known_when_its_last_group_asks_f
     with pytest.raises(StoreFull, match=r"6 bytes do not fit: 4 of buffer\.max_stored_bytes=10 are free"):
         of.reserve(second, 6)
     assert of.cannot_hold_batch(second.group_id)
-    with pytest.raises(ReplayBufferError, match=r"larger than buffer\.max_stored_bytes=10"):
+    with pytest.raises(ReplayBufferError, match=r"exceeds buffer\.max_stored_bytes=10"):
         of.reserve(second, 11)
 
 

@@ -267,7 +267,7 @@ def test_key_files_belong_to_their_owner_only(tmp_path: Path):
     for name in ("server", "store", *BufferRole):
         assert (tmp_path / f"{name}.json").stat().st_mode & 0o777 == 0o600
     (tmp_path / "rollout.json").chmod(0o644)
-    with pytest.raises(ValueError, match=r"rollout.json is readable by others \(mode 644\)"):
+    with pytest.raises(ValueError, match=r"rollout.json is readable by other users \(mode 644\)"):
         client_keys(tmp_path, ROLLOUT)
     with pytest.raises(ValueError, match="exists; keys are made once"):
         make_keys(tmp_path)
@@ -279,7 +279,7 @@ def test_key_files_belong_to_their_owner_only(tmp_path: Path):
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "*", "127.0.0.1", "lo", "localhost"])
 async def test_without_keys_no_port_is_bound(host: str):
-    with pytest.raises(ValueError, match=rf"buffer.host={host.replace('*', '.')} is reachable.*buffer.keys is empty"):
+    with pytest.raises(ValueError, match=rf"can reach buffer.host={host.replace('*', '.')}, but buffer.keys is empty"):
         BufferServer(BufferConfig(host=host, advertised_host="10.1.2.3"), groups_per_step=1)
 
 
@@ -522,7 +522,7 @@ def test_keys_of_another_user_are_not_read(tmp_path: Path):
         os.chown(tmp_path / "rollout.json", NOBODY, NOBODY)
     except PermissionError:
         pytest.skip("only root may give a file away")
-    with pytest.raises(ValueError, match=f"belongs to user {NOBODY}"):
+    with pytest.raises(ValueError, match=f"got user {NOBODY}"):
         client_keys(tmp_path, ROLLOUT)
 
 

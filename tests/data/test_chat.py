@@ -167,7 +167,7 @@ BAD_ROWS = [
     ({"tools": ["add"]}, r"column 'tools', tool 0 is 'add' \(str\), expected a schema such as"),
     ({"tools": [tool("7"), {"type": "function"}]}, r"column 'tools', tool 1 is .*expected a schema such as"),
     ({"tools": [{"name": "add", "parameters": {"a": 1}}]}, r"column 'tools', tool 0 is .*expected a schema such as"),
-    ({"tools": [tool("7"), tool("7")]}, r"column 'tools', tool 1 is a second tool '7'"),
+    ({"tools": [tool("7"), tool("7")]}, r"column 'tools', tool 1 has the name '7' of an earlier tool"),
     ({"tools": json.dumps([tool("7", maximum=2**70)])}, r"column 'tools' is .*expected strings, numbers \(64 bits\)"),
     ({"where": 7}, r"column 'where' is 7, expected an environment's name, or null"),
     ({"options": ["level"]}, r"column 'options' is \['level'\] \(list\), expected a mapping of options"),

@@ -195,7 +195,7 @@ def test_a_sampler_without_a_method_or_with_an_error_is_named(make_stream, tmp_p
     lines = "class Broken:\n    def __init__(self, sources, **given):\n"
     lines += "        self.note = self.state = self.restore = print\n"
     (tmp_path / "short.py").write_text(lines)
-    with pytest.raises(ValueError, match=r"short.py:Broken must have the methods .*, got none of \['choose'\]"):
+    with pytest.raises(ValueError, match=r"short.py:Broken must have the methods .*, got a class without \['choose'\]"):
         make_stream(sampler=f"{tmp_path}/short.py:Broken")
     (tmp_path / "wrong.py").write_text(lines + "    def choose(self):\n        return {}['row']\n")
     with pytest.raises(SamplerError, match=r"wrong.py:Broken: choose raised KeyError: 'row'; correct the class"):

@@ -65,7 +65,7 @@ def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, c
     assert json.loads((tmp_path / ADDRESS_FILE).read_text())["address"] == "127.0.0.1:1"
     assert (tmp_path / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600, "it holds Ray's token"
     assert command(["--run", str(tmp_path)]) == 2
-    assert "this run has ended; start another, with checkpoint.resume=auto to continue it" in capsys.readouterr().err
+    assert "this run has ended; to continue it, start a new run with checkpoint.resume=auto" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "/no/such/folder"])
@@ -196,7 +196,7 @@ def test_a_place_that_the_run_keeps_is_given_out_again_before_new_ones_are_asked
         (lambda roster: (roster.leave(0), roster.leave(0)), "rollout worker 0 is leaving already"),
         (lambda roster: (roster.leave(0), roster.leave(1)), "rollout worker 1 must stay: 0 engines would be left"),
         (lambda _: Roster(fewest=2, most=None, needed=1).join(1), r"a fixed size; .*num_engines=\{min: 2, max: 4\}"),
-        (lambda _: Roster(fewest=2, most=None, needed=1).leave(1), "engines leave an elastic fleet only"),
+        (lambda _: Roster(fewest=2, most=None, needed=1).leave(1), "engines can leave only an elastic fleet"),
     ],
 )
 def test_the_roster_refuses_with_a_remedy(ask, words):

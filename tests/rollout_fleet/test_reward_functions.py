@@ -66,7 +66,7 @@ async def test_the_reward_length_is_the_soft_overlong_punishment(num_tokens, rew
 async def test_the_reward_length_needs_counted_tokens_and_valid_options():
     options = {"max_tokens": 100, "buffer_tokens": 20}
     assert "were not counted" in await score("length", None, "text", options=options)
-    with pytest.raises(ValueError, match=r"reward length: buffer_tokens must be in 1..max_tokens = 5, got 6"):
+    with pytest.raises(ValueError, match=r"reward length: buffer_tokens must be in 1..5 \(max_tokens\), got 6"):
         BoundReward("length", {"max_tokens": 5, "buffer_tokens": 6})
 
 

@@ -188,7 +188,7 @@ def test_wrong_options_of_a_judge_are_refused_by_name(options, words):
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ({"reward": "judge"}, "either reward_options.judge.url, .* or rollout_fleet.judge_model, .* got none"),
+        ({"reward": "judge"}, "either reward_options.judge.url .* or rollout_fleet.judge_model .* got none"),
         (
             {"reward": "judge", "judge_model": "m", "reward_options": {"judge": {"url": "http://x", "model": "m"}}},
             "got both; set one",

@@ -199,7 +199,7 @@ async def test_rewards_are_chosen_by_the_data_source_of_the_prompt(scorer):
     [
         (
             {"reward_options": {"length": {}}},
-            r"reward_options must have as each key one of \['exact_match",
+            r"each key of rollout_fleet.reward_options must be a reward of the run \(one of \['exact_match",
         ),
         ({"reward_options": {"exact_match": 3}}, "got exact_match: 3; correct the name"),
         ({"rewards_by_source": {"a": []}}, r"rewards_by_source\.a must name a reward, got none"),

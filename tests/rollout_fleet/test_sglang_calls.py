@@ -169,7 +169,7 @@ async def test_an_engine_that_does_not_generate_does_not_start(server, tmp_path,
     [
         ([{"num_values": 3}, {"error": "one bit differs"}], "rank 1 did not load .*manifest.json. one bit differs"),
         ([{"num_values": 3}], "rank 1 did not report on .*manifest.json"),
-        ([{"num_values": 3}, {"order": "older", "num_values": 3}], "rank 1 did not load .*; its last load is older"),
+        ([{"num_values": 3}, {"order": "older", "num_values": 3}], "rank 1 did not load .*; its report is old"),
     ],
 )
 async def test_a_version_may_be_named_only_after_every_rank_has_verified_it(engine, server, reports, message):
