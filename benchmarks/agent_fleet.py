@@ -1,12 +1,12 @@
 """Compares the turns per second of an agent in the rollout fleet and of a bare agent, which uses the engine directly.
 
-The fleet consists of a buffer server, a rollout loop, the endpoint, and a child process with the environment. The agent
+The fleet has a buffer server, a rollout loop, the endpoint, and a child process that runs the environment. The agent
 samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The bare agent
 sends token ids to the engine. The limits are equal for the fleet and the bare agent: the number of episodes at a time,
 and the number of samples that the engine runs at a time.
 
 The scripted engine writes at a fixed pace. With the scripted engine, an asyncio task replaces the learner: the task
-consumes each batch at once and announces the next version. With SGLang, the weights do not change.
+consumes each batch immediately and announces the next version. With SGLang, the weights do not change.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class _Bench:
     async def set_tools(self, seconds: float) -> None:
         """Set the mean duration of a tool so that tools take `TOOL_SHARE` of an episode's time.
 
-        The time of a turn is measured with a bare agent without tools, for ``seconds`` seconds.
+        The method first runs a bare agent without tools for ``seconds`` seconds, to measure the time of a turn.
         """
         turn_s = PLACES * SAMPLES / await self.bare_rate(seconds)
         self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
@@ -134,7 +134,7 @@ class _Bench:
             await self.control.commit(version)
 
     async def feed(self) -> None:
-        """Keep as many prompts in the queue as the engine may generate groups at a time. Run until cancelled."""
+        """Keep `PLACES` prompts in the buffer's queue. Run until cancelled."""
         while True:
             await self.enqueue(max(0, PLACES - (await self.control.stats()).groups["queued"]))
             await asyncio.sleep(_ASK_EVERY_S)
@@ -149,7 +149,7 @@ class _Bench:
                 await asyncio.sleep(_ASK_EVERY_S)
 
     async def fleet_round(self, seconds: float) -> _Round:
-        """Let the fleet play episodes, and measure its turns per second for ``seconds`` seconds.
+        """Start episodes, and measure the turns per second of the fleet for ``seconds`` seconds.
 
         Then wait until all episodes have ended.
         """
@@ -268,9 +268,9 @@ async def _http(stack: AsyncExitStack, server: SGLangServer) -> Callable[[list[i
 
 
 async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None]:
-    """Measure on the scripted engine, and on SGLang unless ``quick`` is true. Return the figures by name.
+    """Measure the scripted engine. If ``quick`` is false, also measure SGLang. Return the figures by name.
 
-    The figures of SGLang are None if they were not measured.
+    If ``quick`` is true, the figures of SGLang are None.
     """
     rounds, seconds = (2, 10.0) if quick else (5, 20.0)
     figures: dict[str, float | None] = {**await _measure(scratch / "scripted", EngineKind.scripted, rounds, seconds)}
@@ -286,7 +286,7 @@ async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None
 async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
     """Measure the turns per second of the fleet and of the bare agent, which calls the engine directly.
 
-    The measurements alternate, so slow minutes of the machine affect both. Return the figures by name.
+    The measurements of the fleet and the bare agent alternate, so a slow machine affects both. Return figures by name.
     """
     record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
     async with AsyncExitStack() as stack:

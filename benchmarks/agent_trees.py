@@ -1,9 +1,9 @@
 """Counts the tokens that the learner computes for trees of turns (episodes whose messages have several continuations).
 
 The learner can compute the common tokens of branches once, or each branch separately. The trees come from a search
-agent with parallel tools, a retry with an edited history, a sub-agent, and three drafts, of which it continues one. The
-agent summarizes its context when the context is half full. The episodes are real (`rollout_fleet.episodes.Episode`),
-with random tokens.
+agent with parallel tools, a retry, a sub-agent and three drafts. The agent continues one of the drafts. It summarizes
+its context when the context is half full. The episodes are objects of the fleet's class
+`rollout_fleet.episodes.Episode`, with random tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLengths:
-    """Ranges (smallest, largest) of the sizes of an episode's parts. Sizes are in tokens, except ``rounds``.
+    """Sizes of the parts of an episode, as ranges (smallest, largest). Sizes are in tokens, except ``rounds``.
 
     Attributes:
         turn: A turn with reasoning and calls of tools.
@@ -65,7 +65,7 @@ class SearchAgent:
             if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
                 turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])
                 continue
-            if self._rng.random() < 0.1:  # a retry: the second result replaces the first one
+            if self._rng.random() < 0.1:  # a retry: new results replace the first results
                 self._turn(turn, results)
                 results = self._results()
             turn = self._turn(turn, results)
@@ -101,7 +101,7 @@ def search_groups(
 ) -> list[TrajectoryGroup]:
     """Return ``num_groups`` groups of ``num_samples`` episodes of the search agent, with random tokens.
 
-    All prompts begin with the same tokens, as with a system message and tools.
+    All prompts begin with the same `SYSTEM_TOKENS` tokens, which stand for a system message.
     """
     rng = np.random.default_rng(seed)
     system = rng.integers(0, VOCABULARY, SYSTEM_TOKENS)
@@ -119,7 +119,7 @@ def search_groups(
 def packed_tokens(sequences: Sequence[TokenSequence], *, share: bool) -> int:
     """Return the number of tokens that the learner's forward pass computes for the sequences.
 
-    The sequences are packed like in the trainer. With ``share``, tokens that sequences have in common are packed once.
+    The sequences are packed as in the trainer. With ``share``, tokens that sequences have in common are packed once.
     """
     batches = Packer(max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share).pack(sequences)
     return sum(len(batch.input_ids) for batch in batches)

@@ -2,12 +2,12 @@
 
 Run as ``python -m benchmarks.agents``.
 
-``endpoint_ms``: 64 episodes run at once, and each has one running call. A client in a separate process sends the
-    growing conversation of each episode: a question, tool calls and their results, over eight turns. A script sets the
-    duration of each turn between 0.3 and 0.9 s, so calls arrive at different times, as with a real engine. As in a
-    rollout worker, the event loop is uvloop, because Ray runs asynchronous actors on uvloop, and garbage collections
-    skip the objects that were loaded at the start (``gc.freeze``). The figure is a median over calls: the time of a
-    call minus the duration of its turn. The client measures the time of a call, so the client's own time is included.
+``endpoint_ms``: median over calls of the time of a call minus the duration of its turn. 64 episodes run at the same
+    time, with one call each. A client in a separate process sends the growing conversation of each episode: a question,
+    tool calls and their results, over eight turns. A script sets the duration of each turn between 0.3 and 0.9 s, so
+    calls arrive at different times, as with a real engine. As in a rollout worker, the event loop is uvloop, because
+    Ray runs asynchronous actors on uvloop. Garbage collections skip the objects that were loaded at the start
+    (``gc.freeze``). The client measures the time of a call, so the figure includes the client's own time.
     ``bare_ms`` is the same figure for an aiohttp server that only waits and answers.
     ``endpoint_cpu_ms`` is the endpoint's CPU time per call. Its inverse is an upper bound on the rate of calls.
 
@@ -24,7 +24,7 @@ The other figures are those of `benchmarks.agent_fleet`:
 - ``tools_overlap``: busy share of the engine's slots while tools take a fifth of the episodes' time.
 - ``idle_CAUSE``: share of the slots that was idle for this cause.
 - ``sglang_overlap``: busy share on SGLang.
-- ``prefix_hit_rate``: tokens from SGLang's cache, divided by the tokens that the cache could have.
+- ``prefix_hit_rate``: tokens from SGLang's cache, divided by the tokens that the cache could contain.
 
 ``--quick`` measures one round of the endpoint, and leaves out SGLang.
 """
@@ -83,7 +83,7 @@ TARGETS = {
 
 
 def turn_s(seed: int) -> float:
-    """Return the seconds of a turn, computed from the seed of the request, so the client can compute them too."""
+    """Return the duration of a turn in seconds, computed from the request's seed. The client uses the same function."""
     return 0.3 + seed / 1e6
 
 
@@ -122,7 +122,7 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Measure the milliseconds of a call to the endpoint minus its sampling time (`turn_s`), at 64 concurrent calls.
+    """Measure the time of a call to the endpoint without the sampling time (`turn_s`), with 64 concurrent calls.
 
     Returns:
         Milliseconds by name: the median (``endpoint_ms``) and the 99th percentile (``endpoint_p99_ms``), the CPU time
@@ -152,9 +152,9 @@ async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
 
 
 async def _bare_latencies() -> list[float]:
-    """Return the seconds of each call to a bare server, minus the seconds of the call's turn.
+    """Return the time of each call to a bare server minus the duration of its turn, in seconds.
 
-    The bare server waits for the seconds of the turn, and then answers.
+    The bare server waits for the duration of the turn, and then answers.
     """
     function = {"name": "weather", "arguments": '{"city": "Rome"}'}
     call = {"id": "call_1_0", "type": "function", "function": function}
@@ -176,7 +176,7 @@ async def _bare_latencies() -> list[float]:
 
 
 async def _in_client(accesses: Sequence[tuple[str, str]]) -> list[float]:
-    """Play all episodes in a separate process. Returns the seconds of each call minus the duration of its turn."""
+    """Play all episodes in a separate process. Return the seconds of each call minus the duration of its turn."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return await asyncio.get_running_loop().run_in_executor(pool, _play_all, accesses)
 

@@ -1,7 +1,7 @@
 """Measures the buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
 
 Measurements and their baselines alternate in rounds. Each figure is the median of the rounds.
-The comparison with TransferQueue needs the ``bench`` extra. Otherwise its figure is null.
+The comparison with TransferQueue needs the ``bench`` extra. Without the extra, ``vs_transfer_queue`` is null.
 """
 
 import argparse
@@ -113,7 +113,7 @@ class Buffer:
         return leases
 
     async def finish(self) -> None:
-        """Take the stored groups as one batch, and end the learner step. The buffer stores nothing afterwards."""
+        """Take the stored groups as one batch, and end the learner step. Then the buffer is empty."""
         await self.control.plan(self.version)
         await self.control.commit(self.version)
         self.version += 1
@@ -226,9 +226,9 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
-    """Return the time of another data plane to store and fetch one batch, divided by the time of the buffer.
+    """Return the time that another data plane needs to store and fetch one batch, divided by the buffer's time.
 
-    ``other`` makes one round with the other data plane and returns its seconds.
+    ``other`` stores and fetches one batch with the other data plane, and returns the seconds.
     """
     buffer = Buffer(1)
     ratios = []
@@ -328,11 +328,11 @@ class LedgerLoad:
 
 
 def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
-    """Measure how fast the ledger changes the states of groups, if it has ``largest`` groups.
+    """Measure the time in which a large ledger changes the state of a group. ``largest`` is its number of groups.
 
     Returns:
-        ``ledger_transitions_per_s``: state changes per second. ``ledger_cost_growth``: the seconds of a state change
-        with ``largest`` groups, divided by the seconds with a thousand groups. The two times are measured alternately.
+        ``ledger_transitions_per_s``: state changes per second. ``ledger_cost_growth``: the time of a state change with
+        ``largest`` groups, divided by the time with a thousand groups. The two times are measured alternately.
     """
     calm_collector()
     loads = {size: LedgerLoad(size) for size in (1000, largest)}
@@ -347,7 +347,7 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 
 
 async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
-    """Run workers that store groups and ranks that fetch groups, all at once, for ``duration_s`` seconds.
+    """Run workers that store groups, and ranks that fetch groups, at the same time for ``duration_s`` seconds.
 
     Returns:
         ``slowest_producer_share``: groups of the slowest worker, divided by the mean over all workers.
@@ -372,7 +372,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # the next iteration requests groups for the new version
+                    wait.cancel()  # the next iteration sends a new request with the current version
                 if not wait.done():
                     continue
                 for lease in wait.result():
@@ -451,7 +451,7 @@ async def disk_section(quick: bool) -> Figures:
 
 
 async def fairness_section(quick: bool) -> Figures:
-    """Measure whether 64 workers that store groups at once get equal shares of the buffer."""
+    """Measure whether 64 workers that store groups at the same time get equal shares of the buffer."""
     return {**await slowest_producer_share(64, 8, 5.0 if quick else 15.0)}
 
 

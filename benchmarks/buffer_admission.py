@@ -1,9 +1,9 @@
-"""Compares the rule by which the buffer admits new groups with a former rule.
+"""Compares the buffer's admission rule for new groups with a former rule.
 
-Workers that die save the tokens of their unfinished groups. The measure is the share of the saved tokens that other
-workers continue. The benchmark simulates a saturated system on the ledger (the states of all groups), without sockets
-or clocks. Workers run every group that the rule admits. From time to time a worker saves its tokens and dies. The
-learner takes a batch as soon as one is ready.
+A worker that dies saves the tokens of its unfinished groups. The measure is the share of the saved tokens that do not
+become too old. The benchmark simulates a saturated system on the ledger (the states of all groups), without sockets or
+clocks. Workers run every group that the rule admits. From time to time, a worker saves its tokens and dies. The learner
+takes a batch as soon as one is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -27,7 +27,7 @@ _DEATHS_PER_TICK = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormerRule(StalenessRule):
-    """The former admission rule. It counts all open groups, also those that may be trained later than the new group."""
+    """The former admission rule. It counts all open groups, even groups with a later deadline than the new group."""
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether a worker may begin one more group.
@@ -42,7 +42,7 @@ class FormerRule(StalenessRule):
 
 @dataclass(kw_only=True)
 class _Rollout:
-    """A running group: its lease, its present number of tokens, and its final number of tokens."""
+    """A running group: its lease, its current number of tokens, and its final number of tokens."""
 
     lease: GrantedLease
     num_tokens: int
@@ -130,8 +130,8 @@ class SaturatedRun:
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
     """Simulate ``num_ticks`` units of time with an admission rule.
 
-    Dying workers save tokens, and the ledger drops saved tokens that are too old. Return the share of the saved tokens
-    that the ledger does not drop.
+    Dying workers save tokens, and the ledger drops saved tokens that are too old. Return the remaining share of the
+    saved tokens.
     """
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
@@ -140,7 +140,7 @@ def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int =
 
 
 def admission_figures(*, num_ticks: int) -> dict[str, float]:
-    """Return the shares of saved tokens that the present and the former rule keep, by name, for 16 groups per step."""
+    """Return the shares of saved tokens that the current and the former rule keep, by name, for 16 groups per step."""
     figures = {}
     for max_lag in (1, 2):
         exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
@@ -154,7 +154,7 @@ def admission_figures(*, num_ticks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Compare the present and the former admission rule: print a table, and the figures as JSON on the last line."""
+    """Compare the current and the former admission rule: print a table, and the figures as JSON on the last line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_admission", description=main.__doc__)
     parser.add_argument("--quick", action="store_true", help="simulate 1000 ticks instead of 3000")
     figures = admission_figures(num_ticks=1000 if parser.parse_args().quick else 3000)

@@ -1,4 +1,4 @@
-"""Other systems that store a batch and return it, as the buffer does. Benchmarks compare the buffer with these systems.
+"""Stores and fetches batches with other data planes, as baselines of the buffer: Ray's queue and TransferQueue.
 
 `ray_queue_round` and `transfer_queue_round` return a function. Each call of this function stores a batch, gets the
 batch back, and returns the seconds.
@@ -24,7 +24,7 @@ def own_ray() -> Iterator[None]:
     """Start a Ray cluster at normal process priority, and shut it down at the end of the context."""
     import ray
 
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this spelling
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray reads this mixed-case name
     own = {"runtime_env": own_python(), "include_dashboard": False}
     ray.init(**own, num_cpus=8, log_to_driver=False, logging_level=logging.ERROR)
     try:
@@ -56,8 +56,8 @@ def ray_queue_round(batch: Batch) -> Callable[[], float]:
 def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
     """Return a function that puts ``batch`` into TransferQueue, verl's data plane, and gets it back.
 
-    The function returns the seconds. TransferQueue has ``num_units`` storage units. Return None if TransferQueue is not
-    installed.
+    The function returns the seconds. TransferQueue has ``num_units`` storage units. If TransferQueue is not installed,
+    return None.
     """
     try:
         transfer_queue = importlib.import_module("transfer_queue")

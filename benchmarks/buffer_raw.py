@@ -1,6 +1,6 @@
-"""A minimal buffer on ZMQ, to compare the real buffer with.
+"""A minimal buffer on ZMQ, the baseline of the real buffer.
 
-The minimal buffer stores frames under a key, acknowledges them, and sends them back. It checks nothing.
+The minimal buffer stores frames under a key, acknowledges them, and returns them on request. It checks nothing.
 """
 
 import subprocess
@@ -28,7 +28,7 @@ def serve() -> None:
 
 
 class RawStore:
-    """Runs the minimal buffer (`serve`) in a process, and is a blocking client of it."""
+    """A blocking client of the minimal buffer. The constructor starts the minimal buffer (`serve`) in a new process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

@@ -1,6 +1,6 @@
 """The workers that `benchmarks.protocol` calls: one as an asyncrl `Worker`, and one as a plain Ray actor.
 
-Both are in one module, so their processes load the same libraries.
+Both workers are in one module, so their processes load the same libraries.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Echo(Worker):
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def echo_later(self, data: DataProto) -> DataProto:
-        """Return ``data``. The caller does not wait, and gets a future."""
+        """Return ``data``. The caller gets a future and does not wait."""
         return data
 
     @register(Dispatch.DP_COMPUTE_METRIC)
@@ -32,7 +32,7 @@ class Echo(Worker):
 
 @ray.remote(num_cpus=0.5)
 class PlainEcho:
-    """The same worker without asyncrl. It returns the numpy arrays that it receives."""
+    """A plain Ray actor, the counterpart of `Echo`. The actor returns the numpy arrays that it receives."""
 
     def echo(self, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Return ``arrays``."""

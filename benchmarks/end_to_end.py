@@ -9,11 +9,11 @@ and evaluated after the training. The target is reached when the interpolated me
 (`first_crossing`). Each evaluation has 2,048 samples. A seed that misses the target is reported, and counts with its
 whole training time.
 
-For all competitors, a step has twice as many prompts as the quickstart and half its learning rate (`WORK`). With the
-quickstart's own options, a policy would reach the target in 50 steps. It would then change so much per step that it
-would learn less from samples that are two versions old. The figure ``steps_to_090_vs_trl`` shows this effect. Wall time
-depends on other work of the machine, so the CPU time of each competitor, including its start, is also reported.
-``time_standard_error`` is the standard error over seeds.
+For all competitors, a step has twice as many prompts as in the quickstart, and the learning rate is half as high
+(`WORK`). With the quickstart's own options, a policy reaches the target in 50 steps. Such a policy changes so much per
+step that it learns less from samples that are two versions old. The figure ``steps_to_090_vs_trl`` shows this effect.
+Wall time depends on other work of the machine. So the benchmark also reports the CPU time of each competitor, including
+its start. ``time_standard_error`` is the standard error over seeds.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Outcome:
     """The result of one training.
 
     Attributes:
-        time_s: Training time to the target. The whole training time if the target was missed.
+        time_s: Training time to the target, or the whole training time if the target was missed.
         start_s: Time before the first step.
-        steps: Learner steps to the target.
+        steps: Learner steps to the target, or all steps if the target was missed.
         step_s: Training time per step, averaged over all steps.
         cpu_s: CPU seconds of all processes for the whole training, including the start.
         hit: Whether the target was reached.
@@ -225,7 +225,7 @@ def _ratios(mine: list[Outcome], others: list[Outcome], name: str) -> list[float
 
 
 def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> list[tuple[float, float]]:
-    """Return pairs (version, sampled accuracy), up to the version at which `first_crossing` finds the target."""
+    """Return pairs (version, sampled accuracy), without versions after the target is reached (`first_crossing`)."""
     torch.set_num_threads(2)
     versions = {0: warm} | {int(path.name.removeprefix("v")): path for path in snapshots.glob("v????????")}
     curve: list[tuple[float, float]] = []

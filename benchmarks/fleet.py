@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     only = parser.parse_args(arguments).only
-    logging.basicConfig(level=logging.ERROR)  # no warnings about engines that the benchmark kills
+    logging.basicConfig(level=logging.ERROR)  # hides warnings about engines that the benchmark kills
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     figures: dict[str, float] = {}
     for name, measure in PARTS.items():

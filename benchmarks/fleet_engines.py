@@ -1,8 +1,9 @@
 """Measures the fleet on real SGLang servers: its rate against a bare client, and its recovery from a killed server.
 
-There are two servers on the CPU, each pinned to a core. The fleet and the bare client take turns. They sample the same
+There are two servers on the CPU, each pinned to a core. The fleet and the bare client take turns. Both sample the same
 prompts with the same options and the same number of concurrent requests. The fleet has two supervised rollout loops in
-this process, and a buffer server in its own process. The bare client sends one request per group, and keeps no answer.
+this process, and a buffer server in its own process. The bare client sends one request per group, and only counts the
+tokens of the answers.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ NEW_TOKENS = 256
 SHORT_TOKENS = 64
 """Response length in fleets with a killed server.
 
-It is short, because the other server recomputes the tokens that were already sampled.
+Responses are short, because the other server recomputes the tokens that were already sampled.
 """
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
 USUAL_S = 10.0  # seconds of a measurement with both engines at work, before and after each kill
-SPREAD_S = 4.0  # seconds over which the samples of an engine begin
+SPREAD_S = 4.0  # seconds over which the first prompts are enqueued
 _VOCABULARY = 1000
 
 
@@ -86,7 +87,7 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens when they arrive. In a measurement of a few seconds, too few samples end to compute a rate."""
+        """Count tokens when they arrive. A measurement is too short to compute a rate from finished samples."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 
@@ -104,7 +105,7 @@ class _Fleet:
         tokens, stored = self.tokens, self.stored
         began_s = time.perf_counter()
         await self.enqueue(number)
-        while self.stored < stored + number:  # noqa: ASYNC110 - measured from outside
+        while self.stored < stored + number:  # noqa: ASYNC110 - polls a counter
             await asyncio.sleep(0.01)
         return (self.tokens - tokens) / (time.perf_counter() - began_s)
 
@@ -128,7 +129,7 @@ class _Fleet:
 
 
 def prompts_of(number: int) -> Iterator[np.ndarray]:
-    """Yield the token ids of ``number`` random prompts, each [16] int32. The same prompts come in every call."""
+    """Yield the token ids of ``number`` random prompts, each [16] int32. Every call yields the same prompts."""
     rng = np.random.default_rng(0)
     return iter(rng.integers(3, _VOCABULARY, (number, 16), np.int32))
 
@@ -152,7 +153,7 @@ async def _measure(scratch: Path) -> dict[str, float]:
 
 
 async def _rates(fleet: _Fleet) -> dict[str, float]:
-    """Measure fleet and bare client in turns."""
+    """Measure the fleet and the bare client alternately; return the figures by name."""
     rates: dict[str, list[float]] = {"fleet": [], "bare": []}
     for turn in range(NUM_ROUNDS + 1):
         sides = ["fleet", "bare"] if turn % 2 else ["bare", "fleet"]
@@ -236,18 +237,18 @@ async def _bare(fleet: _Fleet, number: int) -> float:
 
 @dataclass
 class _Heard:
-    """Number of tokens that came from an engine while the benchmark listened, and the seconds of listening."""
+    """Number of tokens that an engine sent during some measurements, and the seconds of these measurements."""
 
     tokens: int = 0
     seconds: float = 0.0
 
     @property
     def rate(self) -> float:
-        """Tokens per second over the whole duration of the count."""
+        """Tokens per second over all measurements."""
         return self.tokens / self.seconds
 
     async def listen(self, engine: _PinnedEngine, event: Awaitable[object]) -> float:
-        """Count the tokens that come from ``engine`` until ``event`` is done. Return the seconds that this took."""
+        """Count the tokens that ``engine`` sends until ``event`` is done. Return the seconds of this measurement."""
         began_s, before = time.perf_counter(), engine.num_heard
         await event
         took_s = time.perf_counter() - began_s
@@ -260,10 +261,10 @@ class _Kills:
     """Kills a server in each of several fleets. Measures the recovery, the lost tokens and the surviving engine's rate.
 
     The speed of a core changes by a fifth within minutes. So each recovery is compared with the start of the same
-    engine before the kill. The other engine works during both. A sample's tokens arrive in chunks of `STREAM_INTERVAL`,
-    so only a few dozen chunks arrive in ten seconds. Therefore the rate of the surviving engine is measured over all
-    recoveries together. For comparison, this rate is also measured over all periods before and after the recoveries,
-    and over all ordinary starts of the other engine.
+    engine before the kill. The other engine works during the start and the recovery. A sample's tokens arrive in chunks
+    of `STREAM_INTERVAL`, so only a few dozen chunks arrive in ten seconds. Therefore the rate of the surviving engine
+    is measured over all recoveries together. For comparison, this rate is also measured over all periods before and
+    after the recoveries, and over the first starts of the engines that are killed later.
     """
 
     def __init__(self) -> None:
@@ -318,7 +319,7 @@ async def _kill_and_wait(worker: LocalWorker) -> None:
         if {"sglang.launch_server", "--port", port} <= set(words) and str(GUARD) not in words:
             process.kill()
     async with asyncio.timeout(200):
-        while member.epoch == epoch or not member.may_lease:  # noqa: ASYNC110 - measured from outside
+        while member.epoch == epoch or not member.may_lease:  # noqa: ASYNC110 - polls the member
             await asyncio.sleep(0.01)
 
 

@@ -1,8 +1,8 @@
-"""Measures the time from a commit (the end of a learner step) until waiting workers get the groups that may now begin.
+"""Measures the time from a commit (the end of a learner step) until waiting workers get leases for the next step.
 
 The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
 two more processes. Each socket sends the messages of a rollout worker, but generates nothing. With ``max_lag`` 0, no
-group of the next step may begin before the commit. The time includes the message that tells the worker the new version.
+group of the next step may begin before the commit. The time includes the message that announces the new version.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> li
             waits.append((heard_ns - committed[version - 1]) / 1e9)
     expected = len(committed) * groups_per_step
     if len(waits) != expected:
-        raise RuntimeError(f"workers received {len(waits)} leases, expected {expected}; the measurement is void")
+        raise RuntimeError(f"workers received {len(waits)} leases, expected {expected}; the measurement is invalid")
     return waits
 
 
 async def _train(client: ControlClient, learner: LearnerClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
-    """Make the steps. Returns the time of each commit in ns by version, without the warm-up steps."""
+    """Make the learner steps. Return the time of each commit in ns by version, without the warm-up steps."""
     prompt_ids = np.arange(16, dtype=np.int32)
     committed = {}
     for version in range(num_steps + 1):
@@ -118,7 +118,7 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 class SimulatedWorker:
-    """Sends the messages of a rollout worker. It leases one group at a time, and stores the group at once."""
+    """Sends the messages of a rollout worker. The worker leases one group at a time and stores it immediately."""
 
     def __init__(self, address: str, number: int, heard: list[tuple[int, int]]) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)

@@ -36,7 +36,7 @@ from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3
-PLACES = 8  # prompt groups that an engine generates at a time; the buffer admits twice as many as all engines run
+PLACES = 8  # prompt groups that an engine generates at a time; the buffer admits twice the sum over the four engines
 SAMPLES = 2
 TOKENS = 80
 TOKEN_DELAY_S = 0.01
@@ -59,7 +59,7 @@ class _FleetRun:
     async def learn(self) -> None:
         """Queue prompts, consume batches and announce new versions until cancelled.
 
-        The queue always has more prompts than the engines may begin.
+        The queue always has more prompts than the buffer admits.
         """
         num_prompts = 2 * (MAX_LAG + 1) * GROUPS_PER_STEP
         await self.control.enqueue([_prompt(number) for number in range(num_prompts)])
@@ -142,7 +142,7 @@ async def _start(
     meters: list[_Meter] | None = None,
     hand_over: bool = True,
 ) -> _FleetRun:
-    """Start one engine per delay between tokens, with a new buffer server."""
+    """Start a buffer server, and one engine per value of ``delays_s`` (seconds between two tokens)."""
     config = RolloutFleetConfig(
         engine=EngineKind.scripted, groups_in_flight=PLACES, reward="exact_match", renew_every_s=5.0
     )
@@ -202,7 +202,7 @@ class LocalWorker:
 
     @property
     def counters(self) -> FleetCounters:
-        """Numbers such as generated tokens, summed over all engines that this worker has had."""
+        """Counts of this worker, such as generated tokens, summed over its current and its earlier engines."""
         now = [] if self._loop is None else [self._loop.counters()]
         return FleetCounters.total([*self._before, *now])
 
@@ -232,7 +232,7 @@ class LocalWorker:
         self._running = asyncio.create_task(self._loop.run())
 
     async def watch(self) -> NoReturn:
-        """Wait until the engine has failed, which ends the rollout loop. Then raise `EngineLost`."""
+        """Wait until the rollout loop ends because the engine has failed. Then raise `EngineLost`."""
         assert self._running is not None
         await self._running
         raise EngineLost(f"{self.member.name} has ended")
@@ -273,10 +273,12 @@ ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 
 
 async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
-    """Return the trained tokens per second, divided by the sum of the engines' speeds, and a share of busy time.
+    """Measure the throughput of engines with different speeds. ``delays_s`` has each engine's seconds between tokens.
 
-    The second value is the share of the time in which this process is busy. ``delays_s`` has the seconds between two
-    tokens for each engine. With ``hand_over``, a slow engine may pass running groups on to another engine.
+    With ``hand_over``, a slow engine may hand running groups over to another engine.
+
+    Returns:
+        The trained tokens per second, divided by the sum of the engines' speeds; and the busy share of this process.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, delays_s, hand_over=hand_over)
@@ -292,11 +294,11 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """Return the mean share (0 to 1) of the engines' places that is occupied, until the last group begins.
+    """Return the mean occupied share (0 to 1) of the engines' slots, until the last group begins.
 
-    A place is room for one sample. One group in four is ten times longer. All samples of a group have the same length,
-    so a place is empty only while a group is scored, stored and leased. At the end, engines hand over running groups to
-    other engines. The measurement ends before that: a second lease of a group does not extend it.
+    A slot is the capacity for one sample. One group in four is ten times longer than the other groups. All samples of a
+    group have the same length, so a slot is empty only while a group is scored, stored and leased. At the end, engines
+    hand over running groups to other engines. The measurement ends before, when the last group gets its first lease.
     """
 
     def length(prompt_id: int) -> int:
@@ -314,7 +316,7 @@ async def occupancy() -> float:
 
         ledger.on_applied = note
         await run.control.enqueue([_prompt(number) for number in range(OCCUPANCY_GROUPS)])
-        while ledger.groups.num_queued or ledger.groups.num_leased:  # noqa: ASYNC110 - the meters have the times
+        while ledger.groups.num_queued or ledger.groups.num_leased:  # noqa: ASYNC110 - polls the ledger
             await asyncio.sleep(0.1)
     return sum(meter.occupied_s for meter in meters) / sum(meter.lasted_s * PLACES * SAMPLES for meter in meters)
 
@@ -322,8 +324,9 @@ async def occupancy() -> float:
 async def recovery() -> dict[str, float]:
     """Kill one of four engines.
 
-    Return two figures by name: the time until a new engine replaces the killed one, divided by the start time of an
-    engine; and the number of generated tokens that were dropped.
+    Returns:
+        Two figures by name: the time until a new engine replaces the killed engine, divided by the start time of an
+        engine; and the number of generated tokens that were dropped.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, EQUAL)
@@ -334,7 +337,7 @@ async def recovery() -> dict[str, float]:
         epoch = struck.member.epoch
         died_s = time.perf_counter()
         struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]
-        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - members have no event
+        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - polls the member
             await asyncio.sleep(0.005)
         took_s = time.perf_counter() - died_s
         dropped = (await run.control.stats()).tokens_dropped

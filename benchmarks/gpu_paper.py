@@ -1,8 +1,9 @@
-"""Computes the GPU memory of a learner, and how often its host would wait for the GPU.
+"""Computes the GPU memory of a learner, and how often the learner's host would wait for the GPU.
 
-``python -m benchmarks.gpu_paper`` does not need a GPU.
-The figures come from an update on fake tensors at full width (`benchmarks.full_size`). The update runs at two depths,
-and the peak is extrapolated to the full depth, because each layer adds the same number of bytes. The last line is JSON.
+``python -m benchmarks.gpu_paper`` does not need a GPU. These figures come from an update on fake tensors at full width
+(`benchmarks.full_size`). The update runs at two depths, and the peak is extrapolated to the full depth, because each
+layer adds the same number of bytes. Other figures count copies to the GPU (`benchmarks.gpu_publish`), or compare times
+(`benchmarks.learner`). The last line is JSON.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ TARGETS = {
 
 
 def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Return the peak bytes of a rank that the planner predicts. ``settings`` is the model's ``config.json``."""
+    """Return the planner's prediction of a rank's peak bytes. ``settings`` is the model's ``config.json``."""
     with tempfile.TemporaryDirectory() as folder:
         AutoConfig.for_model(**settings).save_pretrained(folder)
         size = ModelSize.of(folder)
@@ -64,7 +65,7 @@ def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
 def waits_of_experiments() -> dict[str, int]:
     """Return how often the host would wait for the GPU in the loop over micro-batches, by name of the experiment.
 
-    The experiments come from ``configs/experiment``, without ``custom``. Each model has two layers.
+    The result has all experiments of ``configs/experiment`` except ``custom``. Each model is cut to two layers.
     """
     found = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):

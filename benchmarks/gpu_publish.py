@@ -128,7 +128,7 @@ class _Experts(nn.Module):
                     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield (name, tensor) pairs of all experts. Like in a load, tensors are views of blocks of `BUCKET_BYTES`."""
+        """Yield (name, tensor) pairs of all experts. As in a load, tensors are views of blocks of `BUCKET_BYTES`."""
         size = 2 * self.inner * self.hidden
         left, span = 0, torch.empty(0)
         for name in (f"{la}.{e}.{k}" for la in range(self.num_layers) for e in range(self.num_experts) for k in "dgu"):
@@ -151,7 +151,7 @@ class _Experts(nn.Module):
 
 
 class _Unverified:
-    """The source of weights that `ComparedWrites` needs. It has no data and no copying thread."""
+    """A stand-in for the `FileWeights` that `ComparedWrites` takes. It has no data and no copying thread."""
 
     copier = None
 

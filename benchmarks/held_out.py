@@ -20,7 +20,7 @@ class HeldOut:
     Attributes:
         prompt_ids: [B, P] int64, padded on the left.
         attention_mask: [B, P] int64, 0 where padded.
-        ground_truths: The B right answers.
+        ground_truths: The B correct answers.
         tokenizer: The policy's tokenizer.
         samples_per_prompt: Sampled answers per prompt.
         max_new_tokens: Longest answer, in tokens.
@@ -67,7 +67,8 @@ class HeldOut:
 def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
     """Return the first x at which a noisy accuracy reaches a target.
 
-    The accuracy at x is the mean of three adjacent points.
+    The accuracy at x is the mean of the point and its two neighbors. The first point has only one neighbor. The last
+    point is left out.
 
     Args:
         curve: Pairs [x, accuracy] with rising x, in steps or seconds. Example: with 0.8 at 10, 0.9 at 20, and 1.0 at 30
@@ -79,7 +80,7 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
     """
     smooth = [
         (curve[index][0], fmean(accuracy for _, accuracy in curve[max(0, index - 1) : index + 2]))
-        for index in range(len(curve) - 1)  # the last point has only one neighbor
+        for index in range(len(curve) - 1)  # without the last point, which has no next neighbor
     ]
     for before, after in pairwise(smooth):
         if before[1] < target <= after[1]:

@@ -65,8 +65,8 @@ class LaggedTraining:
 
     Args:
         config: The run; ``model.path`` is the policy to start from.
-        lag: Number of learner steps between the weights that sample a batch and the weights that train on it; 0 is
-            on-policy. Version 0 samples the first ``lag`` + 1 batches.
+        lag: Learner version that trains on a batch, minus the version that sampled the batch; 0 is on-policy. Version 0
+            samples the first ``lag`` + 1 batches.
         eval_every: Learner steps between evaluations.
         eval_samples: Samples per held-out prompt.
     """
@@ -153,7 +153,7 @@ class LaggedTraining:
         )
 
     def _generate(self, prompts: Sequence[Prompt], num_samples: int, version: int) -> list[list[SampleOutput]]:
-        """Return the samples of each prompt."""
+        """Return one list of ``num_samples`` samples per prompt."""
         requests = [
             SampleRequest(
                 id=f"{prompt.group_id}-{index}",

@@ -1,7 +1,8 @@
 """Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
 
-All times are CPU times of one thread. Each measurement alternates with its baseline. The figure is the median ratio of
-such pairs. The comparison with TRL needs the ``bench`` extra. Otherwise its figure is null.
+All times are CPU times of one thread. For a ratio of times, each measurement alternates with its baseline. The figure
+is the median of these ratios. The comparison with TRL needs the ``bench`` extra. Without the extra, ``step_vs_trl`` is
+null.
 """
 
 import argparse
@@ -189,8 +190,9 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
     """Time two functions alternately for ``rounds`` rounds.
 
-    Return ``ratio``, the median over the rounds of the time of ``theirs`` divided by the time of ``ours``. Also return
-    both median times in milliseconds.
+    Returns:
+        ``ratio``: the time of ``theirs`` divided by the time of ``ours``, as the median over rounds. ``ours_ms`` and
+        ``theirs_ms``: the median times in milliseconds.
     """
     ours()
     theirs()
@@ -210,9 +212,10 @@ def _seconds(step: Callable[[], object]) -> float:
 
 
 def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
-    """Return the peak bytes that the log-probs of ``num_tokens`` tokens and the gradients take, without the inputs.
+    """Return the peak bytes of the forward and backward pass of the log-probs of ``num_tokens`` tokens.
 
-    ``way`` is ``ours``, or ``naive`` for the whole logits at once. The measurement runs in a separate process.
+    The inputs and their gradients are not counted. With ``way`` "ours", the learner's function computes the log-probs
+    in chunks. With "naive", all logits exist at the same time. The measurement runs in a separate process.
     """
     command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
@@ -220,10 +223,10 @@ def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
 
 
 def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
-    """Measure and print the peak bytes in this process. `peak_log_prob_bytes` starts the process."""
+    """Measure and print the peak bytes in this process, which `peak_log_prob_bytes` started."""
     hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
-    (hidden[:8] @ weight[:8].t()).sum().backward()  # allocates the gradients, which ``ours`` and ``naive`` need
+    (hidden[:8] @ weight[:8].t()).sum().backward()  # allocates the gradients of both inputs
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory of the process
     before = _peak_bytes()
     if way == "ours":
@@ -241,10 +244,10 @@ def _peak_bytes() -> int:
 
 
 def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
-    """Return a rank's peak memory during the load of a model, divided by the size of the rank's shards.
+    """Return the peak memory of a rank during the load of a model, divided by the size of the rank's shards.
 
-    The result is that of the worst rank. The model has 100 million parameters in several files, and is saved in the
-    folder ``directory``.
+    The result is the largest ratio of all ranks. The model has 100 million parameters in several files. This function
+    saves the model in the folder ``directory``.
     """
     model = save_random_qwen3(directory, layers=8, hidden=768, mlp=3072, heads=12, head_dim=64, vocab_size=16_000)
     AutoModelForCausalLM.from_pretrained(model).save_pretrained(f"{directory}/parts", max_shard_size="100MB")
@@ -260,7 +263,7 @@ def load_memory_ratio(directory: str, num_ranks: int = 4) -> float:
 def print_load_memory(model_path: str) -> None:
     """Load the model on one rank, and print the peak memory divided by the size of the rank's shards.
 
-    `load_memory_ratio` starts a process for each rank.
+    `load_memory_ratio` starts one process per rank. Each process calls this function.
     """
     options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
     mesh = open_mesh(LearnerConfig(**options))
@@ -272,15 +275,15 @@ def print_load_memory(model_path: str) -> None:
     model = PackedModel(LearnerConfig(**options), REFERENCE, model_path=model_path)
     shards = sum(local_tensor(parameter.detach()).nbytes for parameter in model.head.parameters())
     print((_peak_bytes() - before) / shards)
-    mesh.largest(torch.ones(1))  # waits for all ranks, because a rank that ends early makes the remaining ranks fail
+    mesh.largest(torch.ones(1))  # waits for all ranks: if one rank ends early, the remaining ranks fail
 
 
 def balance_max_over_mean() -> float:
-    """Return how unevenly a batch is divided among ranks, in the worst of 8 batches.
+    """Return how unevenly a batch is divided among ranks: the largest cost of a rank, divided by the mean cost.
 
-    The measure is the largest cost of a rank divided by the mean cost. The responses have the lengths of reasoning
-    traces. Four batches have 32 prompt groups and are divided among 16 ranks. The other four batches have 64 prompt
-    groups and are divided among 64 ranks. Each group has 8 samples.
+    The result is the largest value of 8 batches. The responses have the lengths of reasoning traces. Four batches have
+    32 prompt groups and are divided among 16 ranks. The other four batches have 64 prompt groups and are divided among
+    64 ranks. Each group has 8 samples.
     """
     worst = 0.0
     for (num_groups, num_ranks), seed in itertools.product([(32, 16), (64, 64)], range(4)):
@@ -298,7 +301,7 @@ def balance_max_over_mean() -> float:
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
     """Return the tokens that the learner computes for 8 prompt groups, divided by the smallest possible number.
 
-    The smallest number has each prompt once, plus the tokens of all responses. A prompt has ``num_prompt`` tokens and
+    The smallest number counts each prompt once, plus all responses. A prompt has ``num_prompt`` tokens and
     ``num_samples`` responses of ``num_response`` tokens. A micro-batch has at most ``budget`` tokens.
     """
     sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
@@ -323,7 +326,7 @@ def _summary(group_id: int, lengths: list[int]) -> GroupSummary:
 
 
 def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 128) -> float:
-    """Return the seconds of sliding-window attention, divided by those of the same attention with a dense mask.
+    """Return the time of sliding-window attention, divided by the time of the same attention with a dense mask.
 
     Both times include the forward and the backward pass.
     """
@@ -342,11 +345,11 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 
 
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
-    """Compare the time that gradients of log-probs add: with a frozen output layer and with a trained output layer.
+    """Compare the time of log-prob gradients between a frozen and a trained output layer; return frozen ÷ trained.
 
-    The added time is the backward pass, and the work of the forward pass that only the backward pass needs. Return the
-    added time with the frozen layer, divided by the added time with the trained layer, as the median over ``rounds``
-    rounds. A frozen layer adds one matrix product. A trained layer adds three products of the same size.
+    The time of the gradients is the time of a forward and backward pass, minus the time of a forward pass without
+    gradients. The result is the median over ``rounds`` rounds. With a frozen layer, the gradients need one more matrix
+    product. With a trained layer, the gradients need three more products of the same size.
     """
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
@@ -418,7 +421,7 @@ def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, st
 
 
 def selftest_seconds(model_path: str, rounds: int) -> float:
-    """Return the median CPU seconds of the self-test that a rank makes after it has loaded a model."""
+    """Return the median CPU seconds of the self-test that a rank runs after it has loaded a model."""
     model = PackedModel(LearnerConfig(device=Device.cpu), REFERENCE, model_path=model_path)
     test = SelfTest(model.head, model.mesh, model.sharding, dtype=model.types.compute, name=model_path)
     return statistics.median(_seconds(test.run) for _ in range(rounds))

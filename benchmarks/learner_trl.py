@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset  # pyright: ignore[reportMissingImports] - the bench extra
+from datasets import Dataset  # pyright: ignore[reportMissingImports] - needs the bench extra
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
-from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - the bench extra
-from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - the bench extra
+from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - needs the bench extra
+from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - needs the bench extra
 
 from learner.types import TokenSequence
 
@@ -20,7 +20,7 @@ from learner.types import TokenSequence
 def grpo_step(model_path: str, sequences: Sequence[TokenSequence], *, lr: float, clip: float) -> Callable[[], float]:
     """Return a function that makes TRL's training step on ``sequences`` and returns the loss.
 
-    The step has forward, loss, backward, gradient clipping and update.
+    The step consists of forward pass, loss, backward pass, gradient clipping and update.
     """
     trainer = _trainer(model_path, len(sequences), lr=lr, clip=clip)
     inputs = _inputs(sequences)

@@ -7,17 +7,16 @@ the engine's core.
 
 At max_lag 0, the rank waits while the engine generates, and the engine waits while the rank trains. So the run at
 max_lag 0 gives the time of each pool alone. The ideal step is the longer of the two times. The engine's time alone
-includes the wait for the last samples of a batch. When the pools overlap, other batches can fill this wait, so an
-efficiency can exceed 1.
+includes the wait for the last samples of a batch. When the pools overlap, the engine generates other batches during
+this wait. So an efficiency can exceed 1.
 
 In a step, each pool works for at least some tenths of a second (`Work`). The quickstart's own steps (``--work
 quickstart``) take less than a tenth of a second. The controller, the buffer and the messages of 256 short samples then
 take a seventh of the two cores. The speed of a machine changes by more than the margin of the figures. So runs are
 compared only within a round of runs, and the figure is the median of the rounds.
 
-The recorder's cost is measured separately, because it is much smaller than the difference between two runs. It is the
-CPU time of one record (with the writing thread), multiplied by a number of records per step. This number is that of the
-process with the most records.
+The recorder's cost is measured separately, because it is much smaller than the difference between two runs. The cost is
+the CPU time of one record (with the writing thread), multiplied by the largest number of records per step of a process.
 """
 
 from __future__ import annotations
@@ -129,7 +128,7 @@ class Measurement:
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 
     def fleet_alone_s(self) -> float:
-        """Return the median seconds that the engines need for a batch: from the first begun to the last stored group.
+        """Return the median seconds from the first lease of a batch until the last group of the batch is stored.
 
         The figure is valid only if engines and ranks take turns.
         """
@@ -175,7 +174,7 @@ def main() -> int:
 
 
 def _rounds(folder: Path, engine: str, args: argparse.Namespace) -> list[dict[int, Measurement]]:
-    """Make the runs of an engine. Returns them by round and max_lag."""
+    """Make the runs of an engine. Returns one dictionary per round, which maps ``max_lag`` to a run."""
     work = None if args.work == "quickstart" else WORKS[engine]
     steps = args.steps or (NUM_STEPS if work is None else work.steps)
     own = [] if work is None else work.overrides(folder / "work")
@@ -244,7 +243,7 @@ def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
     """Train in a separate process, with the engine and the rank pinned to a core each; return the run's folder.
 
-    ``folder`` gets the run, and ``overrides`` are options of the run.
+    The run writes into ``folder``. ``overrides`` are options of the run.
     """
     command = [sys.executable, "-m", "asyncrl", "train", f"output_dir={folder}", f"rollout_fleet.engine={engine}"]
     command += [
@@ -306,7 +305,7 @@ def _records_per_step(run: Measurement) -> float:
 def seconds_per_record(folder: Path) -> float:
     """Return the CPU seconds that one record costs a process, including the thread that writes the records.
 
-    The records are a usual mix of kinds, and are written into ``folder``.
+    The recorder writes a typical mix of records into ``folder``.
     """
     recorder = Recorder(folder / "cost", process="cost", pool=Pool.fleet)
     began_s = time.process_time()

@@ -39,7 +39,7 @@ NUM_SEEDS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A run to predict and to make.
+    """Options of a run. The benchmark predicts the run, and also makes it.
 
     Attributes:
         max_lag: ``buffer.max_lag`` of the run.
@@ -78,7 +78,7 @@ class Round:
 
     @classmethod
     def of(cls, folder: Path, number: int) -> Round:
-        """Read the recorded run of round ``number`` from ``folder``, predict the other runs, and read the real ones."""
+        """Read all runs of round ``number`` from ``folder``, and predict the other runs from the recorded run."""
         recorded = _read_run(folder / RECORDED.folder / str(number))
         return cls(
             recorded=recorded,
@@ -98,7 +98,7 @@ class Round:
         return fmean(outcome.lag_mean for outcome in self.predicted[case])
 
     def throughput_error(self, case: Case) -> float:
-        """Return the relative error: the measured seconds per step, divided by the predicted ones, minus 1."""
+        """Return the measured seconds per step, divided by the predicted seconds per step, minus 1."""
         return self.measured[case].step_s / self.step_s(case) - 1
 
     def lag_error(self, case: Case) -> float:
@@ -143,7 +143,7 @@ def _read_run(folder: Path) -> Calibration:
     """Read the run in a folder, and calibrate the planner from it."""
     run = next((path.parent for path in folder.rglob(FOLDER) if (path.parent / "config.yaml").is_file()), None)
     if run is None:
-        raise FileNotFoundError(f"there is no recorded run in {folder}; make them with --keep")
+        raise FileNotFoundError(f"there is no recorded run in {folder}; make the runs with --keep")
     return calibrate(Trace.load(run), read_config(run))
 
 
@@ -179,7 +179,7 @@ def _report(rounds: Sequence[Round]) -> int:
 
 
 def _difference(values: Sequence[float], between: Callable[[float, float], float]) -> float:
-    """Return the median of the differences between all pairs of values; 0 for a single value."""
+    """Return the median of ``between`` over all pairs of values; 0 for a single value."""
     return median([between(one, other) for one, other in combinations(values, 2)] or [0.0])
 
 

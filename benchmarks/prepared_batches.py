@@ -2,7 +2,7 @@
 
 One rank makes learner steps on groups that it fetches from a real buffer server. In every second run, the benchmark
 announces all steps before the first step begins, so the rank prepares the next batch during a step. In the other runs,
-it announces no step. The figures are median ratios of wall times over pairs of runs. The last line is JSON.
+the benchmark announces no step. The figures are median ratios of wall times over pairs of runs. The last line is JSON.
 """
 
 import argparse
@@ -78,7 +78,7 @@ async def store(address: str, num_groups: int, length: int) -> list[int]:
 def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int, announces: bool) -> Steps:
     """Make one learner step for each list of group ids in ``steps``; return the times of all steps except the first.
 
-    The first step has the number ``first``. With ``announces``, the worker gets all batches before the first step.
+    The first step has the number ``first``. With ``announces``, all steps are announced before the first step begins.
     """
     rewards = np.arange(NUM_SAMPLES, dtype=np.float32)
     batches = [

@@ -28,9 +28,9 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# A worker's speed depends on the CPU core on which the operating system runs it. So the workers of asyncrl and of plain
-# Ray are started this many times. After each start, calls of both alternate, which gives one ratio of asyncrl's time to
-# Ray's time. The figure is the median of these ratios.
+# Number of starts of the workers of asyncrl and of plain Ray. A worker's speed depends on its CPU core.
+# After each start, calls of asyncrl and of plain Ray alternate, and give one ratio of the two times.
+# The figure is the median of these ratios.
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",
@@ -142,8 +142,8 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 def measure_bytes(data: DataProto) -> tuple[int, int]:
     """Return how many bytes the driver receives if one worker group processes the result of another worker group.
 
-    For the first number, the driver passes on the batch itself. For the second number, it passes on a future of the
-    batch.
+    For the first number, the driver passes the batch itself to the second group. For the second number, the driver
+    passes a future of the batch.
     """
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")

@@ -100,8 +100,8 @@ def rank_main(model_path: str, folders: list[str]) -> None:
                 times[f"publish_{index}"].append(publish_s)
         publisher.close()
         memory.append(_status("VmHWM") - before)
-    # Report the memory only for the publishes to shared memory. If the folder is on a disk, the kernel also counts
-    # pages that other ranks wrote.
+    # Report the memory only for the publishes to shared memory.
+    # If the folder is on a disk, the kernel also counts pages that other ranks wrote.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()

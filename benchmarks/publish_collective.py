@@ -1,9 +1,9 @@
 """Measures a publish from the memory of two gloo ranks to two receivers. All processes run on this host.
 
 ``collective``: the version goes over loopback to two simulated hosts with two workers each. Each simulated host is a
-    folder in shared memory, and its workers use only this folder. ``collective_engine``: each receiver takes the
-    version from the network tensor by tensor, as a rank of an engine does. The receiver reads and verifies all bytes,
-    but has no model.
+    folder in shared memory, and its workers use only this folder.
+``collective_engine``: each receiver reads the version from the network tensor by tensor, as a rank of an engine does.
+    The receiver verifies all bytes, but has no model.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class _Hosts:
             return time.perf_counter(), max(map(_bytes_in, self._folders))
 
     def close(self) -> None:
-        """Close the workers. This removes the folders that stand for the memory of hosts."""
+        """Close the workers. They remove the folders that represent the memory of the hosts."""
         self._patch.stop()
         for worker in self._workers:
             worker.close()
@@ -178,8 +178,9 @@ def _bytes_in(folder: Path) -> int:
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> tuple[float, float, float]:
     """Publish one version.
 
-    Returns three ratios: the time in multiples of one memcpy, a host's network bytes per published byte, and a host's
-    memory bytes per published byte.
+    Returns:
+        Three ratios: the time in multiples of one memcpy, a host's network bytes per published byte, and a host's
+        memory bytes per published byte.
     """
     for rank in ranks:
         assert rank.stdin is not None

@@ -26,7 +26,7 @@ from learner.roles import ACTOR
 SHARES = (0.01, 0.05)
 """Shares of the values that change in an update. The changed values are random, as in a run in bfloat16."""
 INDEX_BYTES = 2
-"""Bytes per changed value in an ideal encoding of positions. They suffice for the gap to the next changed value."""
+"""Bytes per changed value in an ideal encoding of positions: enough for the gap to the next changed value."""
 LORA = LoraConfig(rank=16)
 TARGETS = {
     "delta_wire_vs_ideal": Target(at_most=1.2),
@@ -46,7 +46,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
     delta_memcpys, _ = publish_memcpys(model_path, folder / "p", num_runs, full_every=num_runs + 1)
     adapter_memcpys, offer = publish_memcpys(model_path, folder / "a", num_runs, lora=LORA)
     frozen = read_manifest(offer).base
-    assert frozen is not None, "with adapters nothing else travels"
+    assert frozen is not None, "a manifest of adapters has a base"
     return {
         "delta_wire_vs_ideal": max(ratios),
         "publish_memcpys_delta": delta_memcpys,
@@ -58,7 +58,7 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
     """Return the bytes of a delta file (the changed values of a version), divided by the ideal number of bytes.
 
-    In the ideal, each changed value takes `INDEX_BYTES` plus its own bytes. ``share`` of the values change.
+    Ideally, each changed value takes `INDEX_BYTES` plus its own bytes. ``share`` is the share of changed values.
     """
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
@@ -79,7 +79,7 @@ def publish_memcpys(
     The rank publishes deltas if ``full_every`` is above 1, and adapters if ``lora`` is given.
 
     Returns:
-        The median time until the version is announced, divided by the time to copy all weights once. Also the offer of
+        The median time until the version is announced, divided by the time to copy all weights once; and the offer of
         the latest version.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
@@ -107,5 +107,5 @@ def publish_memcpys(
         offer = publisher.publish(version).result()
         ratios.append((time.perf_counter() - began_s) / memcpy_s)
     publisher.close()
-    assert offer is not None, "one rank is the first"
+    assert offer is not None, "rank 0 gets an offer"
     return statistics.median(ratios), offer

@@ -35,7 +35,7 @@ START_TIMEOUT_S = 60.0
 
 
 def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISHES) -> dict[str, float]:
-    """Return the controller's median milliseconds per publish, under the name of the figure.
+    """Return the controller's median milliseconds per publish, as a dictionary with the name of the figure.
 
     The value is the seconds to end the step, plus the controller's CPU seconds until all engines have the version.
     """
@@ -95,7 +95,7 @@ def _receivers(address: str, num_engines: int) -> Iterator[None]:
 
 
 class SimulatedReceiver:
-    """Sends the messages of a rollout worker. It reports each announced version as loaded at once."""
+    """Sends the messages of a rollout worker. The worker immediately reports each announced version as loaded."""
 
     def __init__(self, address: str, number: int) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)

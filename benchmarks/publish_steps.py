@@ -1,4 +1,4 @@
-"""Compares training steps that are followed by a publish with steps that are not.
+"""Compares the speed of training steps with and without a publish at the same time.
 
 `benchmarks.publish` calls this module. Two gloo ranks share one core, and their publisher threads share a second core.
 No engine runs.
@@ -33,7 +33,7 @@ NUM_SEQUENCES, NUM_TOKENS = 6, 64
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """Return the steps per second with a publish, divided by those without a publish, for the slower rank."""
+    """Return the steps per second with a publish, divided by the steps per second without, for the slower rank."""
     reports = run_ranks("benchmarks.publish_steps", model_path, folder)
     ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
     return {"steps_per_s_with_publish": min(ratios)}
@@ -61,7 +61,7 @@ def run_ranks(module: str, *arguments: str) -> list[Any]:
 
 
 def rank_main(model_path: str, folder: str) -> None:
-    """Run one rank: make steps with and without a publish alternately, and print the seconds of both as JSON."""
+    """Run one rank. Steps with and without a publish alternate. Print the seconds of all steps as JSON."""
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, cores[:1])
     torch.set_num_threads(1)

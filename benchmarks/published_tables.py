@@ -1,9 +1,9 @@
 """Compares predictions with published figures of other systems: ``python -m benchmarks.published_tables``.
 
 There are three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by
-staleness threshold, and marin's issue 8955. The tables lack lengths and speeds. The benchmark fits lengths and speeds
-to some rows, and predicts the remaining rows. docs/planning.md names the fitted rows and the failures. The report marks
-a figure that misses its target.
+staleness threshold, and step times of marin by maximum lag (its issue 8955). The benchmark predicts all rows of the
+first table. The other tables lack lengths and speeds. The benchmark fits these to some rows, and predicts the remaining
+rows. docs/planning.md names the fitted rows and the failures. The report marks a figure that misses its target.
 """
 
 from __future__ import annotations
@@ -87,9 +87,10 @@ def lag_scenario(row: LagRow) -> Scenario:
 
 
 def spread_of(straggling: float) -> float:
-    """Return the spread of log-normal lengths at which the longest of 8 is on average ``straggling`` times the mean.
+    """Return the spread of log-normal lengths for a ratio ``straggling``.
 
-    The spread is the standard deviation of the logarithm of the lengths.
+    The spread is the standard deviation of the logarithm of the lengths. With the returned spread, the longest of 8
+    lengths is on average ``straggling`` times the mean length.
     """
     draws = np.random.default_rng(0).standard_normal((20_000, _GROUP))
 
@@ -181,7 +182,7 @@ def _predict_marin(max_lag: float, candidate: Mapping[str, float]) -> float:
 
 
 def main() -> int:
-    """Fit the unknown parameters of each table, predict the remaining rows, and print the report. Return 0."""
+    """Fit the unknown parameters, predict the rows that are not fitted, and print the report. Return 0."""
     rows: dict[str, str] = {}
     lag_errors = []
     for row in LAGS:

@@ -1,9 +1,9 @@
-"""Checks that rewards teach the quickstart what its demonstrations do not: ``python -m benchmarks.quickstart``.
+"""Checks that rewards correct the mistakes that the demonstrations teach: ``python -m benchmarks.quickstart``.
 
 The benchmark runs the quickstart as a user does, with warm start and evaluations, for each engine and each seed. After
 the warm start, most greedy answers are wrong. So a high accuracy after training comes from rewards, not from a sharper
-distribution. A run's timing decides which groups its batches get, and the lags of the groups. So other work of the
-machine changes the accuracies too, not only the wall times.
+distribution. The timing of a run decides which groups a batch gets, and the lags of these groups. So other work of the
+machine changes the wall times and also the accuracies.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Learned:
 
     Attributes:
         greedy: Greedy held-out accuracy before and after training.
-        sampled: The same accuracies for samples at temperature 1.
+        sampled: Held-out accuracy of samples at temperature 1, before and after training.
         max_lag: Largest lag of the training data.
         train_s: Seconds of training.
         wall_s: Seconds of the whole run.

@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """The bounds of a figure; either bound may be None.
+    """The bounds of a figure. A bound that is None does not apply.
 
     Attributes:
         at_least: Smallest value that meets the target.
@@ -83,7 +83,7 @@ def print_report(
         rows: The value of each measurement, as text. Example: ``{"codec": "0.021 ms"}``.
         figures: The value of each figure; None if it could not be measured here.
         targets: The bounds of figures, by name.
-        baseline: Denominator of the ratios.
+        baseline: What the figures are compared with, as text.
 
     Returns:
         Whether every target is met. A figure that was not measured is ignored.

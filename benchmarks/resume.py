@@ -1,11 +1,12 @@
-"""Measures the work that a resume keeps, and the cost of checkpoints.
+"""Measures the share of work that a run keeps when it is resumed, and the cost of checkpoints.
 
 ``python -m benchmarks.resume`` trains the quickstart with large batches on the in-process engine. A *life* is one
-training process with its children. SIGTERM stops one life, and SIGKILL ends all processes of another life, each between
-two checkpoints. The benchmark then resumes both runs. A policy token of the ended life counts as lost if the checkpoint
-does not include it, or if the resumed life drops it for one of the `LOST_REASONS`. Then a buffer server starts from a
-checkpoint of ``--payload-mb`` MB. The benchmark compares the server's memory with the size of its contents. Further
-options of the run may follow. Wall times are valid only on an idle machine.
+training process with its children. SIGTERM stops the first life of one run. SIGKILL ends all processes of the first
+life of another run. Both happen between two checkpoints. Then the benchmark resumes both runs. A policy token of the
+first life counts as lost in two cases: the checkpoint does not include the token, or the resumed life drops the token
+for one of the `LOST_REASONS`. Finally, a buffer server starts from a checkpoint of ``--payload-mb`` MB. The benchmark
+compares the server's memory with the size of its groups. The arguments after the options are options of the run. Wall
+times are valid only on an idle machine.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    # With this batch a step takes about a second. A step of the quickstart would be shorter than a checkpoint.
+    # A step with this batch takes about a second. A step of the quickstart is shorter than a checkpoint.
     "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
@@ -52,13 +53,13 @@ _BASE = [
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """How much of its work a run kept when it was resumed, and the times of the start and of checkpoints.
+    """The share of work that a run kept when it was resumed, and the times of the start and of checkpoints.
 
     Attributes:
-        share: Share of the ended life's generated tokens that were kept.
-        steps: Pair: the step in which the first life ended, and the step of the checkpoint.
-        start_s: Seconds from the command to the first learner step, in the first life.
-        resume_s: Seconds from the command to the first learner step, in the resumed life.
+        share: Share of the first life's generated tokens that the resumed run kept.
+        steps: Pair: number of learner steps that the first life made, and number of learner steps in the checkpoint.
+        start_s: Seconds from the command to the end of the first learner step, in the first life.
+        resume_s: Seconds from the command to the end of the first learner step, in the resumed life.
         stall_s: Pair: seconds that a rank waits for one checkpoint, and seconds of a step. None if not measured.
     """
 
@@ -141,7 +142,7 @@ class Life:
 def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequence[str]) -> Kept:
     """Stop a training with the signal ``number`` after ``steps`` steps, and resume it for a few steps.
 
-    Return the share of the generated work that the resumed training kept, and the times of both trainings.
+    Return the share of the generated tokens that the resumed training kept, and the times of both trainings.
     """
     options = [f"checkpoint.every_steps={EVERY_STEPS}", *overrides]
     first = Life(folder, ["total_steps=100000", *options])
@@ -197,7 +198,7 @@ async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # admits all groups, because one batch has all; a larger bound would slow down the leases
+        "max_lag": 0,  # the buffer admits one batch, which has all groups; larger values slow down the leases
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }

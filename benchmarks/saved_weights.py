@@ -28,7 +28,7 @@ def describe_model(directory: str, *, for_device: bool = False) -> Manifest:
     """
     names = sorted(path.name for path in Path(directory).glob("*.safetensors"))
     if not names:
-        raise WeightsError(f"{directory} holds no *.safetensors; save the model in Hugging Face layout there")
+        raise WeightsError(f"{directory} has no *.safetensors; save the model there in Hugging Face layout")
     tensors = [tensor for file, name in enumerate(names) for tensor in _stored_tensors(file, Path(directory, name))]
     maps = [map_file(Path(directory, name)) for name in names]
     with ThreadPoolExecutor(DIGEST_THREADS) as threads:

@@ -1,8 +1,8 @@
 """Finds the part that saturates first in a very large system: ``python -m benchmarks.scale``.
 
-The benchmark simulates 4,096 engines and 1,024 ranks with the buffer's own code, and measures this code's CPU time per
-simulated step. The bytes on the network and in stores are computed from the simulation's counts. The assumed rates of
-the network and the stores are options. docs/scale.md names the sources of the rates.
+The benchmark simulates 4,096 engines and 1,024 ranks with the buffer's own code, and measures the CPU time of this code
+per simulated step. The bytes on the network and in stores are computed from the simulation's counts. The assumed rates
+of the network and the stores are options. docs/scale.md names the sources of the rates.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Resource:
     Attributes:
         name: Name of the resource.
         seconds: Time that one step keeps the resource busy.
-        why: How ``seconds`` is computed, as text.
+        why: Text that says how ``seconds`` is computed.
     """
 
     name: str
@@ -36,7 +36,7 @@ class Resource:
 
 
 def scenario(options: argparse.Namespace) -> Scenario:
-    """Return the system to simulate, with the sizes from the command line ``options``.
+    """Return the simulator's scenario for the sizes in ``options``, the arguments of the command line.
 
     A prompt has 16 responses of 8,000 tokens on average. Each engine generates one group at a time.
     """

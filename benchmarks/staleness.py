@@ -95,7 +95,7 @@ class Results:
     path: Path
 
     def read(self) -> dict[Cell, dict[str, Any]]:
-        """Return the finished cells, each with the JSON object of its line in the file; empty without a file."""
+        """Return the JSON object of each finished cell, by cell. The result is empty if the file does not exist."""
         if not self.path.is_file():
             return {}
         rows = [json.loads(line) for line in self.path.read_text().splitlines()]
@@ -109,7 +109,7 @@ class Results:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the cells of the table that are not finished, and print the table. Return 0."""
+    """Train the unfinished cells of the table, and print the table. Return 0."""
     options = _parser().parse_args(arguments)
     cells = list(_cells(options))
     results = Results(path=Path(options.results))
@@ -148,7 +148,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield all cells, seed by seed, so an interrupted table is complete for its first seeds."""
+    """Yield all cells, seed by seed. So if the benchmark is interrupted, the table is complete for the first seeds."""
     for seed in options.seeds:
         for eta in options.eta:
             for mini_batches in options.mini_batches:
@@ -166,7 +166,7 @@ def _cells(options: argparse.Namespace) -> Iterator[Cell]:
 def _warm_started(seed: int, output_dir: str) -> RunConfig:
     """Return the quickstart's options for a seed.
 
-    The model is the seed's warm-started policy, which is made if it is missing.
+    The model is the warm-started policy of the seed. If this policy does not exist, the warm start runs first.
     """
     overrides = [f"seed={seed}", f"output_dir={output_dir}"]
     config = with_quickstart_assets(compose_run(overrides))

@@ -1,9 +1,9 @@
 """Measures the time from the command to the end of the first learner step, and the time of each part.
 
 ``python -m benchmarks.start_up`` runs the quickstart for one step in a new folder, twice. The first run makes the
-warm-started policy, and the second run reuses it. ``--engine`` is ``sglang`` or ``transformers``. Further options of
-the run may follow. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all processes of the run
-until the first step ends. ``cpu_s`` depends less than wall times on other work of the machine.
+warm-started policy, and the second run reuses it. ``--engine`` is ``sglang`` or ``transformers``. The arguments after
+the options are options of the run. Wall times are valid only on an idle machine. ``cpu_s`` is the CPU time of all
+processes of the run until the first step ends. ``cpu_s`` depends less than wall times on other work of the machine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StartUp:
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.
         cpu_s: CPU seconds of all processes until the end of this step.
-        parts: For each part of the start: the time when it was ready, and the seconds that the run waited for it.
+        parts: By name of a part of the start: seconds until the part was ready, and seconds that the run waited for it.
     """
 
     first_step_s: float
@@ -45,7 +45,7 @@ class StartUp:
 
 
 def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
-    """Run the quickstart for one step with the further options ``overrides``; return the times of the start."""
+    """Run the quickstart for one step, with ``overrides`` as more options of the run; return the times of the start."""
     command = [sys.executable, "-m", "asyncrl", "train", "total_steps=1", f"rollout_fleet.engine={engine}"]
     began_s = time.monotonic()
     run = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""Measures network traffic if each host stores the groups that it produced: ``python -m benchmarks.stores``, as root.
+"""Measures network traffic if each host stores the groups of its workers: ``python -m benchmarks.stores``, as root.
 
 There are two hosts, each with its own network namespace. A link with a limited rate connects them. The first host has
 the buffer's ledger (the states of all groups) and a worker. The second host has a worker and a learner rank. Each
@@ -47,7 +47,7 @@ _MB = 1e6
 
 
 class HostProcess:
-    """A host: a process with its own network namespace, in which further processes run too.
+    """A simulated host: a process with its own network namespace. `run` starts more processes in this namespace.
 
     The process ends when the benchmark's process ends.
     """
@@ -57,7 +57,7 @@ class HostProcess:
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         if self.process.stdout.readline() != "up\n":
-            sys.exit("network namespaces are not permitted here; run it as root on a machine of your own")
+            sys.exit("network namespaces are not permitted here; run this benchmark as root on your own machine")
 
     def run(self, *command: str, check: bool = True) -> None:
         """Run a command in the host's network namespace. With ``check``, a failure raises an error."""
@@ -70,7 +70,7 @@ class HostProcess:
 
 @contextmanager
 def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
-    """Yield two hosts with a network link between them, and end the hosts at the end of the context.
+    """Yield two hosts with a network link between them, and stop the hosts at the end of the context.
 
     ``rate`` is the rate of the link in each direction, in the notation of ``tc``.
     """
@@ -108,7 +108,7 @@ class Host:
         return BufferClient(address, keys=client_keys(self._keys, role), epoch="benchmark", host=str(self._number))
 
     async def join(self, address: str) -> None:
-        """Start a store on this host and register the store with the buffer, if groups stay on their hosts."""
+        """If hosts store their own groups, start a store on this host, and register the store with the buffer."""
         if self._config.stores_on is StoresOn.hosts:
             store = StoreServer(self._config, number=self._number)
             await ControlClient(self.client(address, BufferRole.controller)).add_store(store.address, str(self._number))
@@ -178,7 +178,7 @@ def link_bytes() -> int:
 
 
 def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float]:
-    """Make one run on two new hosts; return the figures of `Host.learn`. ``stores_on`` says where groups stay."""
+    """Make one run on two new hosts; return the figures of `Host.learn`. ``stores_on`` says where groups are stored."""
     command = [sys.executable, "-m", "benchmarks.stores", "--stores-on", stores_on]
     command += ["--mb", str(options.mb), "--steps", str(options.steps)]
     with ExitStack() as stack:
@@ -199,7 +199,7 @@ def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure both runs, and print the report. Return 0 if the target is met, else 1.
 
-    With ``--host``, this process is one of the hosts instead.
+    With ``--host``, this process only runs one of the hosts.
     """
     options = _parser().parse_args(arguments)
     if options.host is not None:
@@ -208,7 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.write(json.dumps(asyncio.run(work)) + "\n")
         return 0
     if os.geteuid():
-        sys.exit("hosts are made of network namespaces; run it as root")
+        sys.exit("the hosts are network namespaces, which need root; run this benchmark as root")
     ledger, hosts = measure(options, StoresOn.ledger), measure(options, StoresOn.hosts)
     rows = {"beside the ledger": _in_words(ledger), "on their hosts": _in_words(hosts)}
     figures = {

@@ -88,7 +88,7 @@ class TrlResult:
 
 
 class StoppedClock:
-    """A clock that measures training time, and that can be stopped and continued."""
+    """A clock for training time. The clock can be stopped and continued."""
 
     def __init__(self) -> None:
         self.elapsed_s = 0.0
@@ -99,7 +99,7 @@ class StoppedClock:
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop the clock. A stopped clock stays stopped."""
+        """Stop the clock. Has no effect on a stopped clock."""
         if self._since is not None:
             self.elapsed_s += time.perf_counter() - self._since
         self._since = None
@@ -108,7 +108,7 @@ class StoppedClock:
 class TargetCallback(TrainerCallback):
     """Evaluates before the first step and after every ``eval_every`` steps, with the clock stopped.
 
-    It ends the run at the target.
+    If the accuracy has reached the target, the callback ends the training.
     """
 
     def __init__(self, settings: TrlSettings, held_out: HeldOut) -> None:
@@ -177,11 +177,11 @@ def run(settings: TrlSettings) -> TrlResult:
 def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, directory: str) -> Any:
     """Make a GRPOTrainer in its fastest configuration.
 
-    The trainer makes one generation and one forward pass per step, without logging and saving.
+    Per step, the trainer makes one generation and one forward pass. The trainer does not log or save.
     """
-    from datasets import Dataset  # pyright: ignore[reportMissingImports] - the bench extra
-    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - the bench extra
-    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - the bench extra
+    from datasets import Dataset  # pyright: ignore[reportMissingImports] - needs the bench extra
+    from trl.trainer.grpo_config import GRPOConfig  # pyright: ignore[reportMissingImports] - needs the bench extra
+    from trl.trainer.grpo_trainer import GRPOTrainer  # pyright: ignore[reportMissingImports] - needs the bench extra
 
     config = GRPOConfig(
         output_dir=directory,
@@ -189,7 +189,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         bf16=False,
         seed=settings.seed,
         max_steps=settings.max_steps,
-        # One update per generated batch. So the PPO ratio is 1, and TRL makes no forward pass for old log-probs.
+        # One update per generated batch: the PPO ratio is 1, and TRL makes no forward pass for old log-probs.
         per_device_train_batch_size=settings.groups_per_step * settings.samples_per_prompt,
         gradient_accumulation_steps=1,
         steps_per_generation=1,
@@ -197,8 +197,8 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         num_generations=settings.samples_per_prompt,
         max_completion_length=settings.max_new_tokens,
         temperature=1.0,
-        # The loss is the token mean over the batch, without a KL term. Rewards are centered and divided by the group's
-        # standard deviation.
+        # The loss is the token mean over the batch, without a KL term.
+        # Rewards are centered and divided by the group's standard deviation.
         loss_type="dapo",
         scale_rewards="group",
         beta=0.0,
