@@ -1,6 +1,6 @@
 """The worker of the PPO example, in the form of verl's `ActorRolloutRefWorker`.
 
-Ranks that share a sequence (an sp group) have one engine, which runs in a thread of the first of these ranks.
+Ranks that share a sequence form an sp group. Each sp group has one engine, in a thread of its first rank.
 """
 
 import asyncio
@@ -54,13 +54,13 @@ class ActorRolloutRefWorker(ActorWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def rollout_mode(self, version: int) -> None:
-        """Move model and optimizer to host memory, to make room for generation.
+        """Publish the actor's weights as ``version``, and move model and optimizer to host memory.
 
-        The actor first publishes its weights as ``version``. At the end, the engines load and verify these weights.
+        Then the engines load and verify the published weights. A reference publishes nothing.
         """
         if self._publisher is None:
             return super().rollout_mode(version)
-        offers = [self._publisher.publish(version).result()]  # only rank 0 gets an offer, other ranks None
+        offers = [self._publisher.publish(version).result()]  # rank 0 gets an offer, other ranks get None
         self.offload.enter_rollout()
         dist.broadcast_object_list(offers, src=0)
         if self.engine is not None:
@@ -83,8 +83,8 @@ class ActorRolloutRefWorker(ActorWorker):
     def generate_sequences(self, data: DataProto) -> DataProto | None:
         """Generate one response for each row of ``data``; return the batch with the responses.
 
-        If ``meta_info["do_sample"]`` is False, each token is the most probable one. A rank without an engine returns
-        None.
+        If ``meta_info["do_sample"]`` is False, the engine always takes the most probable token. A rank without an
+        engine returns None.
         """
         if self.engine is None:  # the caller collects results only from ranks with an engine
             return None

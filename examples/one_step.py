@@ -1,6 +1,6 @@
 """One asynchronous learner step in one process, from the prompt to the loss and to the new weights in the engine.
 
-A run uses the same classes, in separate processes that work at the same time. Run this example with::
+A real run uses the same classes in separate processes, which work at the same time. Run this example with::
 
     python -m examples.one_step
 """
@@ -69,7 +69,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
         store[lease.group_id] = await rollout(engine, lease, prompts[lease.group_id], tokenizer)
         ledger.apply(Put(summary=store[lease.group_id].summary))
 
-    # The plan of step 0 has the ids, lengths and rewards of its groups. Convert these groups to sequences.
+    # The plan of step 0 lists the ids, lengths and rewards of its groups. Convert these groups to sequences.
     ledger.apply(PlanBatch(version=0))
     plan = ledger.batch(version=0)
     (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=MAX_LAG)
@@ -79,7 +79,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
         for sequence in group_sequences(store[share.group_id], samples=share.samples, mini_batch=share.mini_batch)
     ]
 
-    # The learner step: advantages, packing, forward, loss, backward, optimizer. Then the batch is consumed.
+    # Make the learner step: advantages, packing, forward pass, loss, backward pass, optimizer. Then commit the step.
     sequences, metrics = BatchAdvantages(algorithm, trainer.mesh).assign(sequences, batch.rewards)
     metrics |= LearnerStep(trainer, policy_objective(algorithm)).run(sequences)
     ledger.apply(Commit(version=0))
@@ -88,7 +88,7 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
     offer = publisher.publish(ledger.learner_version).result()
     publisher.close()
-    assert offer is not None  # ranks other than rank 0 would get None
+    assert offer is not None  # only rank 0 gets an offer
     await engine.load_weights(offer)
 
     # Now the engine may begin another batch. Samples of version 0 have a lag of 1 in step 1.

@@ -98,7 +98,7 @@ class PPOTrainer:
     def generated(self, prompts: list[Prompt], *, do_sample: bool) -> DataProto:
         """Generate one response for each prompt; return a batch with the responses and the rewards ``scores`` [B].
 
-        With ``do_sample=False``, each token is the most probable one.
+        With ``do_sample=False``, the engine always takes the most probable token.
         """
         width = self.run.data.max_prompt_tokens
         ids = torch.zeros(len(prompts), width, dtype=torch.long)
@@ -116,7 +116,7 @@ class PPOTrainer:
 def add_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> None:
     """Add the columns ``advantages`` and ``returns`` [B, R] to ``batch``, computed with GAE.
 
-    The reward of a token is minus its KL penalty. The last token of a response also gets the score of the response.
+    The reward of each token is its negative KL penalty. The last token of a response also gets the response's score.
     """
     columns, mask = batch.batch, batch.batch["response_mask"].bool()
     rewards = algorithm.kl_reward_coef * (columns["ref_log_prob"] - columns["old_log_probs"])

@@ -40,8 +40,9 @@ TOOLS = [
 def calculate(expression: str) -> str:
     """Return the value of an expression of numbers, ``+ - * /`` and parentheses, as text.
 
-    Raises `ValueError` for an expression with other elements or with a number of at least 1e12, and `SyntaxError` for
-    text that is no expression.
+    Raises:
+        ValueError: the expression has other elements, or a number of at least 1e12.
+        SyntaxError: the text is not an expression.
     """
 
     def value(node: ast.AST) -> float:
@@ -52,7 +53,7 @@ def calculate(expression: str) -> str:
                 return OPERATIONS[type(op)](value(left), value(right))
             case ast.UnaryOp(op=op, operand=operand) if type(op) in OPERATIONS:
                 return OPERATIONS[type(op)](value(operand))
-        raise ValueError(f"{expression!r} must have numbers, + - * / and parentheses only")
+        raise ValueError(f"{expression!r} must contain only numbers below 1e12, + - * / and parentheses")
 
     return f"{value(ast.parse(expression.strip(), mode='eval').body):g}"
 
@@ -61,7 +62,7 @@ class Calculator:
     """One question per episode. The reward is 1 if the last message is the ground truth."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one episode: the policy may call the tool, then answers. Return the reward and the number of calls."""
+        """Play one episode, in which the policy may call the tool. Return the reward and the number of calls."""
         messages = await use_tools(policy, prompt.messages, tools=TOOLS, call=self._call)
         answer = messages[-1].text.strip()
         num_calls = sum(message["role"] == "tool" for message in messages)

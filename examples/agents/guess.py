@@ -12,7 +12,7 @@ from typing import Any
 
 
 class GuessTheNumber:
-    """One game. The seed decides the number, so all rollouts of a prompt look for the same number."""
+    """One game. The seed decides the number, so all rollouts of a prompt have the same number."""
 
     def __init__(self, highest: int = 100, max_guesses: int = 7) -> None:
         self.highest = highest

@@ -30,9 +30,9 @@ TOOLS = [
 
 
 def describe(result: SandboxResult, max_chars: int) -> str:
-    """Return the text that the policy gets about a program: what it printed, and why it ended if it failed.
+    """Return the text that the policy gets about a program: its output, and the reason if the program failed.
 
-    A longer output than ``max_chars`` characters is cut in the middle.
+    An output of more than ``max_chars`` characters is cut in the middle.
     """
     printed = "\n".join(filter(None, [result.stdout.strip(), result.stderr.strip()]))
     if len(printed) > max_chars:
@@ -46,7 +46,7 @@ def describe(result: SandboxResult, max_chars: int) -> str:
 
 
 class PythonTool:
-    """In each episode, the policy answers one question. Before its answer, it may run programs.
+    """In each episode, the policy answers one question. Before the answer, the policy may run programs.
 
     Reward functions score the answer.
 
@@ -66,7 +66,7 @@ class PythonTool:
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
         """Play one episode. Return the policy's answer, and the numbers of programs and of failed programs."""
-        await self._sandbox.start()  # if this machine cannot isolate programs, the episode fails here
+        await self._sandbox.start()  # fails if this machine cannot isolate programs
         results: list[SandboxResult] = []
 
         async def call(_name: str, arguments: Mapping[str, Any]) -> str:

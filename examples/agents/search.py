@@ -1,4 +1,4 @@
-"""A search agent over a folder of texts, with an unmodified ``openai`` client, parallel tools, and compaction.
+"""A search agent for a folder of texts, with an unmodified ``openai`` client, parallel tools, and compaction.
 
 Run it with ``rollout_fleet.environment.name=examples/agents/search.py:main`` and
 ``rollout_fleet.environment.options={folder: texts}``. This module does not import asyncrl.
@@ -34,7 +34,7 @@ class Texts:
         self.texts = {path.name: path.read_text() for path in sorted(Path(folder).glob("*.txt"))}
 
     async def call(self, call: Any) -> dict[str, Any]:
-        """Run the tool that ``call``, a tool call of the ``openai`` client, names; return the ``tool`` message.
+        """Run the tool of ``call``, a tool call of the ``openai`` client; return the ``tool`` message.
 
         If the call is malformed, the message describes the error.
         """
@@ -46,9 +46,9 @@ class Texts:
         return {"role": "tool", "tool_call_id": call.id, "content": content}
 
     def search(self, arguments: dict[str, str]) -> str:
-        """Return lines of the files that contain all words of ``arguments["words"]``, as text.
+        """Search the files that contain all words of ``arguments["words"]``.
 
-        Each of these files gives the first three lines with any of the words, after the name of the file.
+        Return the first three lines of each file that contain any of the words. Each line begins with the file's name.
         """
         words = arguments["words"].lower().split()
         found = []
@@ -62,7 +62,7 @@ class Texts:
 async def main(
     prompt: Any, base_url: str, api_key: str, *, folder: str, max_chars: int = 8000, max_rounds: int = 16
 ) -> dict[str, Any]:
-    """Play one episode: let the policy at ``base_url`` search the texts of ``folder`` and answer the prompt's question.
+    """Play one episode: the policy at ``base_url`` searches the texts of ``folder`` and answers the prompt's question.
 
     Return the reward, the answer and metrics. The reward is 1 if the answer contains the ground truth, else 0.
     """
@@ -79,7 +79,7 @@ async def main(
             messages += await asyncio.gather(*map(texts.call, message.tool_calls))
             if sum(len(str(entry.get("content"))) for entry in messages) > max_chars:
                 request = [*messages, {"role": "user", "content": SUMMARIZE}]
-                summary = await client.chat.completions.create(  # with TOOLS, the prompt begins as before
+                summary = await client.chat.completions.create(  # TOOLS keep the start of the prompt unchanged
                     model="policy", messages=request, tools=TOOLS, tool_choice="none"
                 )
                 found = {"role": "user", "content": f"You found out before: {summary.choices[0].message.content}"}
