@@ -10,5 +10,5 @@ for argument in "$@"; do
 done
 (cd "$root" && source scripts/setup.sh) || exit 1
 
-# exec replaces this shell by the run, so that signals and the terminal reach the run directly.
+# exec replaces this shell with the run, so that signals and the terminal reach the run directly.
 exec "$root/.venv/bin/asyncrl" train "$@"

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
-# Makes .venv and installs the pinned dependencies into it. It returns at once if nothing has changed since the last time.
-# The other scripts source this one from the repository root. On a machine with an NVIDIA GPU, it checks that the CUDA
-# wheels can run before it downloads them. Options, set before sourcing:
+# Makes .venv and installs the pinned dependencies into it. Does nothing if nothing has changed since the last setup.
+# The other scripts source this script from the repository root.
+# On a machine with an NVIDIA GPU, the script checks that the CUDA wheels can run before it downloads them.
+# Options, to be set before sourcing:
 #   NEED_SGLANG=0  do not install SGLang
 #   NEED_CUDA=0    install for the CPU even if there is a GPU
 
 VENV=.venv
 SETUP_LOG=$VENV/setup.log
 CONSTRAINTS=(--constraint constraints.txt)
-MIN_DRIVER=580       # CUDA 13, from which the wheels of torch 2.13.0 and SGLang are built
+MIN_DRIVER=580       # for CUDA 13; the wheels of torch 2.13.0 and SGLang are built with CUDA 13
 MIN_GLIBC=2.34       # the platform tag of SGLang's wheel
 MIN_CAPABILITY=7.5   # CUDA 13 cannot compile for older GPUs
 NVIDIA_DEVICE=${NVIDIA_DEVICE:-/dev/nvidiactl}  # exists if processes can open NVIDIA GPUs
@@ -23,7 +24,7 @@ make_venv() {
         python=$(command -v "$candidate") && is_supported "$python" || continue
         say "making $VENV with $("$python" --version) ($python)"
         "$python" -m venv "$VENV" && return
-        rm -rf "$VENV"  # Debian's python3 without python3-venv leaves an environment without pip
+        rm -rf "$VENV"  # without python3-venv, Debian's python3 creates an environment that has no pip
         say "$python cannot make an environment with pip; on Debian and Ubuntu, install $candidate-venv"
         return 1
     done
@@ -38,7 +39,7 @@ make_venv() {
 
 at_least() { printf '%s\n%s\n' "$2" "$1" | sort --check=quiet --version-sort; } # at_least VERSION LEAST
 
-supports_cuda_13() { # Whether libcuda supports CUDA 13. A package such as cuda-compat-13-0 has a newer libcuda than the driver.
+supports_cuda_13() { # Whether libcuda supports CUDA 13. It can be newer than the driver (package cuda-compat-13-0).
     local python
     read -r python < <(command -v python3 python3.11 python3.12 python3.13) && "$python" - 2>/dev/null <<'END'
 import ctypes
@@ -53,12 +54,12 @@ find_device() { # Sets DEVICE to cuda or cpu. Fails if there is a GPU that the C
     [ "${NEED_CUDA:-1}" = 1 ] || return 0
     if ! command -v nvidia-smi >/dev/null 2>&1; then
         [ -e "$NVIDIA_DEVICE" ] || return 0
-        say "there are NVIDIA GPUs ($NVIDIA_DEVICE exists), and nvidia-smi, which lists them, is not on PATH; install it, or" \
+        say "this machine has NVIDIA GPUs ($NVIDIA_DEVICE exists), but nvidia-smi is not on PATH; install nvidia-smi, or" \
             "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility; NEED_CUDA=0 installs for the CPU"
         return 1
     fi
     if ! gpu=$(nvidia-smi --query-gpu=driver_version,compute_cap,name --format=csv,noheader 2>&1) || [ -z "$gpu" ]; then
-        say "nvidia-smi finds no GPU, so this installs for the CPU; it says: ${gpu%%$'\n'*}"
+        say "nvidia-smi finds no GPU, so setup installs for the CPU; nvidia-smi says: ${gpu%%$'\n'*}"
         return 0
     fi
     DEVICE=cuda
@@ -107,9 +108,9 @@ install_base() {
     pip_install "asyncrl, Ray, transformers and the tools" "${CONSTRAINTS[@]}" --editable '.[dev]' || return 1
 }
 
-# SGLang imports torchvision, but calls no function of it for text. torchvision 0.16.2 can be imported with any build of
-# torch, since it loads its compiled part only if that part fits. There is no 0.16.2 wheel for Python 3.13, which gets the
-# torchvision of torch 2.13.0.
+# SGLang imports torchvision, but does not call torchvision for text.
+# torchvision 0.16.2 can be imported with any build of torch, because it ignores a compiled part that does not fit.
+# torchvision 0.16.2 has no wheel for Python 3.13. So Python 3.13 gets the torchvision for torch 2.13.0.
 torchvision_version() { "$VENV/bin/python" -c 'import sys; print("0.28.0" if sys.version_info >= (3, 13) else "0.16.2")'; }
 
 install_sglang() {

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
 # Makes two hosts on this machine and trains on both: bash scripts/two_hosts.sh [--transport NAME] [OPTION=VALUE ...]
-# Each host has its own network, processes, host name, /tmp and /dev/shm, and a Ray node. The learner runs on the first host,
-# engines run on both. A link with the rate RATE connects the hosts. The script trains the quickstart with each transport
-# (collective, then file) or only with NAME, and keeps the results in outputs/two_hosts/. It needs root, and exits with 3
-# if namespaces are not permitted. When the script ends for any reason, it leaves no process of the hosts.
+# Each host has its own network, processes, host name, /tmp and /dev/shm, and a Ray node. A link connects the hosts.
+# The learner runs on the first host. Engines run on both hosts. The environment variable RATE sets the rate of the link.
+# The script trains the quickstart with the transports collective and file, or only with NAME. Results: outputs/two_hosts/.
+# The script needs root. It exits with 3 if namespaces are not permitted. At its end, it stops all processes of the hosts.
 set -u
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd) || exit 1
 
@@ -25,9 +25,9 @@ while [ $# -gt 0 ]; do
     esac
 done
 
-# A host is a first process and its descendants. When this script dies, the kernel kills the first process. Then it also
-# kills the descendants, and removes their mounts and their end of the link.
-# Both hosts see the repository and OUT, even if these are in /tmp: the first process opens them before it hides /tmp.
+# A host is a first process and its descendants. When this script dies, the kernel kills the first process.
+# Then the kernel also kills the descendants, and removes their mounts and their end of the link.
+# The first process opens the repository and OUT before it hides /tmp. So both hosts see these folders, even in /tmp.
 FIRST_PROCESS='mount --bind "$2/hosts" /etc/hosts && mount --bind "$2/resolv.conf" /etc/resolv.conf &&
     exec 8<"$3" 9<"$4" && mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && mkdir -p "$3" "$4" &&
     mount --no-canonicalize --bind /proc/self/fd/8 "$3" && mount --no-canonicalize --bind /proc/self/fd/9 "$4" &&
@@ -46,7 +46,7 @@ end() {
     wait 2>/dev/null # for all processes of the hosts
     [ -z "$scratch" ] || rm -rf "$scratch"
 }
-stop() { # Stops the run with SIGTERM, as a user would, then ends this script.
+stop() { # Stops the run with SIGTERM, as a user does. Then ends this script.
     say "stopping"
     [ "$driver" != starting ] || driver=$!
     [ -z "$driver" ] || { kill -TERM "$(child_of "$driver")" && wait "$driver"; } 2>/dev/null
@@ -132,7 +132,7 @@ RAY_AUTH_TOKEN=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \n')
     printf '127.0.0.1 localhost\n'
     for number in 0 1; do printf '%s host-%s\n' "${ADDRESSES[$number]}" "$number"; done
 } >"$scratch/hosts"
-echo 'nameserver 127.0.0.1' >"$scratch/resolv.conf" # no name server runs there, so lookups of other names fail at once
+echo 'nameserver 127.0.0.1' >"$scratch/resolv.conf" # there is no name server, so lookups of other names fail at once
 make_host 0
 make_host 1
 join_hosts

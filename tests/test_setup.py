@@ -133,7 +133,7 @@ def test_setup_asks_the_libcuda_that_processes_load(tmp_path, result, version, i
 def test_setup_does_not_take_gpus_that_cannot_be_listed_for_none(setup, tmp_path):
     status, words, calls = setup(NVIDIA_DEVICE=str(tmp_path))
     assert (status, calls) == (1, "")
-    assert "nvidia-smi, which lists them, is not on PATH" in words
+    assert "but nvidia-smi is not on PATH" in words
     assert setup(NVIDIA_DEVICE=str(tmp_path), NEED_CUDA="0")[0] == 0
 
 
@@ -157,7 +157,7 @@ def test_setup_without_sglang_does_not_check_its_glibc(setup):
 def test_setup_says_why_it_installs_for_the_cpu_when_nvidia_smi_fails(setup):
     status, words, calls = setup(gpu=H100 | {"DRIVER": "none"})
     assert status == 0, words
-    assert "finds no GPU, so this installs for the CPU; it says: NVIDIA-SMI has failed" in words
+    assert "finds no GPU, so setup installs for the CPU; nvidia-smi says: NVIDIA-SMI has failed" in words
     assert "sglang-cpu.txt" in calls
 
 
