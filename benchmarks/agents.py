@@ -2,9 +2,9 @@
 
 Run as ``python -m benchmarks.agents``.
 
-``endpoint_ms``: median over calls of the time of a call minus the duration of its turn. 64 episodes run at the same
-    time, with one call each. A client in a separate process sends the growing conversation of each episode: a question,
-    tool calls and their results, over eight turns. A script sets the duration of each turn between 0.3 and 0.9 s, so
+``endpoint_ms``: the time of a call minus the duration of its turn, as the median over calls. 64 episodes run together,
+    with one call each at a time. A client in a separate process sends the growing conversation of each episode: a
+    question, tool calls and their results, over eight turns. A script sets each turn to 0.3 to 0.9 s, so
     calls arrive at different times, as with a real engine. As in a rollout worker, the event loop is uvloop, because
     Ray runs asynchronous actors on uvloop. Garbage collections skip the objects that were loaded at the start
     (``gc.freeze``). The client measures the time of a call, so the figure includes the client's own time.

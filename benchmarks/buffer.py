@@ -328,7 +328,7 @@ class LedgerLoad:
 
 
 def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
-    """Measure the time in which a large ledger changes the state of a group. ``largest`` is its number of groups.
+    """Measure how fast a ledger with ``largest`` groups changes the states of groups.
 
     Returns:
         ``ledger_transitions_per_s``: state changes per second. ``ledger_cost_growth``: the time of a state change with

@@ -36,7 +36,7 @@ from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3
-PLACES = 8  # prompt groups that an engine generates at a time; the buffer admits twice the sum over the four engines
+PLACES = 8  # prompt groups that an engine generates at a time; the buffer admits 64 groups for the four engines
 SAMPLES = 2
 TOKENS = 80
 TOKEN_DELAY_S = 0.01
@@ -202,7 +202,7 @@ class LocalWorker:
 
     @property
     def counters(self) -> FleetCounters:
-        """Counts of this worker, such as generated tokens, summed over its current and its earlier engines."""
+        """Counters of this worker, such as generated tokens, summed over all engines since the worker's start."""
         now = [] if self._loop is None else [self._loop.counters()]
         return FleetCounters.total([*self._before, *now])
 

@@ -274,7 +274,7 @@ def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
 
 
 def _sdpa_with_mask(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: Tensor, scale: float, dropout_p: float) -> Tensor:
-    """Compute attention with a mask by the kernel that SDPA uses on CUDA. Layers with windows or sinks have masks."""
+    """Compute masked attention with SDPA's CUDA kernel. Layers with windows or sinks have masks."""
     bias = torch.zeros_like(attn_mask, dtype=q.dtype).expand(*q.shape[:2], *attn_mask.shape)
     out, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, bias, True, dropout_p, scale=scale)
     return out
@@ -296,7 +296,7 @@ def _batch(config: LearnerConfig, num_sequences: int) -> PackedBatch:
 
 
 def _faked(batch: MicroBatch, fake: FakeTensorMode) -> MicroBatch:
-    """Return a copy of ``batch`` with fake tensors instead of tensors. The numpy arrays stay the same."""
+    """Return a copy of ``batch`` with fake tensors in place of real tensors. The numpy arrays stay the same."""
     tensors = {name: fake.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
     return replace(batch, **tensors, columns={name: fake.from_tensor(value) for name, value in batch.columns.items()})
 

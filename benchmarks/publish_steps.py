@@ -33,7 +33,7 @@ NUM_SEQUENCES, NUM_TOKENS = 6, 64
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """Return the steps per second with a publish, divided by the steps per second without, for the slower rank."""
+    """Return the steps per second with a publish, divided by the rate without a publish, for the slower rank."""
     reports = run_ranks("benchmarks.publish_steps", model_path, folder)
     ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
     return {"steps_per_s_with_publish": min(ratios)}

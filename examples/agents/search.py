@@ -48,7 +48,7 @@ class Texts:
     def search(self, arguments: dict[str, str]) -> str:
         """Search the files that contain all words of ``arguments["words"]``.
 
-        Return the first three lines of each file that contain any of the words. Each line begins with the file's name.
+        From each file, return the first three lines with any of the words. Each line begins with the file's name.
         """
         words = arguments["words"].lower().split()
         found = []
