@@ -26,8 +26,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """A scripted buffer. Like the real ledger, it can plan one version ahead of the latest commit.
 
-    ``slow_parts`` maps a checkpoint's version to a step. The buffer finishes writing its files of this checkpoint only
-    after the commit of this step.
+    ``slow_parts`` maps the version of a checkpoint to a step. The buffer finishes its files of the checkpoint after the
+    commit of the step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -352,7 +352,7 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 class GrowingFleet(ScriptedFleet):
-    """A fleet with 10 more tokens in each call of `counters`."""
+    """A fleet that generates 10 tokens before each call of `counters`."""
 
     async def counters(self):
         self.tokens_generated += 10

@@ -233,7 +233,7 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """A call whose results never arrive. Its items name the workers."""
+    """A call whose results never arrive, as a list of the workers' names."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()

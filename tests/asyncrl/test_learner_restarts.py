@@ -95,7 +95,7 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """Retrieve the exception of ``call`` when it fails, because nobody awaits calls queued after a learner's death."""
+    """Retrieve the exception of ``call`` when it fails, because no task awaits calls queued after a learner's death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 
@@ -173,7 +173,7 @@ async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is
 
 
 class LosingLearner(MortalLearner):
-    """A learner whose ranks do not find the batches of the versions in ``losses`` in the buffer.
+    """A learner that loses the batch of each version in ``losses``: its ranks do not find the batch in the buffer.
 
     Calls that are queued after a lost batch raise `BatchLost` too.
     """

@@ -201,9 +201,8 @@ async def fail(learner: LearnerGroup) -> None:
 def fused(cluster, tmp_path_factory):
     """Return the results of a learner with all roles in one process, before a death and after a restart.
 
-    The learner makes two steps, a checkpoint and a third step. Of two further steps, one has tokens that differ from
-    the plan, and the other one fails. Then the process is killed, and the learner repeats the third step from the
-    checkpoint.
+    The learner makes two steps, a checkpoint and a third step. The next step has tokens that differ from the plan, and
+    the step after it fails. Then the process is killed, and the learner repeats the third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -306,7 +305,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
             found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
             found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
-        await learner.save_policy(tmp_path / "policy")  # while the engines use the device
+        await learner.save_policy(tmp_path / "policy")  # the engines use the device during this call
         found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
         return found
 
@@ -412,7 +411,7 @@ def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_gr
 def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",
-        "weights.adapters=false",  # so that whole weights are published, which `run_steps` reads
+        "weights.adapters=false",  # `run_steps` reads whole weights, not adapters
         "algorithm.num_mini_batches=1",
     )
     metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))

@@ -486,7 +486,7 @@ def size_of_files(directory: Path) -> int:
 async def old_files_are_deleted(directory: Path) -> None:
     """Wait until no compaction of a server's journal is in progress."""
     async with asyncio.timeout(60):
-        while len(journal.numbers_of(directory / "journal")) > 1:  # noqa: ASYNC110 - nothing tells of the deletion
+        while len(journal.numbers_of(directory / "journal")) > 1:  # noqa: ASYNC110 - deletions have no event
             await asyncio.sleep(0.001)
 
 
@@ -599,7 +599,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     first = Journal(tmp_path / "journal")
     compact(first)
     assert len(deleted) == 2
-    first.close()  # leaves the files as a kill at this moment would
+    first.close()  # the files are the same as after a kill
     monkeypatch.undo()
     second = Journal(tmp_path / "journal")
     compact(second)

@@ -49,8 +49,8 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.step()
     [fresh] = of.lease(1, 9, now=0.0)
     of.put(summary_of(fresh))
-    # Groups 1 and 2 are due at version 2, and a batch has one group. So one of the two must be in batch 1, or its
-    # lease is revoked. Only group 3 is ready.
+    # Groups 1 and 2 are due at version 2, and a batch has one group. So group 1 or group 2 must be in batch 1.
+    # Otherwise a lease is revoked. Only group 3 is ready.
     assert of.step() == [3]
     assert [r.group_id for _, r in of.attempts.drain_revocations()] == [2]
 

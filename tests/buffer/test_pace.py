@@ -108,10 +108,7 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
 
 
 def count_hand_overs(monkeypatch) -> Counter:
-    """Return a counter: for each group, how often the buffer asks a worker to hand it over.
-
-    It counts from this call on.
-    """
+    """Return a counter by group: how often the buffer asks a worker to hand over the group, from now on."""
     asked: Counter = Counter()
     push = Replies.push
 

@@ -76,8 +76,8 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            # If the worker that left was granted the group, this call waits until the server treats that worker as
-            # silent.
+            # If the server granted the group to the worker that left, this call waits.
+            # It returns when the server declares that worker silent.
             [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:

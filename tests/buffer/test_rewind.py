@@ -133,7 +133,7 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
         if name == "rewind":
             life.check()
     life.rewind(0)
-    for _ in range(100):  # trains every prompt, some of them a second time
+    for _ in range(100):  # every prompt is trained, some prompts a second time
         life.lease(2 * SIZE)
         life.put(2 * SIZE)
         life.step(plans_ahead=False)

@@ -304,7 +304,7 @@ async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_w
         [lease] = await worker.lease(0, 1)
         await worker.put(rollout(lease))
         [lease] = await worker.lease(0, 1)
-        # waits for free bytes, but only the consumption of a batch could free them
+        # the put waits for free bytes, and only a consumed batch frees bytes
         put = asyncio.ensure_future(worker.put(rollout(lease)))
         with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
             await asyncio.wait_for(plan, 30)

@@ -97,7 +97,7 @@ def test_reinforce_is_minus_advantage_times_log_prob():
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
 def test_the_ratio_of_a_loss_uses_the_anchor(name):
     given = inputs([3.0, 3.0], [1.0, 1.0])
-    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # so policy / proximal is 1.5
+    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # policy / proximal is 1.5
     given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
     for anchor, ratio in ((Anchor.behavior, 3.0), (Anchor.proximal, 1.5)):
         terms = LOSSES.get(name)(given, AlgorithmConfig(clip_high=9.0, anchor=anchor))

@@ -106,7 +106,7 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
 
 
 async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if another turn took the free slot
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # another turn took the free slot
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):

@@ -129,7 +129,7 @@ def test_the_code_of_a_response_is_its_last_fenced_block():
 
 @pytest.mark.parametrize("text", ["```" + "a" * 150_000, "```" * 50_000])
 def test_the_code_of_a_long_line_that_begins_a_block_takes_no_quadratic_time(text):
-    """As a regular expression, this took half a minute: longer than the deadline of a whole prompt."""
+    """A regular expression would take half a minute for this text, longer than the deadline of a whole prompt."""
     assert code_of(text) == text
 
 

@@ -65,8 +65,8 @@ FAILURES = {
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
 SIGNALS = ["SIGSTOP", "SIGKILL"]
-# Signals have no row "after" a call, because it would equal the row "before" the next call. SIGKILL comes last,
-# because the killed server must be started again.
+# Signals have no row "after" a call, because this row would equal the row "before" the next call.
+# SIGKILL comes last, because the killed server must be started again.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
     *itertools.product(STEPS, ["before", "during"], SIGNALS[:1]),
