@@ -392,7 +392,7 @@ async def test_samples_that_their_groups_lost_show_in_the_mean_number_of_samples
 
 
 @pytest.mark.parametrize(("publish_every", "first"), [(1, 3), (2, 4)])
-async def test_evaluations_between_are_of_a_version_that_its_engine_keeps_while_training_goes_on(publish_every, first):
+async def test_the_pinned_engine_keeps_its_version_during_an_evaluation_while_training_continues(publish_every, first):
     evaluated = []
 
     async def evaluate(version, pinned):

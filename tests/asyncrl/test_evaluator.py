@@ -135,7 +135,7 @@ async def test_any_other_mistake_ends_the_evaluation():
         await evaluator_on(Broken("0")).evaluate_all(7)
 
 
-async def test_an_engine_that_has_another_version_from_the_beginning_gets_no_second_call():
+async def test_an_engine_that_serves_another_version_gets_no_second_evaluation_call():
     class Behind(Engines):
         async def answer(self, engine, prompts, *, version, num_samples):
             if engine == "1":

@@ -184,7 +184,7 @@ async def test_a_fleet_continues_without_failed_workers_until_too_few_are_left(r
     assert (await fleet.drain()).tokens_generated == 140
 
 
-async def test_words_for_people_have_the_workers_error_without_rays_traceback(running):
+async def test_messages_about_a_failed_worker_have_its_error_without_rays_traceback(running):
     workers, _, run = await running(500.0, TWO, "rollout_fleet.engine=sglang", "rollout_fleet.restarts=0")
     workers.die(1, raised_by_ray(EngineLost("sglang-1 died. Last lines of sglang-1.log:\na line")))
     await asyncio.sleep(10)

@@ -81,7 +81,7 @@ async def test_a_model_that_every_node_has_stays_where_it_is(folders, nodes, tmp
 
 
 @pytest.mark.parametrize("text_there", [None, "weights of twenty BYTES"])
-async def test_one_that_a_node_lacks_or_has_otherwise_is_copied_to_the_runs_folder(
+async def test_a_model_that_is_missing_or_different_on_a_node_is_copied_to_the_run_folder(
     folders, nodes, tmp_path, text_there
 ):
     model = make_model(tmp_path / "model")

@@ -317,7 +317,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
 
 
 @pytest.mark.long
-def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_not(fused) -> None:
+def test_actor_and_critic_repeat_a_step_exactly_after_a_death_and_a_checkpoint(fused) -> None:
     assert isinstance(fused.death, LearnerDiedError)
     assert "learner" in str(fused.death)
     assert "no new ranks have started yet" in str(fused.meanwhile)
@@ -459,7 +459,7 @@ def test_a_wrong_placement_is_refused_by_name(overrides: list[str], words: str) 
         check_options(compose_run([*PPO, *overrides]))
 
 
-def test_a_filter_that_looks_at_no_reward_may_stand_beside_a_reward_model() -> None:
+def test_a_filter_that_reads_no_reward_is_allowed_with_a_reward_model() -> None:
     check_options(compose_run([*PPO, "learner.reward_model.path=x", "buffer.filters=[no_tokens]"]))
 
 
@@ -486,7 +486,7 @@ def test_roles_follow_from_the_algorithm() -> None:
         (ValueError("the loss is not a number"), ValueError),
     ],
 )
-async def test_only_what_a_checkpoint_mends_counts_as_the_learners_death(raised: Exception, seen: type) -> None:
+async def test_only_errors_that_a_checkpoint_can_fix_count_as_the_learners_death(raised: Exception, seen: type) -> None:
     async def call() -> None:
         raise raised
 

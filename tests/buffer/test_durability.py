@@ -635,7 +635,7 @@ def test_new_files_and_their_names_are_on_the_disk_before_an_old_one_goes(tmp_pa
 
 
 @pytest.mark.parametrize(("place", "is_said"), [(-20, False), (150, True)])
-def test_damage_before_the_end_of_a_file_is_said_and_a_torn_end_is_not(
+def test_damage_inside_a_journal_file_is_logged_and_an_incomplete_end_is_not(
     tmp_path: Path, caplog, place: int, is_said: bool
 ):
     first = Journal(tmp_path / "journal")

@@ -247,7 +247,7 @@ async def test_errors_reach_the_client_by_their_names():
             await client.commit(0)
 
 
-async def test_a_call_to_nobody_ends_at_its_deadline_and_names_the_call_and_the_address():
+async def test_a_call_without_a_server_ends_at_its_deadline_and_names_call_and_address():
     client = AnyRole("tcp://127.0.0.1:1", request_timeout_s=0.2)
     with pytest.raises(DeadlineError, match=r"buffer.stats: no answer from tcp://127.0.0.1:1 within 0.2 s"):
         await client.stats()

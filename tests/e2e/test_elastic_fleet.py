@@ -168,7 +168,7 @@ def kill_node(node):
             worker.kill()
 
 
-def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_node_comes(start, tmp_path):
+def test_an_engine_of_a_dead_node_starts_again_on_the_next_node_that_joins(start, tmp_path):
     steps = 1000
     with cluster() as nodes:
         run = start(

@@ -21,7 +21,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def test_the_reward_of_the_page_is_the_files():
+def test_the_reward_on_the_page_equals_the_reward_in_the_file():
     function = Registry("rollout_fleet.reward").get(f"{EXAMPLE / 'sorting_reward.py'}:leading_numbers")
     code = re.sub(r'    """.*?"""\n', "", inspect.getsource(function), flags=re.DOTALL)
     assert blocks("python")[0] == code

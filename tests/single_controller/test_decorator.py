@@ -98,7 +98,7 @@ def test_a_coroutine_stays_one():
 
 
 @pytest.mark.parametrize("mode", ["ONE_TO_ALL", None, Execute.ALL])
-def test_what_is_no_mode_is_refused(mode):
+def test_register_refuses_values_that_are_not_modes(mode):
     with pytest.raises(TypeError, match="dispatch_mode"):
         register(dispatch_mode=mode)
     with pytest.raises(TypeError, match="execute_mode"):

@@ -231,7 +231,7 @@ def test_results_that_do_not_block_can_be_gathered(group):
     assert [data.batch["a"].tolist() for data in batches] == [[0, 1, 2, 3]] * 2
 
 
-def test_a_single_reference_is_one_for_ray_too(group):
+def test_the_pending_result_of_one_rank_is_a_ray_reference(group):
     pending = group.rank_zero_later("x")
     assert ray.wait([pending], timeout=30)[0] == [pending]
     assert group.rank_zero(pending) == (0, (0, "x"))

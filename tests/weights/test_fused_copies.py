@@ -367,7 +367,7 @@ def test_a_missing_expert_is_refused_in_a_later_load(offer_of):
         load_verified(model, offer_of(tensors))
 
 
-def test_what_is_known_of_a_model_goes_with_the_model(offer_of):
+def test_recorded_copies_of_a_model_are_deleted_with_the_model(offer_of):
     model = Mixture()
     load_verified(model, offer_of(published(0)))
     assert load_module.num_fused(model) == 18
