@@ -143,7 +143,7 @@ def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, nu
 def test_memory_of_a_rank_equals_a_calculation_by_hand():
     """Each of four ranks has a quarter of the parameters and of AdamW's moments.
 
-    Each rank has all gradients. With ``gradient_sync=micro_batch`` it has a quarter of the gradients.
+    Each rank has all gradients. With ``gradient_sync=micro_batch``, each rank has a quarter of the gradients.
     """
     config = run("learner.num_ranks=4")
     parts = rank_memory(config, SMALL)["learner"]
@@ -232,7 +232,7 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        # ``param_offload`` moves the critic's parameters after each use, but not its moments
+        # ``param_offload`` moves the parameters of the critic after each use; the moments stay
         ([MOVES, "learner.critic.param_offload=true"], 8),
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],

@@ -19,7 +19,7 @@ PROMPTS = [Prompt(group_id=index, prompt_ids=np.asarray([3], np.int32)) for inde
 class Engines:
     """A fleet that answers after ``takes_s``.
 
-    A test can let an engine fail, or answer one prompt per call, after some answers.
+    After a given number of answers, an engine can fail or answer only one prompt per call.
     """
 
     def __init__(self, *names, takes_s=1.0, dies_after=None, leaves_after=None):

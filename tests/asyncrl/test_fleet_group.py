@@ -343,7 +343,7 @@ async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_return
     _, fleet, _ = await started()
     answering = asyncio.create_task(fleet.answer("1", ["a"], version=0, num_samples=1))
 
-    async def call(work, *arguments):  # it takes 1 s to kill worker 1, which answers meanwhile
+    async def call(work, *arguments):  # the kill of worker 1 takes 1 s, and the worker answers during this time
         await asyncio.sleep(1.0)
         return work(*arguments)
 

@@ -48,7 +48,7 @@ def threads_take_no_time(monkeypatch):
 
 @pytest.fixture
 async def training_on(fleet_of):
-    """Return a function that starts a fleet of two workers, and a task that runs `fleet.run`. It returns both."""
+    """Return a function that starts a fleet of two workers and a task of `fleet.run`, and returns both."""
     runs = []
 
     async def train(workers, *options):

@@ -335,7 +335,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
 
 @pytest.fixture
 def no_frames_in_the_log(monkeypatch):
-    """Let the journal write payloads of any size to its frames file. By default, small payloads go into its log."""
+    """Let the journal write all payloads to the frames file. By default, it writes small payloads to the log file."""
     monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
 
 
@@ -353,7 +353,7 @@ async def test_after_a_power_failure_large_frames_that_were_written_last_are_los
 
 
 async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
-    """Cut each file of the journal at 13 places. A power failure may cut writes in this way if they were not synced.
+    """Cut each file of the journal at 13 places. A power failure may cut unsynced writes in this way.
 
     Returns two sets over all cuts: the numbers of stored groups, and the numbers of lost groups.
     """
@@ -473,7 +473,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # stored, but not in the journal; the repeated put writes it
+        await client.put(rollout(first))  # the group is stored; the repeated put adds it to the journal
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]

@@ -264,7 +264,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
             if num_sent == 1:
                 assert reserved_in(0) == [(0, 0)]
                 of.restart("a")
-                while reserved_in(0):  # until the store has said that it is empty
+                while reserved_in(0):  # waits until the store has reported that it is empty
                     await of.control.stats()
 
         hold_payloads(a, monkeypatch, after=restart_once)
@@ -367,7 +367,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         if end == "buried":
             await of.control.bury(await a.enter())
         elif end == "silent":
-            await a.connection.close()  # without the message that a worker sends when it leaves
+            await a.connection.close()  # a worker that leaves normally would send a message
         elif end == "released":
             await a.release(lease, num_tokens=50, reason="failed")
         elif end == "too old":

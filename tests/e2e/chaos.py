@@ -175,7 +175,7 @@ class Lineage:
         self._events = drawn_events(self.seed)
         self._engines = random.Random(self.seed + 1)
         self._options = [*OPTIONS, f"buffer.directory={self.disk / 'journal'}"]
-        if self.seed % 2:  # all lives share a folder of checkpoints; otherwise each has its own
+        if self.seed % 2:  # for odd seeds, all lives share a folder of checkpoints
             self._options.append(f"checkpoint.directory={self.disk / 'checkpoints'}")
         self._command = [*self._options, "checkpoint.resume=never"]
         self._newest_step, self._step_s = -1, time.monotonic()

@@ -185,7 +185,7 @@ def test_a_trajectory_with_several_turns_of_an_index_counts_once():
     forked = tree(0.0, {3: 3.0, 4: 1.0, 8: 2.0})
     group = [forked, chain([0.0, 5.0])]
     got = estimated([group], advantage="turn_grpo_no_std")
-    second = (2.0 + 5.0) / 2  # the first trajectory's three turns have mean 2, the second's has 5
+    second = (2.0 + 5.0) / 2  # the mean of the first trajectory's turns is 2
     assert [got[0, 0, turn][0] for turn in (3, 4, 8)] == pytest.approx([3 - second, 1 - second, 2 - second])
     assert got[0, 1, 3][0] == pytest.approx(5 - second)
     # Turns 1 and 6 are the first sampled turns of the first trajectory.
