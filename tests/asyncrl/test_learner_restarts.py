@@ -190,7 +190,7 @@ class LosingLearner(MortalLearner):
                 self.losses.pop(0)
                 raise BatchLost(f"the batch of step {version} is lost")
             if version is not None and version > self.version:
-                raise BatchLost(f"what was queued for version {version} is not done")
+                raise BatchLost(f"the step of version {version} is dropped after a lost batch")
             if version is not None:
                 self.version = version + 1
                 self.made.append(version)

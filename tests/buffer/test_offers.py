@@ -204,7 +204,7 @@ async def test_served_ignores_engines_that_left_or_are_silent_until_their_next_h
             await leaver.close()
             assert (await asyncio.wait_for(waiting, 5))[0] == 1
         async with asyncio.timeout(20):
-            while (await control.served(-1, 2))[0] != 0:  # until the next heartbeat has arrived
+            while (await control.served(-1, 2))[0] != 0:  # waits until the next heartbeat has arrived
                 pass
 
 

@@ -79,7 +79,7 @@ async def test_the_reward_format_matches_the_whole_response():
 
 
 async def test_a_regular_expression_that_takes_for_ever_costs_its_deadline_only():
-    """If the worker itself ran this reward, it would block the loop of all groups."""
+    """If the worker itself ran this reward, the reward would block the loop of all groups."""
     assert "format" in FUNCTIONS_IN_PROCESSES
     config = RolloutFleetConfig(reward="format", reward_options={"format": {"pattern": "(a+)+b"}}, reward_timeout_s=1.0)
     rewards = WeightedRewards(config)

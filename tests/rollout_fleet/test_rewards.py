@@ -235,7 +235,7 @@ async def test_children_of_a_reward_end_with_its_process(user_rewards, tmp_path,
 def _await_end(pid):
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        while process.status() != psutil.STATUS_ZOMBIE:  # a zombie has ended, but its parent may not wait for it
+        while process.status() != psutil.STATUS_ZOMBIE:  # a zombie has ended, but possibly no process waits for it
             time.sleep(0.05)
 
 

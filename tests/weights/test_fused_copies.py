@@ -192,7 +192,7 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # as if the engine had released its memory
+        for parameter in model.parameters():  # an engine that releases its memory loses the values
             parameter.data.fill_(torch.nan)
 
 
