@@ -37,7 +37,7 @@ NORMAL = StepRecord(
 
 
 def changes_of(alarms, records):
-    """Return (step, name, whether it began) for each alarm that begins or ends."""
+    """Return (step, name, whether the alarm began) for each begin and end of an alarm."""
     return [(r.step, alarm.name, alarm.last_step is None) for r in records for alarm in alarms.step(r)]
 
 

@@ -44,7 +44,7 @@ def trained_on(group, step, samples):
 def write_life(folder, steps, *, resumed=None, before=()):
     """Write the receipts of one life (start) of a run, with one group per step.
 
-    If a group has attempt 1, engine-1 had sampled four of its tokens in attempt 0.
+    If the attempt of a group is 1, engine-1 sampled four tokens of the group in attempt 0.
     """
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
@@ -95,7 +95,7 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Write ``values`` into some receipts of ``run``: those of kind ``act`` with the fields ``chosen``."""
+    """Write ``values`` into the receipts of ``run`` that are of kind ``act`` and have the fields ``chosen``."""
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -153,7 +153,7 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys, num_killed):
     """An engine of the killed life sampled group 3. The next life finds the group in the journal and trains it.
 
-    With two killed lives, the second of them continued the first, and sampled the group.
+    If two lives were killed, the second killed life sampled the group.
     """
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
     start = checkpoint

@@ -106,7 +106,7 @@ asyncio.run(run())
 
 
 @pytest.mark.long
-def test_daemons_of_ray_that_die_are_named_and_a_signal_is_the_runs_own(tmp_path):
+def test_dead_ray_daemons_are_named_and_the_run_handles_its_own_signals(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(DAEMON_DIES), str(tmp_path / "told")]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     output, errors = run.communicate(timeout=200)

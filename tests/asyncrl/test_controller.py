@@ -26,8 +26,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """A scripted buffer. Like the real ledger, it can plan one version ahead of the latest commit.
 
-    ``slow_parts`` maps a checkpoint's version to a step. The buffer finishes writing its files of this checkpoint only
-    after the commit of this step.
+    ``slow_parts`` maps the version of a checkpoint to a step. The buffer finishes its files of the checkpoint after the
+    commit of the step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -352,7 +352,7 @@ async def test_a_record_carries_the_batchs_numbers():
 
 
 class GrowingFleet(ScriptedFleet):
-    """A fleet with 10 more tokens in each call of `counters`."""
+    """A fleet that generates 10 tokens before each call of `counters`."""
 
     async def counters(self):
         self.tokens_generated += 10
@@ -392,7 +392,7 @@ async def test_samples_that_their_groups_lost_show_in_the_mean_number_of_samples
 
 
 @pytest.mark.parametrize(("publish_every", "first"), [(1, 3), (2, 4)])
-async def test_evaluations_between_are_of_a_version_that_its_engine_keeps_while_training_goes_on(publish_every, first):
+async def test_the_pinned_engine_keeps_its_version_during_an_evaluation_while_training_continues(publish_every, first):
     evaluated = []
 
     async def evaluate(version, pinned):

@@ -23,7 +23,7 @@ def stream_of(tmp_path, sampler: str) -> PromptStream:
 
 
 async def train(client: AnyRole, prompts: RepeatedPrompts, steps: range) -> Counter[str]:
-    """Make the learner steps ``steps``, and return the number of generated groups per difficulty."""
+    """Run the learner steps ``steps``. Returns the number of generated groups per difficulty."""
     generated: Counter[str] = Counter()
     for step in steps:
         while (await client.stats()).groups["stored"] < SIZE:

@@ -143,7 +143,7 @@ def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, nu
 def test_memory_of_a_rank_equals_a_calculation_by_hand():
     """Each of four ranks has a quarter of the parameters and of AdamW's moments.
 
-    Each rank has all gradients. With ``gradient_sync=micro_batch`` it has a quarter of the gradients.
+    Each rank has all gradients. With ``gradient_sync=micro_batch``, each rank has a quarter of the gradients.
     """
     config = run("learner.num_ranks=4")
     parts = rank_memory(config, SMALL)["learner"]
@@ -153,8 +153,8 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
     assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
     assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
-    # There are three gradients: of the tied output layer (float32), of the logits of 4,096 tokens (bfloat16), and of
-    # the logits of one chunk (both dtypes).
+    # The first two gradients are those of the tied output layer (float32) and of the logits of 4,096 tokens (bfloat16).
+    # The third gradient is that of the logits of one chunk, in both dtypes.
     assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 6 * 1024 * 151936
     assert _WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
 
@@ -232,7 +232,7 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        # ``param_offload`` moves the critic's parameters after each use, but not its moments
+        # ``param_offload`` moves the parameters of the critic after each use; the moments stay
         ([MOVES, "learner.critic.param_offload=true"], 8),
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],
@@ -401,7 +401,7 @@ def test_the_plan_prints_what_fits_with_bytes_by_kind(capsys):
     assert "weights 15.3, kv cache 50.8, activations and graphs 13.6" in page
     assert plan_command.main(["--fit", "dapo_math_30b_a3b", "--gpu", "H100:16", "--json"]) == 0
     layouts = json.loads(capsys.readouterr().out)
-    # Nine ranks divide neither 128 experts nor their rows.
+    # With nine ranks, neither the 128 experts nor the rows of an expert can be divided equally.
     assert {layout["num_ranks"] for layout in layouts} == {8, *range(10, 16)}
     assert all(layout["budget"] * layout["sp_size"] >= 2048 + 20480 for layout in layouts)
 

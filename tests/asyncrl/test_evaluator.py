@@ -19,7 +19,7 @@ PROMPTS = [Prompt(group_id=index, prompt_ids=np.asarray([3], np.int32)) for inde
 class Engines:
     """A fleet that answers after ``takes_s``.
 
-    A test can let an engine fail, or answer one prompt per call, after some answers.
+    After a given number of answers, an engine can fail or answer only one prompt per call.
     """
 
     def __init__(self, *names, takes_s=1.0, dies_after=None, leaves_after=None):
@@ -135,7 +135,7 @@ async def test_any_other_mistake_ends_the_evaluation():
         await evaluator_on(Broken("0")).evaluate_all(7)
 
 
-async def test_an_engine_that_has_another_version_from_the_beginning_gets_no_second_call():
+async def test_an_engine_that_serves_another_version_gets_no_second_evaluation_call():
     class Behind(Engines):
         async def answer(self, engine, prompts, *, version, num_samples):
             if engine == "1":

@@ -184,7 +184,7 @@ async def test_a_fleet_continues_without_failed_workers_until_too_few_are_left(r
     assert (await fleet.drain()).tokens_generated == 140
 
 
-async def test_words_for_people_have_the_workers_error_without_rays_traceback(running):
+async def test_messages_about_a_failed_worker_have_its_error_without_rays_traceback(running):
     workers, _, run = await running(500.0, TWO, "rollout_fleet.engine=sglang", "rollout_fleet.restarts=0")
     workers.die(1, raised_by_ray(EngineLost("sglang-1 died. Last lines of sglang-1.log:\na line")))
     await asyncio.sleep(10)
@@ -233,7 +233,7 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """A call whose results never arrive. Its items name the workers."""
+    """A call whose results never arrive, as a list of the workers' names."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()
@@ -343,7 +343,7 @@ async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_return
     _, fleet, _ = await started()
     answering = asyncio.create_task(fleet.answer("1", ["a"], version=0, num_samples=1))
 
-    async def call(work, *arguments):  # it takes 1 s to kill worker 1, which answers meanwhile
+    async def call(work, *arguments):  # the kill of worker 1 takes 1 s, and the worker answers during this time
         await asyncio.sleep(1.0)
         return work(*arguments)
 

@@ -100,7 +100,7 @@ async def test_each_host_from_which_workers_enter_gets_one_store_also_later(plac
     assert placed.control.stores == [("tcp://a:0", "a"), ("tcp://b:1", "b"), ("tcp://c:2", "c")]
 
 
-async def test_a_store_server_that_is_started_again_is_counted_and_said(placed):
+async def test_a_restart_of_a_store_server_is_counted_and_reported(placed):
     await placed.enter("a")
     placed.actors["a"].events.put_nowait("store server 0 died; it was started again")
     await asyncio.sleep(0.1)
@@ -121,7 +121,7 @@ async def test_a_store_whose_node_dies_is_dropped_and_the_run_goes_on_also_witho
     assert not placed.watching.done()
 
 
-async def test_a_store_whose_actor_alone_has_died_is_placed_again_as_often_as_it_may_be(placed):
+async def test_a_store_whose_actor_died_is_placed_again_up_to_the_limit(placed):
     await placed.enter("a")
     for number in range(2):
         placed.actors["a"].events.put_nowait(ActorDiedError())
@@ -143,7 +143,7 @@ async def test_a_store_that_may_not_be_started_again_is_dropped_and_the_last_one
 
 
 @pytest.mark.parametrize("error", [OSError(24, "Too many open files"), RaySystemError("no memory"), KeyError("store")])
-async def test_whatever_ends_a_store_costs_that_store_and_no_other(placed, error):
+async def test_any_error_of_a_store_ends_only_this_store(placed, error):
     await placed.enter("a", "b")
     placed.actors["a"].events.put_nowait(error)
     assert await placed.control.dropped.get() == 0

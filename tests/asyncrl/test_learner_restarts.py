@@ -95,7 +95,7 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """Retrieve the exception of ``call`` when it fails, because nobody awaits calls queued after a learner's death."""
+    """Retrieve the exception of ``call`` when it fails, because no task awaits calls queued after a learner's death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 
@@ -173,7 +173,7 @@ async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is
 
 
 class LosingLearner(MortalLearner):
-    """A learner whose ranks do not find the batches of the versions in ``losses`` in the buffer.
+    """A learner that loses the batch of each version in ``losses``: its ranks do not find the batch in the buffer.
 
     Calls that are queued after a lost batch raise `BatchLost` too.
     """
@@ -190,7 +190,7 @@ class LosingLearner(MortalLearner):
                 self.losses.pop(0)
                 raise BatchLost(f"the batch of step {version} is lost")
             if version is not None and version > self.version:
-                raise BatchLost(f"what was queued for version {version} is not done")
+                raise BatchLost(f"the step of version {version} is dropped after a lost batch")
             if version is not None:
                 self.version = version + 1
                 self.made.append(version)
@@ -214,7 +214,7 @@ def losing(folder: Path, losses: list[int], *overrides: str, **options) -> Run:
 
 
 @pytest.mark.parametrize("losses", [[0], [3], [2, 2, 2, 5]])
-async def test_a_batch_that_was_lost_is_planned_anew_and_no_step_is_made_twice_or_left_out(tmp_path: Path, losses):
+async def test_a_lost_batch_is_planned_again_and_every_step_is_made_once(tmp_path: Path, losses):
     run = losing(tmp_path, list(losses))
     await run.train()
     assert run.learner.made == [record.step for record in run.records] == list(range(6))
@@ -227,7 +227,7 @@ async def test_a_batch_that_was_lost_is_planned_anew_and_no_step_is_made_twice_o
 
 
 @pytest.mark.parametrize(("num_losses", "names"), [(4, (7,)), (1, ())])
-async def test_a_batch_that_is_lost_again_and_again_or_of_which_nobody_knows_what_is_lost_counts_as_a_death(
+async def test_a_batch_lost_repeatedly_or_without_known_groups_counts_as_a_learner_death(
     tmp_path: Path, num_losses, names
 ):
     run = losing(tmp_path, [4] * num_losses, names=names)
@@ -302,15 +302,13 @@ async def test_a_learner_that_does_not_start_again_for_any_reason_is_started_onc
         ),
     ],
 )
-async def test_where_it_may_not_start_again_the_run_ends_with_the_death_and_what_to_set(
-    tmp_path: Path, deaths, overrides, words
-):
+async def test_a_dead_learner_that_cannot_restart_ends_the_run_with_a_remedy(tmp_path: Path, deaths, overrides, words):
     run = Run(tmp_path, deaths, *overrides)
     with pytest.raises(LearnerDiedError, match=words):
         await run.train()
 
 
-async def test_what_is_no_death_of_a_rank_ends_the_run(tmp_path: Path):
+async def test_an_error_that_is_not_the_death_of_a_learner_rank_ends_the_run(tmp_path: Path):
     run = Run(tmp_path, [3], error=ValueError("the loss is not a number"))
     with pytest.raises(ExceptionGroup) as caught:
         await run.train()

@@ -48,7 +48,7 @@ def threads_take_no_time(monkeypatch):
 
 @pytest.fixture
 async def training_on(fleet_of):
-    """Return a function that starts a fleet of two workers, and a task that runs `fleet.run`. It returns both."""
+    """Return a function that starts a fleet of two workers and a task of `fleet.run`, and returns both."""
     runs = []
 
     async def train(workers, *options):
@@ -146,7 +146,7 @@ async def in_stop(fleet, workers):
 @pytest.mark.long
 @pytest.mark.parametrize("stall_s", [1.0, 5.0, 1.5 * DEADLINE_S])
 @pytest.mark.parametrize("phase", [in_start, in_training, in_evaluation, in_checkpoint, in_stop])
-async def test_nothing_of_the_fleet_stands_still_after_a_stall_in_any_phase(fleet_of, phase, stall_s):
+async def test_the_fleet_continues_or_fails_in_time_after_a_worker_stalls_in_any_phase(fleet_of, phase, stall_s):
     workers = Workers(takes_s=1000.0)
     workers.load_first = lambda rank: asyncio.sleep(0.1)
     fleet = fleet_of(workers, TWO, f"buffer.request_timeout_s={DEADLINE_S:g}")
@@ -249,7 +249,7 @@ async def test_the_pause_before_each_start_of_a_member_grows(training_on):
 
 
 @pytest.mark.parametrize("place", ["start", "bury"])
-async def test_what_no_new_life_of_a_member_can_mend_is_reported_to_the_run(training_on, place):
+async def test_an_error_that_a_restart_of_a_member_cannot_fix_ends_the_run(training_on, place):
     workers = Workers()
     fleet, run = await training_on(workers, "rollout_fleet.min_engines=2")
 

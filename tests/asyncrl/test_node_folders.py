@@ -81,13 +81,13 @@ async def test_a_model_that_every_node_has_stays_where_it_is(folders, nodes, tmp
 
 
 @pytest.mark.parametrize("text_there", [None, "weights of twenty BYTES"])
-async def test_one_that_a_node_lacks_or_has_otherwise_is_copied_to_the_runs_folder(
+async def test_a_model_that_is_missing_or_different_on_a_node_is_copied_to_the_run_folder(
     folders, nodes, tmp_path, text_there
 ):
     model = make_model(tmp_path / "model")
     if text_there:
         make_model(nodes["10.0.0.2"].file(model), text_there)
-    for _ in range(2):  # ranks that restart bring the folder a second time
+    for _ in range(2):  # after a restart, ranks request the folder again
         path = await folders.bring(model, "model")
     assert path == tmp_path / "run" / "model"
     there = nodes["10.0.0.2"].file(path)

@@ -44,7 +44,7 @@ def test_a_run_on_several_nodes_that_names_what_they_share_is_let_through(weight
         ),
     ],
 )
-def test_what_only_one_node_has_is_refused_by_name(sections, words):
+def test_options_that_do_not_fit_several_nodes_are_refused_by_name(sections, words):
     with pytest.raises(ValueError, match=words):
         check_options(config_of(**sections))
 

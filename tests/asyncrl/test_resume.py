@@ -226,7 +226,7 @@ def test_old_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path):
     assert all(part_of(path, "buffer").is_dir() for path in theirs)
 
 
-def test_a_run_that_goes_back_keeps_its_new_checkpoints_and_not_those_it_left(tmp_path):
+def test_after_a_rewind_the_newest_checkpoint_and_all_later_versions_are_kept(tmp_path):
     later = [save(tmp_path, version) for version in (8, 9)]
     own = [save(tmp_path, version) for version in (3, 4)]
     keep_newest(own[-1], keep=1)

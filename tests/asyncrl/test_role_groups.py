@@ -201,9 +201,8 @@ async def fail(learner: LearnerGroup) -> None:
 def fused(cluster, tmp_path_factory):
     """Return the results of a learner with all roles in one process, before a death and after a restart.
 
-    The learner makes two steps, a checkpoint and a third step. Of two further steps, one has tokens that differ from
-    the plan, and the other one fails. Then the process is killed, and the learner repeats the third step from the
-    checkpoint.
+    The learner makes two steps, a checkpoint and a third step. The next step has tokens that differ from the plan, and
+    the step after it fails. Then the process is killed, and the learner repeats the third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -306,7 +305,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
             found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
             found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
-        await learner.save_policy(tmp_path / "policy")  # while the engines use the device
+        await learner.save_policy(tmp_path / "policy")  # the engines use the device during this call
         found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
         return found
 
@@ -318,7 +317,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
 
 
 @pytest.mark.long
-def test_actor_and_critic_that_died_go_on_from_their_checkpoint_as_if_they_had_not(fused) -> None:
+def test_actor_and_critic_repeat_a_step_exactly_after_a_death_and_a_checkpoint(fused) -> None:
     assert isinstance(fused.death, LearnerDiedError)
     assert "learner" in str(fused.death)
     assert "no new ranks have started yet" in str(fused.meanwhile)
@@ -412,7 +411,7 @@ def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_gr
 def test_adapters_make_the_actor_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",
-        "weights.adapters=false",  # so that whole weights are published, which `run_steps` reads
+        "weights.adapters=false",  # `run_steps` reads whole weights, not adapters
         "algorithm.num_mini_batches=1",
     )
     metrics, _ = asyncio.run(asyncio.wait_for(run_steps(learner), DEADLINE_S))
@@ -460,7 +459,7 @@ def test_a_wrong_placement_is_refused_by_name(overrides: list[str], words: str) 
         check_options(compose_run([*PPO, *overrides]))
 
 
-def test_a_filter_that_looks_at_no_reward_may_stand_beside_a_reward_model() -> None:
+def test_a_filter_that_reads_no_reward_is_allowed_with_a_reward_model() -> None:
     check_options(compose_run([*PPO, "learner.reward_model.path=x", "buffer.filters=[no_tokens]"]))
 
 
@@ -487,7 +486,7 @@ def test_roles_follow_from_the_algorithm() -> None:
         (ValueError("the loss is not a number"), ValueError),
     ],
 )
-async def test_only_what_a_checkpoint_mends_counts_as_the_learners_death(raised: Exception, seen: type) -> None:
+async def test_only_errors_that_a_checkpoint_can_fix_count_as_the_learners_death(raised: Exception, seen: type) -> None:
     async def call() -> None:
         raise raised
 

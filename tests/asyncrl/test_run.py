@@ -148,7 +148,7 @@ async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_pat
     telling = asyncio.create_task(late._tell_late_steps())
     await asyncio.sleep(61)
     late._evaluated = 3
-    await asyncio.sleep(238)  # lines after 60, 120 and 240 s
+    await asyncio.sleep(238)  # the run prints a line after 60, 120 and 240 s
     late._stepped_s = asyncio.get_running_loop().time()
     await asyncio.sleep(59)
     late._stepped_s = asyncio.get_running_loop().time()

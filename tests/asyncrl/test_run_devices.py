@@ -259,7 +259,7 @@ def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tm
         before = [group.execute_all_sync("environment") for group in (ranks, places.first)]
         ranks.shutdown()
         places.replace_worker(1)
-        engines = places.first.execute_all_sync("environment")  # measured while no learner ranks exist
+        engines = places.first.execute_all_sync("environment")  # no learner ranks exist now
         ranks = RayWorkerGroup(pool, probe, worker_env=worker_env(config))
         after = [ranks.execute_all_sync("environment"), engines]
         devices = [[[one["CUDA_VISIBLE_DEVICES"] for one in group] for group in life] for life in (before, after)]

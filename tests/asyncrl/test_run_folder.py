@@ -44,7 +44,7 @@ def test_weights_go_to_shared_memory_where_they_fit(run_dir):
     assert snapshots(run_dir) == shared_folder(run_dir)
 
 
-def test_and_into_the_runs_folder_where_they_do_not_or_where_all_are_kept(run_dir, monkeypatch):
+def test_weights_go_to_the_run_folder_without_room_in_memory_or_if_all_versions_are_kept(run_dir, monkeypatch):
     assert snapshots(run_dir, "learner.keep_snapshots=-1") == run_dir / "snapshots"
     (run_dir / "snapshots").rmdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))

@@ -379,7 +379,7 @@ def test_simulated_steps_vary_like_the_recorded_ones():
 def test_the_groups_of_a_batch_are_settled_one_by_one_during_the_next_batch():
     """The first batch ends at 3 s. Settling (scoring and storing) a group takes 0.5 s of CPU time.
 
-    Settling shares the engine's core with the next batch, so it stores one group per second.
+    Settling shares the engine's core with the next batch, so the engine stores one group per second.
     """
     host = HostModel(is_shared=True, settle_s=0.5)
     simulation = Simulation(

@@ -31,7 +31,7 @@ def watched(tmp_path):
 
 
 async def test_a_run_goes_on_without_a_dashboard_that_does_not_come_up(watched):
-    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # reachable for other hosts
+    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # an address that other hosts can reach
     async with watching:
         watching.step(make_record(0))
     assert "the dashboard did not start at 192.0.2.1:1; the run continues without it; see " in said.getvalue()

@@ -7,7 +7,7 @@ from benchmarks.held_out import first_crossing, load_held_out
 
 
 class Answerer:
-    """A model that reverses prompts. The answers with numbers in ``spoilt`` get an extra digit, so they are wrong."""
+    """A model that reverses prompts. Answers whose indices are in ``spoilt`` are wrong: they get an extra digit."""
 
     def __init__(self, spoilt=()):
         self.spoilt = set(spoilt)

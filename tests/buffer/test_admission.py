@@ -83,7 +83,7 @@ async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_adm
     requests.service.close()
 
 
-async def test_a_commit_answers_who_is_too_old_for_any_group_unless_newer_weights_wake_it_anyway():
+async def test_a_commit_does_not_answer_an_outdated_worker_that_also_waits_for_an_offer():
     requests = CountedRequests(max_lag=0)
     requests.ask(b"controller", commands.Enqueue(tuple(range(16)), (0,) * 16))
     requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))

@@ -341,7 +341,7 @@ def test_a_message_that_begins_again_counts_once_among_those_in_part():
     assert receiver.is_idle
 
 
-def test_a_peer_has_few_messages_in_part_however_small_they_are():
+def test_a_client_may_have_at_most_64_incomplete_requests_of_any_size():
     receiver = ChunkReceiver(10_000)
     for request_id in range(1, 65):
         receiver.add(Chunk(request_id=request_id, index=0, count=2, frames=[]))

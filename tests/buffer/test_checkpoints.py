@@ -129,7 +129,7 @@ async def test_a_checkpoint_that_lost_prompts_is_refused_by_name(kind: str, file
     frames = folder / file
     content = bytearray(frames.read_bytes())
     content[100] ^= 1
-    frames.unlink()  # the frames may be a hard link to a file of the journal, which must not change
+    frames.unlink()  # a hard link may join the frames with a file of the journal, and this file must not change
     frames.write_bytes(content)
     with pytest.raises(ReplayBufferError, match=r"v00000001/journal lacks the prompts of \d+ unfinished groups"):
         running(**options_of(kind, tmp_path / "second", checkpoint=str(folder)))

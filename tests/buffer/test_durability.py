@@ -335,7 +335,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
 
 @pytest.fixture
 def no_frames_in_the_log(monkeypatch):
-    """Let the journal write payloads of any size to its frames file. By default, small payloads go into its log."""
+    """Let the journal write all payloads to the frames file. By default, it writes small payloads to the log file."""
     monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
 
 
@@ -353,7 +353,7 @@ async def test_after_a_power_failure_large_frames_that_were_written_last_are_los
 
 
 async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
-    """Cut each file of the journal at 13 places. A power failure may cut writes in this way if they were not synced.
+    """Cut each file of the journal at 13 places. A power failure may cut unsynced writes in this way.
 
     Returns two sets over all cuts: the numbers of stored groups, and the numbers of lost groups.
     """
@@ -473,7 +473,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # stored, but not in the journal; the repeated put writes it
+        await client.put(rollout(first))  # the group is stored; the repeated put adds it to the journal
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]
@@ -486,7 +486,7 @@ def size_of_files(directory: Path) -> int:
 async def old_files_are_deleted(directory: Path) -> None:
     """Wait until no compaction of a server's journal is in progress."""
     async with asyncio.timeout(60):
-        while len(journal.numbers_of(directory / "journal")) > 1:  # noqa: ASYNC110 - nothing tells of the deletion
+        while len(journal.numbers_of(directory / "journal")) > 1:  # noqa: ASYNC110 - deletions have no event
             await asyncio.sleep(0.001)
 
 
@@ -599,7 +599,7 @@ def test_old_files_whose_deletion_was_cut_short_leave_with_the_next_ones(tmp_pat
     first = Journal(tmp_path / "journal")
     compact(first)
     assert len(deleted) == 2
-    first.close()  # leaves the files as a kill at this moment would
+    first.close()  # the files are the same as after a kill
     monkeypatch.undo()
     second = Journal(tmp_path / "journal")
     compact(second)
@@ -635,7 +635,7 @@ def test_new_files_and_their_names_are_on_the_disk_before_an_old_one_goes(tmp_pa
 
 
 @pytest.mark.parametrize(("place", "is_said"), [(-20, False), (150, True)])
-def test_damage_before_the_end_of_a_file_is_said_and_a_torn_end_is_not(
+def test_damage_inside_a_journal_file_is_logged_and_an_incomplete_end_is_not(
     tmp_path: Path, caplog, place: int, is_said: bool
 ):
     first = Journal(tmp_path / "journal")

@@ -20,7 +20,7 @@ async def put_filtered(client: AnyRole, number: int) -> None:
             num_put += 1
 
 
-async def test_whoever_waits_for_a_batch_is_warned_when_filters_drop_group_after_group(
+async def test_the_client_logs_a_warning_while_a_plan_waits_and_filters_drop_all_groups(
     caplog: pytest.LogCaptureFixture,
 ):
     async with running(groups_per_step=2, filters=["equal_rewards"], request_timeout_s=60.0) as run:

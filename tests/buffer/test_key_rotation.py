@@ -82,7 +82,7 @@ async def test_no_request_is_lost_while_keys_are_replaced_and_old_keys_do_nothin
     assert [path.stat().st_mode & 0o777 for path in tmp_path.glob("*.json")] == [0o600] * 7
 
 
-async def test_a_client_that_was_idle_or_away_follows(tmp_path):
+async def test_clients_that_were_idle_or_unconnected_during_key_rotations_get_replies(tmp_path):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         control, idle, away = (run.client(keys=client_keys(tmp_path, CONTROLLER)) for _ in range(3))

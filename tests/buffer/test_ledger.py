@@ -49,8 +49,8 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.step()
     [fresh] = of.lease(1, 9, now=0.0)
     of.put(summary_of(fresh))
-    # Groups 1 and 2 are due at version 2, and a batch has one group. So one of the two must be in batch 1, or its
-    # lease is revoked. Only group 3 is ready.
+    # Groups 1 and 2 are due at version 2, and a batch has one group. So group 1 or group 2 must be in batch 1.
+    # Otherwise a lease is revoked. Only group 3 is ready.
     assert of.step() == [3]
     assert [r.group_id for _, r in of.attempts.drain_revocations()] == [2]
 
@@ -85,7 +85,7 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
     assert dead.engine_version == 0
 
 
-def test_what_is_left_out_of_a_group_is_dropped_once_also_where_it_was_saved_before():
+def test_left_out_tokens_of_a_group_are_dropped_once_even_if_they_were_saved_before():
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, now=0.0)
     of.save(lease, outcomes.Progress(num_tokens=8, oldest_version=0, newest_version=0))
@@ -210,7 +210,7 @@ def test_a_wrong_option_is_refused_by_name(options, message):
         BufferConfig(**options)
 
 
-def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
+def test_a_prefix_that_the_worker_did_not_continue_counts_as_dropped_at_the_put():
     of = ledger(2, 1)
     [lease] = of.lease(0, 1, now=0.0)
     of.save(lease, outcomes.Progress(num_tokens=40, oldest_version=0, newest_version=0))
@@ -224,7 +224,7 @@ def test_a_prefix_that_its_worker_did_not_take_counts_as_dropped_when_it_puts():
 
 
 @pytest.mark.parametrize("on_stale", [OnStale.requeue, OnStale.drop])
-def test_what_a_given_up_straggler_had_saved_counts_as_dropped_though_its_worker_is_dead(on_stale):
+def test_saved_tokens_of_a_stale_group_count_as_dropped_before_its_worker_reports(on_stale):
     of = ledger(1, 1, on_stale=on_stale)
     [slow, quick] = of.lease(0, 2, now=0.0)
     of.save(slow, outcomes.Progress(num_tokens=30, oldest_version=0, newest_version=0))
@@ -308,7 +308,7 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
     assert max(number for commands, number in held if commands > 125_000) <= first
 
 
-def test_a_commit_that_is_sent_again_changes_nothing_also_the_first():
+def test_a_repeated_commit_of_the_first_step_changes_nothing():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=1))
     ledger.enqueue([0])
     [lease] = ledger.lease(0, 1)
@@ -319,7 +319,7 @@ def test_a_commit_that_is_sent_again_changes_nothing_also_the_first():
     assert ledger.snapshot() == before
 
 
-def test_of_a_stored_group_only_the_attempt_that_is_stored_is_acknowledged_again():
+def test_only_the_stored_attempt_of_a_group_is_acknowledged_again():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2))
     ledger.enqueue([0])
     [lost] = ledger.lease(0, 1)
@@ -334,7 +334,7 @@ def test_of_a_stored_group_only_the_attempt_that_is_stored_is_acknowledged_again
 
 
 @pytest.mark.parametrize(("num_generated", "num_lost"), [(20, 9), (11, 0), (5, 0)])
-def test_what_a_dead_worker_had_generated_and_nobody_can_report_is_lost(num_generated, num_lost):
+def test_unreported_tokens_of_a_dead_worker_count_as_lost(num_generated, num_lost):
     new = ledger(2, 2)
     first, second, _ = new.lease(0, 3, owner=b"a")
     new.put(summary_of(first, lengths=(3, 4)))

@@ -214,7 +214,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.running)
     @rule(data=st.data(), num_running=st.integers(0, 3), num_tokens=st.integers(0, 50))
     def put_all_but(self, data: st.DataObject, num_running: int, num_tokens: int) -> None:
-        """Put the running groups in any order, except ``num_running`` groups."""
+        """Put all running groups except ``num_running`` groups, in any order."""
         for group_id in data.draw(st.permutations(sorted(self.running)))[num_running:]:
             lease, expires_at = self.running.pop(group_id)
             oldest = data.draw(st.integers(lease.engine_version, self.version))

@@ -43,7 +43,7 @@ def test_a_group_is_stamped_on_its_way_once_however_often_a_plan_is_asked_for(tm
     assert trace.groups[1].last("stored").details["tokens"] == 5
 
 
-def test_what_is_given_back_or_dropped_is_stamped_with_its_reason(tmp_path):
+def test_a_requeued_group_is_recorded_with_the_reason(tmp_path):
     ledger, _, recorder = noted(tmp_path, on_stale=OnStale.requeue, lease_s=10.0)
     ledger.enqueue([1, 2])
     first, second = ledger.lease(0, 2, now=0.0)

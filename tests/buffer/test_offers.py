@@ -156,7 +156,7 @@ async def test_a_pinned_engine_waits_until_it_is_freed_and_the_controller_hears_
         assert await asyncio.wait_for(gone, 5) == set()
 
 
-async def test_a_pin_that_no_engine_can_serve_any_more_is_told_as_gone():
+async def test_a_pin_of_a_version_that_no_engine_can_serve_any_more_raises_weights_gone():
     async with running(groups_per_step=1, max_lag=4, heartbeat_s=0.1) as run:
         control, worker, other = run.client(), run.client(name="0"), run.client(name="1")
         waiting = asyncio.ensure_future(control.pin(1, 1))
@@ -189,7 +189,7 @@ async def test_the_controller_gets_one_answer_for_each_version_that_all_engines_
             await commit_step(control, version)
 
 
-async def test_an_engine_that_left_or_fell_silent_is_not_waited_for_and_one_that_beats_again_is():
+async def test_served_ignores_engines_that_left_or_are_silent_until_their_next_heartbeat():
     async with running(groups_per_step=1, max_lag=4, heartbeat_s=0.1) as run:
         control, leaver, hung, worker = (run.client() for _ in range(4))
         await control.offer(bare_offer(0))
@@ -204,7 +204,7 @@ async def test_an_engine_that_left_or_fell_silent_is_not_waited_for_and_one_that
             await leaver.close()
             assert (await asyncio.wait_for(waiting, 5))[0] == 1
         async with asyncio.timeout(20):
-            while (await control.served(-1, 2))[0] != 0:  # until the next heartbeat has arrived
+            while (await control.served(-1, 2))[0] != 0:  # waits until the next heartbeat has arrived
                 pass
 
 
@@ -233,7 +233,7 @@ async def test_waiting_for_weights_outlasts_the_servers_period_of_waiting():
         assert await asyncio.wait_for(waiting[1], 5) == (0, 0.25)
 
 
-async def test_what_is_no_offer_no_version_and_no_time_is_refused():
+async def test_invalid_offers_pins_versions_and_load_times_are_refused():
     async with running() as run:
         client = run.client()
         with pytest.raises(VersionTooNew):

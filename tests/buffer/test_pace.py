@@ -108,10 +108,7 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
 
 
 def count_hand_overs(monkeypatch) -> Counter:
-    """Return a counter: for each group, how often the buffer asks a worker to hand it over.
-
-    It counts from this call on.
-    """
+    """Return a counter by group: how often the buffer asks a worker to hand over the group, from now on."""
     asked: Counter = Counter()
     push = Replies.push
 
@@ -167,7 +164,7 @@ def test_no_group_changes_hands_more_than_twice_however_engines_change(monkeypat
     assert 0 < max(asked.values()) <= MOST_CHANGES
 
 
-def test_a_group_of_an_engine_that_hangs_is_asked_for_though_no_message_comes(monkeypatch):
+def test_hand_overs_are_requested_from_a_hanging_engine_even_if_no_message_arrives(monkeypatch):
     fleet = SimulatedFleet([FAST, lambda now: FAST if now < 5 else 1e-3], groups_per_step=8, max_lag=1)
     asked = count_hand_overs(monkeypatch)
     fleet.rate(20.0, warm_up_s=0.1)
@@ -342,7 +339,7 @@ class Workers:
 
 @settings(max_examples=60, deadline=None)
 @given(max_lag=st.integers(0, 3), data=st.data())
-async def test_whoever_may_begin_a_group_by_the_rule_begins_it(max_lag: int, data: st.DataObject) -> None:
+async def test_workers_that_may_begin_a_group_do_not_wait_for_a_lease(max_lag: int, data: st.DataObject) -> None:
     """Workers act at random. There must be no deadlock."""
     of = Workers(max_lag)
     for _ in range(data.draw(st.integers(5, 60))):

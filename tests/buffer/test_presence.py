@@ -76,8 +76,8 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            # If the worker that left was granted the group, this call waits until the server treats that worker as
-            # silent.
+            # If the server granted the group to the worker that left, this call waits.
+            # It returns when the server declares that worker silent.
             [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:
@@ -159,7 +159,7 @@ async def test_jumps_of_the_wall_clock_expire_nothing_and_stop_nothing(monkeypat
         assert lost.attempt == 0
 
 
-def test_whoever_got_less_is_served_first_and_an_absence_is_not_paid_back():
+def test_a_fair_queue_prefers_clients_with_fewer_turns_and_gives_no_credit_for_absence():
     turns = FairQueue()
     for client in (b"a", b"b", b"a"):
         turns.take(client)
@@ -266,7 +266,7 @@ async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its
             assert await control.bury(name, known) == expected
 
 
-async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_counts_as_lost_alone(
+async def test_a_put_that_is_written_while_its_worker_is_buried_counts_only_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The server receives the put before the worker is declared dead, and processes it afterwards."""
@@ -297,7 +297,7 @@ async def test_a_put_that_the_journal_still_writes_when_its_worker_is_buried_cou
         assert (await control.stats()).tokens_dropped == {"lost": 100_000}
 
 
-async def test_a_lease_whose_prefix_gave_way_before_it_was_sent_begins_afresh_in_the_account():
+async def test_a_lease_that_loses_its_prefix_before_the_answer_begins_without_a_prefix():
     """The server loses the saved prefix after it grants the lease and before it sends the answer."""
     async with running(groups_per_step=4, max_lag=2) as run:
         first, second = run.client(), run.client()

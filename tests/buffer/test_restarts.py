@@ -140,7 +140,7 @@ async def test_an_engine_that_was_lost_before_a_restart_takes_no_place_of_a_pinn
         assert await asyncio.wait_for(pinning, 5) == {"v"}
 
 
-async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_later_attempt(tmp_path: Path):
+async def test_a_late_message_about_a_lease_before_a_restart_does_not_affect_a_later_attempt(tmp_path: Path):
     """Copies of a request and of its cancellation arrive after the group was leased to another worker."""
     server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)
     script, other = Script(server), b"other"
@@ -158,7 +158,7 @@ async def test_a_late_message_about_a_lease_of_the_server_before_touches_no_late
     server.close()
 
 
-async def test_a_request_that_was_held_by_the_server_before_is_due_as_if_it_were_new(tmp_path: Path):
+async def test_a_request_held_before_a_server_restart_gets_its_full_deadline_again(tmp_path: Path):
     options = {"durability": Durability.disk, "directory": str(tmp_path), "request_timeout_s": 60.0}
     async with running(**options) as run:
         client = AnyRole(run.server.address, request_timeout_s=1.4)
@@ -193,7 +193,7 @@ def kill(server: BufferSupervisor, number: int = signal.SIGKILL) -> None:
     process.send_signal(number)
 
 
-async def test_a_run_starts_its_server_again_as_often_as_it_may_and_then_ends_by_name(tmp_path: Path):
+async def test_a_buffer_server_is_restarted_buffer_restarts_times_and_then_the_run_ends(tmp_path: Path):
     said: asyncio.Queue[str] = asyncio.Queue()
     with supervised(tmp_path, said, restarts=1) as server:
         watching = asyncio.ensure_future(keep_up(server))

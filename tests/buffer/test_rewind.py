@@ -133,7 +133,7 @@ def test_whenever_the_learner_goes_back_the_account_balances_and_no_attempt_come
         if name == "rewind":
             life.check()
     life.rewind(0)
-    for _ in range(100):  # trains every prompt, some of them a second time
+    for _ in range(100):  # every prompt is trained, some prompts a second time
         life.lease(2 * SIZE)
         life.put(2 * SIZE)
         life.step(plans_ahead=False)
@@ -268,7 +268,7 @@ async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_of
         assert stats.tokens_dropped == {"rewound": 15}, "a batch that was trained on, and a late report"
 
 
-async def test_a_request_for_leases_that_waits_is_of_the_new_weights_when_its_engine_has_them():
+async def test_a_waiting_request_for_leases_gets_the_version_that_its_engine_loads_meanwhile():
     async with running(groups_per_step=1, max_lag=4) as run:
         control, worker, new = run.client(), run.client(), run.client(incarnation=1)
         await control.enqueue([prompt(0)])

@@ -100,7 +100,7 @@ def test_a_group_that_just_fits_may_begin():
     assert not ledger.room.has_room()
 
 
-def test_a_full_store_with_a_batch_that_nobody_has_planned_yet_lets_no_group_begin():
+def test_no_group_begins_while_an_unplanned_batch_fills_the_store():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
     ledger.enqueue(range(4))
     for lease in ledger.lease(0, 2):
@@ -161,7 +161,7 @@ def test_a_group_without_bytes_goes_to_the_emptiest_store_too():
     assert [ledger.reserve(first, 400).store, ledger.reserve(second, 0).store] == [0, 1]
 
 
-def test_what_is_reserved_is_known_by_its_store():
+def test_reservations_are_listed_by_store():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000, num_stores=2)
     ledger.enqueue(range(3))
     leases = ledger.lease(0, 3)
@@ -191,7 +191,7 @@ def test_no_more_gives_way_than_a_group_needs():
     assert [group.group_id for group in ledger.groups if group.prefix_bytes] == [0]
 
 
-def test_a_stored_group_that_is_due_as_soon_as_another_does_not_give_way_to_it():
+def test_a_stored_group_is_not_evicted_for_a_group_with_the_same_deadline():
     ledger = DrivenLedger(StalenessRule(max_lag=1, groups_per_step=2), max_bytes=1000)
     ledger.enqueue(range(2))
     first, second = ledger.lease(0, 2)

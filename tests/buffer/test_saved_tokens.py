@@ -1,4 +1,4 @@
-"""A short run of the benchmark that measures how many saved tokens of dead workers are continued by others."""
+"""A short run of the benchmark that measures how many saved tokens of dead workers are continued."""
 
 import pytest
 

@@ -52,7 +52,7 @@ from tests.support.stranger import NOBODY, as_stranger, refusals
 CONTROLLER, ROLLOUT = BufferRole.controller, BufferRole.rollout
 
 
-async def test_with_keys_the_run_goes_on_as_without(tmp_path: Path):
+async def test_clients_with_keys_lease_put_plan_and_fetch(tmp_path: Path):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         control, worker = (run.client(keys=client_keys(tmp_path, role)) for role in (CONTROLLER, ROLLOUT))
@@ -85,7 +85,7 @@ async def test_a_server_makes_the_keys_where_there_are_none_and_says_how_to_reac
     assert (tmp_path / "keys" / "rollout.json").stat().st_mode & 0o777 == 0o600
 
 
-async def test_a_role_is_refused_what_is_not_its_work(tmp_path: Path):
+async def test_a_role_may_not_make_the_calls_of_another_role(tmp_path: Path):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
         worker, control, inspector, rank = (
@@ -283,7 +283,7 @@ async def test_without_keys_no_port_is_bound(host: str):
         BufferServer(BufferConfig(host=host, advertised_host="10.1.2.3"), groups_per_step=1)
 
 
-def test_a_server_of_every_address_says_by_which_it_is_reached():
+def test_a_server_that_listens_on_all_addresses_needs_an_advertised_host():
     with pytest.raises(ValueError, match=r"connect to buffer.host=0.0.0.0; set buffer.advertised_host"):
         BufferConfig(host="0.0.0.0")
 

@@ -247,7 +247,7 @@ async def test_errors_reach_the_client_by_their_names():
             await client.commit(0)
 
 
-async def test_a_call_to_nobody_ends_at_its_deadline_and_names_the_call_and_the_address():
+async def test_a_call_without_a_server_ends_at_its_deadline_and_names_call_and_address():
     client = AnyRole("tcp://127.0.0.1:1", request_timeout_s=0.2)
     with pytest.raises(DeadlineError, match=r"buffer.stats: no answer from tcp://127.0.0.1:1 within 0.2 s"):
         await client.stats()
@@ -304,7 +304,7 @@ async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_w
         [lease] = await worker.lease(0, 1)
         await worker.put(rollout(lease))
         [lease] = await worker.lease(0, 1)
-        # waits for free bytes, but only the consumption of a batch could free them
+        # the put waits for free bytes, and only a consumed batch frees bytes
         put = asyncio.ensure_future(worker.put(rollout(lease)))
         with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
             await asyncio.wait_for(plan, 30)

@@ -35,7 +35,7 @@ ENDED = ("ok", "LeaseExpired", "VersionTooOld", "UnknownGroup")
 
 @dataclass(kw_only=True, eq=False)
 class HeldGroup:
-    """A lease of a worker, and the tokens that it writes.
+    """A lease of a worker, and the tokens that the worker writes under the lease.
 
     Attributes:
         num_inherited: Tokens of the prefix that the attempt continues.
@@ -379,7 +379,7 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """Count the tokens of each trained group once. With ``is_reuse``, count them once per use after the first."""
+        """Count the tokens of each trained group once. With ``is_reuse``, count them once per use except the first."""
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 

@@ -102,7 +102,7 @@ async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_t
                 await of.control.stats()
 
 
-async def test_a_full_store_sends_what_its_host_makes_next_to_another():
+async def test_a_group_goes_to_another_store_if_the_store_of_its_host_is_full():
     async with hosts("a", "b", max_stored_bytes=1500, max_lag=1) as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(i) for i in range(2)])
@@ -159,7 +159,7 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         assert (await of.control.commit(0)).tokens_trained == 10, "a batch that its ranks have already counts"
 
 
-async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_from_what_is_generated_again():
+async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_other_groups():
     async with hosts("a", "b", max_lag=2) as of:
         a, b = of.worker("a"), of.worker("b")
         await of.control.enqueue([prompt(i) for i in range(6)])
@@ -213,7 +213,7 @@ async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 10}
 
 
-async def test_a_put_whose_store_is_gone_on_the_way_goes_to_another():
+async def test_a_put_goes_to_another_store_if_its_store_is_dropped_during_the_transfer():
     async with hosts("a", "b") as of:
         a = of.worker("a", request_timeout_s=0.5)
         await of.control.enqueue([prompt(0)])
@@ -264,7 +264,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
             if num_sent == 1:
                 assert reserved_in(0) == [(0, 0)]
                 of.restart("a")
-                while reserved_in(0):  # until the store has said that it is empty
+                while reserved_in(0):  # waits until the store has reported that it is empty
                     await of.control.stats()
 
         hold_payloads(a, monkeypatch, after=restart_once)
@@ -367,7 +367,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         if end == "buried":
             await of.control.bury(await a.enter())
         elif end == "silent":
-            await a.connection.close()  # without the message that a worker sends when it leaves
+            await a.connection.close()  # a worker that leaves normally would send a message
         elif end == "released":
             await a.release(lease, num_tokens=50, reason="failed")
         elif end == "too old":
@@ -415,7 +415,7 @@ async def test_a_store_keeps_no_payload_that_comes_after_its_attempt_ended():
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
 
 
-async def test_a_store_that_was_away_hears_which_attempts_ended_when_it_is_reached(monkeypatch, tmp_path: Path):
+async def test_a_restarted_store_learns_which_attempts_have_ended(monkeypatch, tmp_path: Path):
     reconcile, post, answered = StoreLinks.reconcile, ClientSocket.post, []
 
     async def noted(*arguments) -> tuple[int, ...]:
@@ -473,7 +473,7 @@ async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attemp
         assert (await of.held_by("a"))[0] == {1}
 
 
-async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them(monkeypatch):
+async def test_a_fetch_refuses_a_payload_that_was_changed_after_its_digest_was_computed(monkeypatch):
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])

@@ -210,7 +210,7 @@ def pid_listening_at(address: str) -> int:
     return next(c.pid for c in psutil.net_connections("unix") if c.laddr == path and c.pid is not None)
 
 
-async def test_what_becomes_of_a_put_for_a_finished_group_is_the_ledgers_to_say():
+async def test_the_ledger_acknowledges_repeated_and_refuses_late_puts_for_a_trained_group():
     async with running(groups_per_step=1, lease_s=0.8, num_store_servers=1) as run:
         late, other = run.client(), run.client()
         await late.enqueue([prompt(0)])
@@ -227,7 +227,7 @@ async def test_what_becomes_of_a_put_for_a_finished_group_is_the_ledgers_to_say(
         assert stats.stored_bytes == 0
 
 
-async def test_a_store_of_another_epoch_begins_empty_and_of_its_own_with_what_it_held(tmp_path: Path):
+async def test_a_restarted_store_has_the_payloads_of_its_own_epoch_and_no_others(tmp_path: Path):
     config = BufferConfig(durability=Durability.disk, directory=str(tmp_path), epoch="first")
     held = {"first": b"of the first life", "second": b"of the second life"}
     for epoch, payload in held.items():

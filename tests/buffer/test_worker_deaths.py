@@ -71,7 +71,7 @@ def test_a_group_that_was_finished_after_a_death_is_no_suspect_any_more():
     assert first.group_id in of.groups
 
 
-def test_what_was_written_of_a_dropped_group_is_counted_whoever_reports_it_late():
+def test_tokens_of_a_dropped_group_are_counted_once_and_its_late_put_is_refused():
     of = ledger(1, max_deaths=1)
     [lease] = of.lease(0, 1, owner=b"a")
     of.save(lease, Progress(num_tokens=3, oldest_version=0, newest_version=0))
@@ -91,7 +91,7 @@ def test_without_a_limit_no_death_drops_anything():
     assert of.groups.num_queued == 1
 
 
-async def test_a_prompt_that_buries_its_workers_is_dropped_and_the_others_are_trained_on():
+async def test_a_prompt_whose_workers_are_buried_is_dropped_and_other_prompts_are_trained():
     async with running(groups_per_step=3, max_worker_deaths=2) as run:
         control = run.client()
         await control.enqueue([prompt(i) for i in range(4)])

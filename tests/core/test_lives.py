@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Part:
-    """A part of which each call of `begin` or `watch` raises the next error of ``script``.
+    """A part with scripted errors: each call of `begin` or `watch` raises the next error of ``script``.
 
-    A call finishes without an error if the next entry is None, or if no entry is left. `end` returns the next of
-    ``pauses``; if no pause is left, it raises the error that it was given.
+    A call finishes without an error if the next entry is None, or if no entry is left. `end` returns the next entry of
+    ``pauses``. If no entry is left, `end` raises its argument.
     """
 
     def __init__(self, script, pauses) -> None:

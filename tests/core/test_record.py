@@ -18,7 +18,7 @@ def written(folder):
 
 @pytest.fixture(autouse=True)
 def stopped():
-    """After each test, stop receipts and stack traces. `record.start` starts both, even if it starts no recorder."""
+    """After each test, stop receipts and stack traces. `record.start` starts both, with or without a recorder."""
     yield
     record.stop()
 

@@ -82,10 +82,10 @@ class Event:
     Attributes:
         kind: ``kill``, ``stall``, ``pair`` (two kills at once), ``stop`` (SIGTERM), ``checkpoint``, ``full`` (disk), or
             ``kill all``.
-        parts: Parts of the run, of which one process each is killed or stalled. For ``stop``, this process is killed
+        parts: Parts of the run. One process of each part is killed or stalled. For ``stop``, the process is killed
             while the run stops.
-        share: A number in [0, 1). It selects this process: if the part has n processes, the one at index
-            ``int(share * n)``.
+        share: A number in [0, 1) that selects the process of a part. If the part has n processes, the index of the
+            process is ``int(share * n)``.
         in_training: Whether the pause begins with the first step of the life. Otherwise the pause begins at once.
         pause_s: Pause before the event.
         length_s: Seconds that a stall or a full disk lasts, or seconds from SIGTERM to the kill.
@@ -175,7 +175,7 @@ class Lineage:
         self._events = drawn_events(self.seed)
         self._engines = random.Random(self.seed + 1)
         self._options = [*OPTIONS, f"buffer.directory={self.disk / 'journal'}"]
-        if self.seed % 2:  # all lives share a folder of checkpoints; otherwise each has its own
+        if self.seed % 2:  # for odd seeds, all lives share a folder of checkpoints
             self._options.append(f"checkpoint.directory={self.disk / 'checkpoints'}")
         self._command = [*self._options, "checkpoint.resume=never"]
         self._newest_step, self._step_s = -1, time.monotonic()

@@ -45,7 +45,7 @@ pytestmark = [
         pytest.param(SEED, DURATION_S, SGLANG_SHARE, id="an_hour"),
     ],
 )
-def test_whatever_happens_to_the_lives_of_a_run_its_account_and_its_prompts_are_right(
+def test_account_and_prompts_of_a_run_are_correct_after_random_faults_in_many_lives(
     start, tmp_path, seed, duration_s, sglang_share
 ):
     began_s = time.monotonic()

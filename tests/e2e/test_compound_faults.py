@@ -55,7 +55,7 @@ def test_a_process_that_stands_still_for_five_seconds_costs_nothing_but_time(sta
     assert " is back after " not in run.output
 
 
-def test_a_batch_that_is_lost_between_its_plan_and_its_fetch_is_planned_anew_and_costs_no_learner(start):
+def test_a_batch_lost_between_plan_and_fetch_is_planned_again_without_a_learner_restart(start):
     in_memory = [option for option in OPTIONS if "durability" not in option]
     run = start(*in_memory, "buffer.stores_on=hosts", "buffer.restarts=100")
     run.wait_for_line(STARTED)
@@ -107,7 +107,7 @@ def strike_together(run: RunningTraining, *parts: str) -> None:
     run.goes_on(f"{' and '.join(parts)} died", before=before)
 
 
-def test_a_run_is_right_whatever_dies_or_hangs_when(start, tmp_path):
+def test_a_run_is_correct_after_random_kills_and_stalls_of_any_part(start, tmp_path):
     num_faults, steps_between, first = 20, 5, 5
     # extra steps, because the run may make more steps between two faults than planned
     num_steps = first + num_faults * steps_between + 100
@@ -143,7 +143,7 @@ def test_a_run_is_right_whatever_dies_or_hangs_when(start, tmp_path):
     assert_it_ends_right(run, num_steps=num_steps, timeout_s=RECOVERY_TIMEOUT_S)
 
 
-def test_a_run_outlives_whatever_the_network_answers_in_the_place_of_its_server(start):
+def test_a_run_survives_any_http_answer_that_replaces_an_answer_of_its_server(start):
     proxy, num_steps = ServerProxy(), 60
     restarts = ["rollout_fleet.restarts=20", "rollout_fleet.restart_backoff_s=0.2", "rollout_fleet.silence_timeout_s=4"]
     run = start(*CHECKED, f"total_steps={num_steps}", proxy.option, "rollout_fleet.load_timeout_s=15", *restarts)

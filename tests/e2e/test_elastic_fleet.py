@@ -168,7 +168,7 @@ def kill_node(node):
             worker.kill()
 
 
-def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_node_comes(start, tmp_path):
+def test_an_engine_of_a_dead_node_starts_again_on_the_next_node_that_joins(start, tmp_path):
     steps = 1000
     with cluster() as nodes:
         run = start(
@@ -181,7 +181,7 @@ def test_a_node_brings_an_engine_and_dies_and_the_engine_goes_on_where_another_n
             "placement.engines_per_node=1",
             "buffer.host=127.0.0.1",
             "buffer.advertised_host=127.0.0.1",
-            "buffer.stores_on=ledger",  # otherwise the store of the dying node would take groups of a batch with it
+            "buffer.stores_on=ledger",  # a store on the dying node would lose groups of a batch
             "weights.transport=file",
             f"weights.directory={tmp_path / 'weights'}",
             *OPTIONS,

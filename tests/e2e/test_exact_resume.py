@@ -58,7 +58,7 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
         ended.wait_for_line("step 1/", 900)
         ended.wait_for_step(4)
         begin_s, end_s = (ended.records[step]["time_s"] for step in (1, 3))
-        # at most the time of two steps, so the run has not made all steps yet
+        # the pause is at most as long as two steps, so the run still has steps to make
         time.sleep(moments.uniform(0.0, end_s - begin_s))
         ended.remember_family()
         if number is signal.SIGTERM:

@@ -76,7 +76,7 @@ def inspect(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def test_its_buffer_is_shown_to_the_holder_of_a_key_only(run):
+def test_inspect_shows_the_buffer_of_a_run_only_with_a_key(run):
     shown = inspect(*run.inspector, "--json")
     assert shown.returncode == 0, shown.stderr
     report = json.loads(shown.stdout)
@@ -89,7 +89,7 @@ def test_its_buffer_is_shown_to_the_holder_of_a_key_only(run):
     assert {path.stat().st_mode & 0o777 for path in keys.iterdir()} == {0o600}
 
 
-def test_it_trains_with_the_users_own_functions(run):
+def test_a_run_trains_with_the_users_reward_loss_and_advantage(run):
     assert run.records
     assert "warm start" not in run.output, "there is none"
     for record in run.records:
@@ -100,13 +100,13 @@ def test_it_trains_with_the_users_own_functions(run):
         assert record["learner.behavior_kl"] >= -1e-6
 
 
-def test_its_logs_do_not_begin_with_what_torchvision_lacks(run):
+def test_logs_of_a_run_have_no_warning_about_torchvisions_image_extension(run):
     logs = {path.name: path.read_text() for path in (run.run_dir / "logs").glob("*.log")}
     assert {"controller.log", "learner-0.log", "rollout-0.log"} <= logs.keys()
     assert [name for name, text in logs.items() if "Failed to load image Python extension" in text] == []
 
 
-def test_its_buffer_is_killed_and_started_again_and_training_goes_on(run):
+def test_training_continues_after_the_buffer_server_is_killed_and_restarted(run):
     os.kill(run.pid_at("buffer.server --groups-per-step 4"), signal.SIGKILL)
     line = run.wait_for_line("it was started again at", timeout_s=60)
     assert "died with status -9" in line
@@ -118,7 +118,7 @@ def test_its_buffer_is_killed_and_started_again_and_training_goes_on(run):
     assert report["stats"]["tokens_dropped"] == {}, "no lease was lost"
 
 
-def test_its_keys_are_replaced_and_training_goes_on(run):
+def test_training_continues_after_the_keys_of_a_run_are_replaced(run):
     keys = run.output_dir.parent / "keys"
     before = {path.name: path.read_text() for path in keys.iterdir()}
     command = [sys.executable, "-m", "asyncrl", "keys", str(run.run_dir)]
@@ -132,7 +132,7 @@ def test_its_keys_are_replaced_and_training_goes_on(run):
     assert report["stats"]["tokens_dropped"] == {}, "no lease was lost"
 
 
-def test_its_supervisors_death_ends_all_of_it_and_leaves_nothing(run):
+def test_a_run_ends_and_leaves_nothing_when_its_supervisor_is_killed(run):
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())
     os.kill(run.process.pid, signal.SIGKILL)

@@ -52,7 +52,7 @@ def saved_version(run_dir):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
-def test_a_run_goes_on_where_the_newest_checkpoint_of_an_ended_one_stands(start, tmp_path, number):
+def test_a_run_continues_from_the_newest_checkpoint_of_an_ended_run(start, tmp_path, number):
     ended = start(*OPTIONS, "total_steps=100000", "learner.restarts=0")
     ended.wait_for_line("step 1/")
     while saved_version(ended.run_dir) < 6:  # waits for the third checkpoint

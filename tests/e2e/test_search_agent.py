@@ -1,7 +1,7 @@
 """The search agent trains on SGLang while its process, its engine and its rollout worker are killed in mid-episode.
 
-The policy is random and calls tools by chance. If its tokens are decoded and the text is encoded again, the result is
-seldom the same tokens. Some answers are lost on the way to the agent, so the unmodified client repeats these requests.
+The policy is random and calls tools by chance. If sampled tokens are decoded and the text is encoded again, the result
+is seldom the same tokens. Some answers are lost on the way to the agent, so the unmodified client repeats the requests.
 """
 
 import json
@@ -235,7 +235,7 @@ class Replay:
 
 @pytest.fixture(scope="module")
 def replays(run, rows, answers):
-    """Return the episodes that began again. Groups with an episode whose saved turns were all too old are left out.
+    """Return the episodes that began again. If all saved turns of an episode were too old, its group is left out.
 
     The ledger counts the tokens of such turns as ``stale_prefix``.
     """

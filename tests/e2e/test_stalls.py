@@ -63,7 +63,9 @@ PHASES: dict[str, Callable[[RunningTraining], object]] = {
 @pytest.mark.parametrize("stall_s", STALLS_S)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("phase", PHASES)
-def test_nothing_stands_still_after_a_process_that_stood_still(start, tmp_path, phase, part, stall_s):
+def test_a_run_continues_or_names_the_part_after_a_process_was_stopped_in_any_phase(
+    start, tmp_path, phase, part, stall_s
+):
     run = start(
         f"total_steps={STEPS}",
         f"rollout_fleet.engine={ENGINE}",

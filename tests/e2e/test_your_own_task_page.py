@@ -21,7 +21,7 @@ def blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
 
 
-def test_the_reward_of_the_page_is_the_files():
+def test_the_reward_on_the_page_equals_the_reward_in_the_file():
     function = Registry("rollout_fleet.reward").get(f"{EXAMPLE / 'sorting_reward.py'}:leading_numbers")
     code = re.sub(r'    """.*?"""\n', "", inspect.getsource(function), flags=re.DOTALL)
     assert blocks("python")[0] == code
@@ -32,7 +32,7 @@ def test_the_reward_of_the_page_is_the_files():
 def test_every_command_of_the_page_works_in_an_empty_folder(tmp_path):
     shutil.copytree(EXAMPLE, tmp_path / "my_task")
     environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
-    _, _, *commands = [command.strip() for command in blocks("bash")]  # without the setup and the copy of the example
+    _, _, *commands = [command.strip() for command in blocks("bash")]  # skips the setup and the copy of the example
     assert [command.split()[:2] for command in commands] == [
         ["python", "make_task.py"],
         ["asyncrl", "sft"],

@@ -24,7 +24,7 @@ MODULES = {FA4: "flash_attn/cute/__init__.py", FA3: "flash_attn_interface.py", F
 WHEEL = os.environ.get("FLASH_ATTN_4_WHEEL", "")
 """The wheel of flash-attn-4, if a developer has downloaded it: pip download --no-deps --pre flash-attn-4."""
 
-# A CPU kernel with the interface of flash-attn. The placeholders in braces add errors to it.
+# A CPU kernel with the interface of flash-attn. The placeholders in braces add errors to the kernel.
 FLASH_ATTN = """
 import torch
 import torch.nn.functional as F

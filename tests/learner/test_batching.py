@@ -82,7 +82,7 @@ def test_a_thousand_ranks_share_eight_thousand_sequences_within_seconds():
     plan = long_tailed_plan(1024, 8, seed=0)
     start = time.process_time()
     table = loads(plan, split(plan, 1024))
-    assert time.process_time() - start < 10.0  # took 0.6 s on a developer's machine
+    assert time.process_time() - start < 10.0  # this takes 0.6 s on a developer's machine
     assert table.max() <= max(1.05 * table.mean(), largest_sample(plan))
 
 

@@ -89,8 +89,8 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     losses = []
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
-        # In GSPO-token (arXiv 2507.18071, equation 13), the value is the trajectory's ratio. The gradient is that of
-        # the token's log-prob.
+        # In GSPO-token (arXiv 2507.18071, equation 13), the value is the trajectory's ratio.
+        # The gradient is that of the token's log-prob.
         ratio = (mean + own - own.detach()).exp()
         clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())
@@ -123,8 +123,8 @@ def test_the_sequence_weight_covers_the_whole_trajectory(model_path):
 )
 def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajectories(algorithm, model_path):
     trainer = Trainer(replace(CONFIG, max_tokens_per_micro_batch=10), model_path=model_path, total_updates=1)
-    # The branches have 9, 8 and 5 tokens. The second branch shares 6 tokens with the first. It does not share the token
-    # that predicts its first loss token.
+    # The branches have 9, 8 and 5 tokens. The second branch shares 6 tokens with the first branch.
+    # The second branch does not share the token that predicts its first loss token.
     with pytest.raises(ValueError, match=r"max_tokens_per_micro_batch.*3 branches.*got 10 for 16 tokens"):
         policy_step(trainer, algorithm).run(with_advantages(group_sequences(GROUP)))
 

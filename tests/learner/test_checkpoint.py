@@ -182,7 +182,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, t
 def test_a_background_save_completes_without_another_call(checkpointer, tmp_path):
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     deadline = time.monotonic() + 30
-    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # only the writing thread works
+    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # the writing thread works meanwhile
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newest == tmp_path / "c" / "v00000003"
@@ -215,7 +215,7 @@ def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(c
 
 
 def test_a_command_that_reads_the_folder_does_not_stop_a_save_of_an_existing_version(tmp_path, monkeypatch):
-    """The reader finds the folder in the moment in which no checkpoint has the final name."""
+    """During the save, there is a moment without a checkpoint of the final name. The command reads at this moment."""
     final = tmp_path / "v00000004"
     rename = Path.rename
 

@@ -185,8 +185,9 @@ def test_the_value_loss_is_clipped_as_worked_by_hand():
     values = torch.tensor([1.0, 0.1, 1.0, -3.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
     loss, clipped = value_loss(values, old, returns, clip=0.2)
-    # The larger of the clipped and the unclipped squared error counts. The first value is clipped, since (1 - 2)² is
-    # less than (0.2 - 2)². The next two values are inside the interval. The last value has (-3 - 1)² > (-0.2 - 1)².
+    # The loss uses the larger one of the clipped and the unclipped squared error.
+    # The first value is clipped, since (1 - 2)² is less than (0.2 - 2)². The next two values are inside the interval.
+    # The last value is not clipped, since (-3 - 1)² is more than (-0.2 - 1)².
     torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
     assert clipped.tolist() == [True, False, False, False]
     loss.sum().backward()

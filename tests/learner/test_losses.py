@@ -26,7 +26,7 @@ def gradient(terms: LossTerms, of: LossInputs) -> Tensor:
 
 
 def test_ppo_clips_only_ratios_outside_the_bounds():
-    # One ratio is inside the bounds. Two are above them and two below, each with an advantage of either sign.
+    # One ratio is inside the bounds, two are above, and two are below. Each pair has advantages of both signs.
     given = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 1.0, -1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert terms.per_token.tolist() == pytest.approx([-2.2, -1.3, 1.5, 0.8, -0.5], abs=1e-6)
@@ -97,7 +97,7 @@ def test_reinforce_is_minus_advantage_times_log_prob():
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
 def test_the_ratio_of_a_loss_uses_the_anchor(name):
     given = inputs([3.0, 3.0], [1.0, 1.0])
-    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # so policy / proximal is 1.5
+    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # policy / proximal is 1.5
     given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
     for anchor, ratio in ((Anchor.behavior, 3.0), (Anchor.proximal, 1.5)):
         terms = LOSSES.get(name)(given, AlgorithmConfig(clip_high=9.0, anchor=anchor))

@@ -64,7 +64,7 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 def seen() -> list[dict[str, np.ndarray]]:
     """Return the inputs that the loss got.
 
-    The registry imports this file under another name, so that module has its own list.
+    The registry imports this file under another name, so the loss writes to the list of the imported module.
     """
     imported = LOSSES.get(f"{__file__}:watching").__globals__["SEEN"]
     imported.clear()

@@ -145,7 +145,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches():
     """
     sequences = grouped(10, 400, [40] * 8)
     batches = Packer(max_tokens=1600, share_prompts=True).pack(sequences)
-    # The last prompt token predicts the first answer token, so each sample has its own copy of it.
+    # The last prompt token predicts the first answer token, so each sample has its own copy of this token.
     assert sum(len(batch.input_ids) for batch in batches) <= 1.1 * 10 * (399 + 8 * 41)
     assert len(batches) <= 6
     without = Packer(max_tokens=1600).pack(sequences)
@@ -154,7 +154,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches():
 
 def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
     batches = Packer(max_tokens=1000, share_prompts=True).pack(grouped(1, 600, [60] * 16))
-    assert len(batches) == 3  # each of the three has 599 prompt tokens and up to 6 samples of 61 tokens
+    assert len(batches) == 3  # each micro-batch has 599 prompt tokens and up to 6 samples of 61 tokens
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 

@@ -91,8 +91,8 @@ def assert_same(left: list, right: list) -> None:
     for case, (metrics, weights, _), (want_metrics, want_weights, _) in zip(CASES, left, right, strict=False):
         for got, want in zip(metrics, want_metrics, strict=True):
             for name in want.keys() - {"num_micro_batches"}:
-                # The loss is a sum of terms up to +-1000 that cancel. Rounding errors are relative to these terms, not
-                # to the sum.
+                # The loss is a sum of terms up to +-1000 that cancel.
+                # Rounding errors are relative to these terms, not to the sum.
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (case, name)
         assert_weights_equal(weights, want_weights, atol=2e-5)
 

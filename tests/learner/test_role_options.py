@@ -54,7 +54,7 @@ NUM_GROUPS = 5
 def group(group_id: int) -> TrajectoryGroup:
     """Return a group of samples of very different lengths.
 
-    So the share of one of two ranks is not the union of the shares of two of four ranks.
+    So a share of a division over two ranks is not the union of two shares of a division over four ranks.
     """
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)

@@ -185,11 +185,12 @@ def test_a_trajectory_with_several_turns_of_an_index_counts_once():
     forked = tree(0.0, {3: 3.0, 4: 1.0, 8: 2.0})
     group = [forked, chain([0.0, 5.0])]
     got = estimated([group], advantage="turn_grpo_no_std")
-    second = (2.0 + 5.0) / 2  # the first trajectory's three turns have mean 2, the second's has 5
+    second = (2.0 + 5.0) / 2  # the mean of the first trajectory's turns is 2
     assert [got[0, 0, turn][0] for turn in (3, 4, 8)] == pytest.approx([3 - second, 1 - second, 2 - second])
     assert got[0, 1, 3][0] == pytest.approx(5 - second)
-    # Turns 1 and 6 are the first sampled turns of the first trajectory. The return of turn 1 is 2, the mean of its
-    # branches' rewards 3 and 1. The return of turn 6 is 2, the reward of turn 8. The second trajectory's return is 5.
+    # Turns 1 and 6 are the first sampled turns of the first trajectory.
+    # The return of turn 1 is 2, the mean of the rewards 3 and 1 of its two branches.
+    # The return of turn 6 is 2, the reward of turn 8. The return of the second trajectory is 5.
     first = (2.0 + 5.0) / 2
     assert [got[0, 0, turn][0] for turn in (1, 6)] == pytest.approx([2 - first] * 2)
     deviation = (((3 - second) ** 2 + (1 - second) ** 2 + (2 - second) ** 2) / 3 + (5 - second) ** 2) ** 0.5

@@ -25,7 +25,7 @@ CONFIG = LearnerConfig(device=Device.cpu, skip_selftest="compares weights")
 def loaded(model_path: str, num_ranks: int = 1, lora_rank: int = 0) -> tuple[dict[str, np.ndarray], int]:
     """Return the whole weights by name, and the number of bytes that this rank read."""
     fsdp.MIN_UNIT_NUMEL = 1
-    weight_files.BLOCK_BYTES = 300  # so that each block has only a few rows
+    weight_files.BLOCK_BYTES = 300  # gives each block only a few rows
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
     try:

@@ -35,7 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Record this process as the worker of an engine. The returned function stops the recording and reads it."""
+    """Record this process as the worker of an engine. The returned function stops and returns the record."""
     record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="engine-0", pool=Pool.fleet)
 
     def load() -> Trace:

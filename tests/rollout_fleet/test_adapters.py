@@ -243,7 +243,7 @@ if mode == "fail":
     ],
 )
 async def test_a_program_is_an_agent_and_what_it_prints_is_never_its_reward(tmp_path, mode, outcome):
-    """Coding agents print the policy's answer, so a printed reward would be the policy's own."""
+    """Coding agents print the policy's answer. If a printed number counted, the policy could choose its reward."""
     (tmp_path / "agent.py").write_text(AGENT)
     command = shlex.join([sys.executable, f"{tmp_path}/agent.py", mode])
     assert (await play("command", {"command": command}, prompt=make_prompt(ground_truth="HELLO")))[0] == outcome

@@ -368,7 +368,7 @@ async def test_an_overflow_is_a_context_that_is_too_long(talk):
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_a_client_that_vanishes_and_asks_again_gets_its_turn(talk, endpoint):
+async def test_a_client_that_disconnects_and_repeats_its_request_gets_the_same_turn(talk, endpoint):
     talking, client = talk("Warm." + END, "Cold." + END)
     talking.turns.gate.clear()
     asked = asyncio.create_task(client.chat.completions.create(model="policy", messages=[USER]))

@@ -350,7 +350,7 @@ def test_a_single_path_may_use_the_whole_tree():
         episode.sample(parent, [], SamplingConfig(max_new_tokens=4))
 
 
-def test_what_makes_no_sense_is_refused_with_the_name_of_the_episode():
+def test_invalid_calls_of_an_episode_are_refused_by_name():
     episode = Episode("4-0-1", PROMPT_IDS, AMPLE)
     running = episode.sample(PROMPT, [], SamplingConfig(max_new_tokens=4))
     for call, message in (

@@ -294,7 +294,7 @@ async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer)
     assert first.tokens_generated + second.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_tokens_of_another_course_are_dropped_at_the_replay_and_counted(make_buffer):
+async def test_recorded_tokens_that_differ_from_the_new_attempt_are_dropped_and_counted(make_buffer):
     buffer = make_buffer(1)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:

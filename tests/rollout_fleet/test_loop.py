@@ -106,7 +106,7 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
 
 
 async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # as if another turn took the free slot
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # another turn took the free slot
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -182,7 +182,7 @@ async def test_weights_that_have_left_without_newer_ones_end_the_loop_by_name(ma
     assert buffer.held == set()
 
 
-async def test_a_learner_that_starts_again_for_longer_than_a_load_may_take_costs_no_worker(make_buffer, monkeypatch):
+async def test_a_learner_restart_that_takes_longer_than_load_timeout_s_ends_no_worker(make_buffer, monkeypatch):
     buffer = make_buffer(0, groups_per_step=1, max_lag=4)
     await buffer.advance()
     asked: asyncio.Queue[int] = asyncio.Queue()
@@ -510,7 +510,7 @@ async def test_a_device_that_is_released_stays_released(make_buffer):
     assert num_releases == [1]
 
 
-async def test_a_learner_that_starts_again_waits_for_a_load_and_its_engines_load_nothing_of_the_dead_one(make_buffer):
+async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_its_old_offers(make_buffer):
     buffer = make_buffer(20, max_lag=4)
     async with running_loop(buffer, writes(3)) as (loop, engine, run):
         await buffer.stored(2)

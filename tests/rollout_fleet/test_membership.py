@@ -41,7 +41,7 @@ async def test_each_request_gets_its_own_answer_in_whatever_order_they_come():
     assert [(await one).words for one in waiting] == [f"rollout worker {member} has left" for member in range(3)]
 
 
-async def test_an_answer_for_somebody_who_waits_no_more_is_dropped():
+async def test_an_answer_to_a_cancelled_fleet_request_is_dropped():
     desk = FleetDesk()
     waiting = asyncio.create_task(desk.ask(FleetRequest(action=Action.describe)))
     number, _ = await desk.next_request()

@@ -34,7 +34,7 @@ async def test_an_engine_that_finishes_its_step_before_it_loads_does_not_stand_s
     assert recorded().spans_of("pause") == ()
 
 
-async def test_nothing_is_computed_again_where_nothing_runs_or_the_cache_is_kept(recorded):
+async def test_no_re_prefill_is_recorded_if_no_sample_runs_or_the_cache_is_kept(recorded):
     watch = SilenceWatch("engine", timeout_s=10, probe=probe)
     with watch.paused(recomputes=True) as stands_still:
         stands_still()

@@ -130,7 +130,7 @@ def test_shared_memory_of_a_killed_server_is_remembered_from_when_it_was_up(star
     assert started.nothing_is_left()
 
 
-def test_a_guard_that_is_told_of_output_faster_than_it_looks_goes_on(start):
+def test_the_guard_survives_many_output_signals_in_a_row(start):
     started = start()
     for _ in range(2_500):
         os.kill(started.process.pid, signal.SIGUSR1)

@@ -88,7 +88,7 @@ def test_a_renderer_that_does_not_exist_or_fit_is_named(tmp_path, options, messa
 
 
 def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_path):
-    """The templates of DeepSeek do so; those of most other families need an object."""
+    """DeepSeek's templates join the arguments as text. Most other templates need the arguments as an object."""
     call = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}'"""
     renderer = load(tmp_path, "chatml", template=CHATML.replace("call.function | tojson", call))
     assert not any("refused" in verdict for verdict in renderer.self_test().values())
@@ -99,7 +99,7 @@ def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_pat
 
 
 def test_a_template_that_ends_a_whole_conversation_with_a_token_is_continued(tmp_path):
-    """The templates of Phi do so."""
+    """Phi's templates end a whole conversation with a token."""
     renderer = load(tmp_path, "chatml", template=CHATML + "{{- eos_token if not add_generation_prompt }}")
     assert renderer.append_only["a message after an answer"]
     answer = {"role": "assistant", "content": "21"}
@@ -155,7 +155,7 @@ def test_calls_of_a_template_that_the_parser_does_not_read_are_named(tmp_path, c
 
 
 def test_the_parser_that_reads_the_calls_of_a_template_is_found(tmp_path):
-    """The calls have the form of Qwen3.5 in a template that no renderer of the library knows."""
+    """The template writes calls in the form of Qwen3.5, and no renderer of the library knows this template."""
     parameters = "{%- for name in call.function.arguments %}{{- '<parameter=' + name + '>\n' }}"
     parameters += "{{- call.function.arguments[name] + '\n</parameter>\n' }}{%- endfor %}"
     begun = "'\n<function=' + call.function.name + '>\n' }}" + parameters + "{{- '</function>\n'"

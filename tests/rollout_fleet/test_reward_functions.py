@@ -79,7 +79,7 @@ async def test_the_reward_format_matches_the_whole_response():
 
 
 async def test_a_regular_expression_that_takes_for_ever_costs_its_deadline_only():
-    """If the worker itself ran this reward, it would block the loop of all groups."""
+    """If the worker itself ran this reward, the reward would block the loop of all groups."""
     assert "format" in FUNCTIONS_IN_PROCESSES
     config = RolloutFleetConfig(reward="format", reward_options={"format": {"pattern": "(a+)+b"}}, reward_timeout_s=1.0)
     rewards = WeightedRewards(config)
@@ -129,7 +129,7 @@ def test_the_code_of_a_response_is_its_last_fenced_block():
 
 @pytest.mark.parametrize("text", ["```" + "a" * 150_000, "```" * 50_000])
 def test_the_code_of_a_long_line_that_begins_a_block_takes_no_quadratic_time(text):
-    """As a regular expression, this took half a minute: longer than the deadline of a whole prompt."""
+    """A regular expression would take half a minute for this text, longer than the deadline of a whole prompt."""
     assert code_of(text) == text
 
 

@@ -181,7 +181,7 @@ async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_i
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
 
 
-async def test_where_responses_may_fail_the_others_are_scored_whatever_one_does_to_its_process(user_rewards):
+async def test_with_may_fail_only_the_failed_responses_have_no_reward(user_rewards):
     scorer = await user_rewards("by_kind", timeout_s=1.0)
     texts = ["raise", "fine", "exit", "text", "hang", "fine"]
     rewards = await scorer.score(PROMPT, texts, may_fail=True)
@@ -235,7 +235,7 @@ async def test_children_of_a_reward_end_with_its_process(user_rewards, tmp_path,
 def _await_end(pid):
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        while process.status() != psutil.STATUS_ZOMBIE:  # a zombie counts as ended, as perhaps no process waits for it
+        while process.status() != psutil.STATUS_ZOMBIE:  # a zombie has ended, but possibly no process waits for it
             time.sleep(0.05)
 
 

@@ -1,4 +1,4 @@
-"""The examples of docs/rewards.md run, and it names every built-in reward, option and kind of sandbox."""
+"""The examples of docs/rewards.md run, and the page names every built-in reward, option and kind of sandbox."""
 
 import inspect
 import re

@@ -102,7 +102,7 @@ except OSError as error:
     result = await run(kind, code, limits=SandboxLimits(processes=12))
     count, error = map(int, result.stdout.split())
     assert error == errno.EAGAIN
-    # other processes of the user count too, and their number changes
+    # the limit includes other processes of the user, and their number changes
     if kind is SandboxKind.limits and os.geteuid() != 0:
         assert count <= 11 + OTHERS_PROCESSES
     else:
@@ -212,7 +212,7 @@ print(b.recv(100).decode())
 
 
 async def test_a_pair_of_sockets_in_a_sandbox_cannot_send_to_others(kind):
-    """Datagrams of a pair can go to any address, also to abstract ones."""
+    """Outside a sandbox, a socket of a datagram pair can send to any address, including abstract addresses."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(f"\0asyncrl-test-{os.getpid()}")
         server.setblocking(False)

@@ -49,7 +49,7 @@ def test_the_processes_of_a_server_are_forked_on_a_cpu_and_before_there_are_thre
     assert chosen == expected
 
 
-def test_a_scheduler_that_stands_still_sleeps_where_it_has_a_socket():
+def test_a_paused_scheduler_sleeps_if_it_has_an_idle_sleeper():
     naps = []
     rest_while_paused(None, SimpleNamespace(idle_sleeper=SimpleNamespace(maybe_sleep=lambda: naps.append(1))))
     rest_while_paused(None, SimpleNamespace(idle_sleeper=None))

@@ -506,7 +506,7 @@ async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_re
     ],
 )
 async def test_a_call_whose_arguments_are_no_object_is_text(renderers, style, arguments, read):
-    """Clients call a function with the names and values of an object."""
+    """The arguments of a call must be a JSON object with the names and values of the arguments."""
     text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
     talk = Talk(renderers(style), text + "<|im_end|>")
     (answer,) = await talk.chat(USER, tools=[TOOL])

@@ -269,7 +269,7 @@ async def test_aborting_everything_is_one_call(engine, server):
     running.cancel()
 
 
-async def test_aborts_of_some_go_out_together(engine, server):
+async def test_aborts_of_several_requests_are_sent_at_the_same_time(engine, server):
     running = asyncio.create_task(answers_of(engine, 5))
     await asyncio.sleep(0)
     server.answers.clear()

@@ -396,7 +396,7 @@ OWNER = """
     ],
 )
 async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, num_processes):
-    """The owner dies when the server has ``num_processes`` processes. None: it dies when the server is up."""
+    """The owner dies when the server has ``num_processes`` processes. If None, it dies when the server is up."""
     command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     guard = psutil.Process(int(await owner.stdout.readline()))

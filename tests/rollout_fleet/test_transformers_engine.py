@@ -153,7 +153,7 @@ def test_rows_are_dropped_whether_they_end_with_a_token_at_their_length_or_by_an
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
 
 
-def test_whether_rows_may_be_dropped_is_tried_also_where_a_response_would_end_at_once(tmp_path, monkeypatch):
+def test_the_check_at_load_drops_rows_even_if_every_token_ends_a_response(tmp_path, monkeypatch):
     dropped = []
     cut = DynamicCache.batch_select_indices
     monkeypatch.setattr(
@@ -455,7 +455,7 @@ async def test_an_engine_that_falls_silent_fails_and_names_the_option(start, mon
     stuck.set()
 
 
-async def test_no_requests_are_no_answers_and_the_engine_goes_on(start):
+async def test_generate_without_requests_yields_no_answers_and_the_engine_continues(start):
     engine = await start()
     assert [output async for output in engine.generate([])] == []
     assert len(await answer(engine, requests_of(1))) == 4

@@ -65,8 +65,8 @@ FAILURES = {
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
 SIGNALS = ["SIGSTOP", "SIGKILL"]
-# Signals have no row "after" a call, because it would equal the row "before" the next call. SIGKILL comes last,
-# because the killed server must be started again.
+# Signals have no row "after" a call, because this row would equal the row "before" the next call.
+# SIGKILL comes last, because the killed server must be started again.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
     *itertools.product(STEPS, ["before", "during"], SIGNALS[:1]),
@@ -127,7 +127,7 @@ class Servers:
                 await self.owner._order("/end_weight_update", {}, success=True)
                 await self.owner._post("/continue_generation", {})  # the failed engine left the server paused
                 return
-        raise AssertionError(f"the server still has a session open after {MAX_ENDS} times its end")
+        raise AssertionError(f"the server still has an open weight update after {MAX_ENDS} attempts to end it")
 
     def publish(self, scale):
         """Publish changed weights as the next version."""

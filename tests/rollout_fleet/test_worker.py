@@ -102,7 +102,7 @@ async def test_after_a_drain_the_engine_still_answers_held_out_prompts_and_keeps
     assert (await worker.counters()).tokens_generated == drained.tokens_generated
 
 
-async def test_a_device_is_released_although_an_evaluation_that_nobody_waits_for_any_more_still_runs(
+async def test_the_device_is_released_even_if_an_abandoned_evaluation_still_runs(
     make_worker, make_buffer, make_prompts, model_path, tmp_path
 ):
     """A signal, or the death of a learner rank, ends the evaluation of a colocated run before its last answer."""

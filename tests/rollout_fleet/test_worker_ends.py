@@ -73,8 +73,8 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             name = await worker.enter()
             await until_written(loop, 60)
             assert loop.counters().tokens_generated == 0
-            await asyncio.sleep(1.0)  # a heartbeat is due every 0.1 s, and late on a busy machine
-            fall_silent(worker, monkeypatch)  # as if the process had ended, so no heartbeat counts later tokens
+            await asyncio.sleep(1.0)  # a heartbeat is sent every 0.1 s, or later on a busy machine
+            fall_silent(worker, monkeypatch)  # like a dead process, the worker sends no more heartbeats
             num_tokens = await control.bury(name)
             assert 60 <= num_tokens <= loop.count_generated()
             stats = await control.stats()

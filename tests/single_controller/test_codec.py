@@ -159,7 +159,7 @@ def test_a_value_that_does_not_travel_is_named():
         codec.encode({"a": [0, np.array([object(), 1], dtype=object)]})
 
 
-def test_foreign_values_are_handed_to_the_transport_and_back():
+def test_values_that_the_codec_cannot_encode_go_through_the_list_foreign():
     foreign = []
     frames = codec.encode({"f": len, "x": 1}, foreign=foreign)
     assert foreign == [len]

@@ -166,7 +166,7 @@ def test_an_unknown_role_is_refused(host):
         host.spawn(["rm"])
 
 
-@pytest.mark.slow  # `test_ported.py`, which is not slow, tests that several groups share a pool
+@pytest.mark.slow  # `test_ported.py` tests groups that share a pool, and is not slow
 def test_separate_groups_on_one_pool_give_the_same_results(cluster):
     pool = small_pool(1)
     actors = RayWorkerGroup(pool, ROLES["actor"])

@@ -71,7 +71,7 @@ def test_the_predefined_modes_are_there():
 def test_register_notes_what_the_group_must_know():
     @register(dispatch_mode=Dispatch.DP_COMPUTE, execute_mode=Execute.RANK_ZERO, blocking=False)
     def method(self):
-        """Its own docstring."""
+        """Do nothing in this method."""
 
     assert getattr(method, MAGIC_ATTR) == {
         "dispatch_mode": Dispatch.DP_COMPUTE,
@@ -79,7 +79,7 @@ def test_register_notes_what_the_group_must_know():
         "blocking": False,
         "materialize_futures": True,
     }
-    assert method.__doc__ == "Its own docstring."
+    assert method.__doc__ == "Do nothing in this method."
     defaults = {name: parameter.default for name, parameter in inspect.signature(register).parameters.items()}
     assert defaults == {
         "dispatch_mode": Dispatch.ALL_TO_ALL,
@@ -98,7 +98,7 @@ def test_a_coroutine_stays_one():
 
 
 @pytest.mark.parametrize("mode", ["ONE_TO_ALL", None, Execute.ALL])
-def test_what_is_no_mode_is_refused(mode):
+def test_register_refuses_values_that_are_not_modes(mode):
     with pytest.raises(TypeError, match="dispatch_mode"):
         register(dispatch_mode=mode)
     with pytest.raises(TypeError, match="execute_mode"):

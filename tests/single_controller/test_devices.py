@@ -54,7 +54,7 @@ def test_npu_has_a_variable_of_its_own(environment):
 
 
 @pytest.mark.parametrize(("variable", "device"), [("CUDA", "GPU"), ("HIP", "GPU"), ("ASCEND_RT", "NPU")])
-def test_told_to_leave_the_variables_alone_a_worker_takes_the_device_that_ray_assigned(
+def test_with_rays_noset_variable_a_worker_uses_the_device_that_ray_assigned(
     environment, monkeypatch, variable, device
 ):
     class Context:

@@ -269,7 +269,7 @@ def test_folding_groups_rows(make, num_rows):
 
 
 @every_batch
-def test_words_about_a_batch(make, num_rows):
+def test_data_info_and_repr_describe_a_batch(make, num_rows):
     data = make(num_rows)
     info = data.get_data_info().splitlines()
     headings = [line for line in info if not line.startswith("  ")]

@@ -231,7 +231,7 @@ def test_results_that_do_not_block_can_be_gathered(group):
     assert [data.batch["a"].tolist() for data in batches] == [[0, 1, 2, 3]] * 2
 
 
-def test_a_single_reference_is_one_for_ray_too(group):
+def test_the_pending_result_of_one_rank_is_a_ray_reference(group):
     pending = group.rank_zero_later("x")
     assert ray.wait([pending], timeout=30)[0] == [pending]
     assert group.rank_zero(pending) == (0, (0, "x"))
@@ -375,7 +375,7 @@ def test_futures_chain_through_groups(group):
 
 
 def test_a_future_and_a_batch_that_ray_has_stored_are_arguments_of_one_call(group):
-    """On a mesh, and if it is large and the same for all ranks, a batch is sent as a Ray reference."""
+    """A batch for a mesh, or a large batch for all ranks, is sent as a Ray reference."""
     later = group.add_rank_later(zeros())
     for output in (group.sum_on_mesh(zeros(), later), group.sum_on_mesh(second=zeros(), first=later)):
         assert output.batch["a"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]

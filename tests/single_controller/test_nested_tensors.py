@@ -77,7 +77,7 @@ def test_columns_to_unfold_must_not_be_ragged():
         cat_rows([jagged(), torch.zeros(2, 2)])
 
 
-def test_words_about_nested_tensors():
+def test_data_info_describes_nested_tensors():
     data = DataProto.from_dict({"x": jagged(), "y": strided()})
     assert data.get_data_info().splitlines()[1:3] == [
         "  x: (4, jagged) (torch.float32) cpu",

@@ -159,7 +159,7 @@ def test_the_groups_environment_is_its_own(group):
 
 
 @pytest.mark.long
-def test_a_group_is_taken_up_by_its_names_in_another_process(group):
+def test_another_process_connects_to_a_worker_group_by_the_names_of_its_workers(group):
     @ray.remote(num_cpus=0)
     def take_up(worker_names):
         again = RayWorkerGroup.from_detached(

@@ -78,7 +78,7 @@ def test_deep_and_shallow_copies():
     assert data.meta_info == {"m": [1]}
 
 
-def test_a_batch_out_of_a_private_pickle_may_be_written_to_and_one_out_of_shared_memory_not():
+def test_a_batch_from_a_plain_pickle_is_writable_and_one_in_shared_memory_is_read_only():
     own = pickle.loads(pickle.dumps(batch_of()))
     own.non_tensor_batch["n"][0] = 7
     buffers = []
@@ -112,7 +112,7 @@ def test_a_sparse_column_goes_through_pickle_and_not_to_disk(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_columns_that_were_made_not_to_fit_are_refused_where_they_are_sent(tmp_path):
+def test_a_column_that_is_not_an_array_is_refused_when_the_batch_is_sent(tmp_path):
     data = batch_of(2)
     data.non_tensor_batch["late"] = ["not", "an array"]
     for send in (pickle.dumps, lambda batch: batch.save_to_disk(tmp_path / "data")):
@@ -145,7 +145,7 @@ def test_a_damaged_file_is_a_wire_error(damage, tmp_path):
         DataProto.load_from_disk(tmp_path / "nowhere")
 
 
-def test_a_batch_that_arrived_is_read_by_whoever_asks_first():
+def test_an_unpickled_batch_is_decoded_at_its_first_use():
     stream = pickle.dumps(batch_of(3, t=1))
     asks = [len, repr, lambda data: data.batch, lambda data: data.meta_info, lambda data: data[0], copy.copy]
     for ask in asks:

@@ -130,7 +130,8 @@ def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, 
         return True
     for answer in by_prompt.get(_key(ids[:first]), ()):
         end = first + len(answer.token_ids)
-        ends = [end] if answer.is_finished else range(end, first, -1)  # of an answer that was cut off, any beginning
+        # if the answer was cut off, the next prompt may contain only the first part of the answer
+        ends = [end] if answer.is_finished else range(end, first, -1)
         for place in ends:
             num = place - first
             if (

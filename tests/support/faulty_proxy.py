@@ -36,7 +36,7 @@ class FaultyProxy(RunningServer):
 
     @property
     def url(self) -> str:
-        """The proxy's URL, in place of the server's."""
+        """The URL of the proxy, which replaces the URL of the server."""
         return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
     async def start(self, port: int = 0) -> None:

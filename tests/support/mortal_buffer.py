@@ -84,7 +84,7 @@ class ManualClock(LoopClock):
         return self._timers[-1]
 
     def fire_due(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Call ``run`` with the callback of each timer that is due, unless an earlier callback has cancelled it."""
+        """Call ``run`` with the callback of each due timer. Skip timers that an earlier callback has cancelled."""
         now, timers = self.time(), self._timers
         self._timers = [timer for timer in timers if timer.when > now and not timer.is_over]
         for timer in timers:

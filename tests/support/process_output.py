@@ -84,7 +84,7 @@ class ProcessOutput:
         print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
 
     def _check_end(self) -> None:
-        """`wait_for_line` calls this if the process ends before the line. A subclass may skip the test."""
+        """Called by `wait_for_line` if the process ends before the line. A subclass may skip the test here."""
 
     def finish(self, timeout_s: float) -> int:
         """Wait for the end of the process. Returns the exit status."""

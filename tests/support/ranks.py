@@ -47,7 +47,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     ]
     for process, (_, of_rank) in zip(processes, pipes, strict=True):
         process.start()
-        of_rank.close()  # so the death of a rank closes its pipe
+        of_rank.close()  # the death of the rank then closes the pipe
     try:
         return _outcomes([ours for ours, _ in pipes], timeout_s)
     finally:

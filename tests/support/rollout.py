@@ -138,7 +138,7 @@ class InMemoryBuffer(OffersInMemory):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         self.leases_asked.append((engine_version, max_groups))
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
-        async with self._changed:  # asks with the lock, so that no change comes between the answer and the wait
+        async with self._changed:  # with the lock, the ledger cannot change between `apply` and `wait`
             while not (granted := self.ledger.apply(command, self._now).leases):
                 await self._changed.wait()
         self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}

@@ -64,7 +64,7 @@ class Workers:
 
     def die(self, rank, error):
         self.death_of(rank).set_exception(error)
-        self.death_of(rank).exception()  # marks the error as retrieved, because perhaps no call waits for this future
+        self.death_of(rank).exception()  # marks the error as retrieved, because possibly no call awaits this future
 
     def stand_still(self, rank, seconds):
         """Stop a worker's answers for a time, as SIGSTOP does. Then the worker answers the waiting calls."""

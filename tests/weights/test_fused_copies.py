@@ -192,7 +192,7 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # as if the engine had released its memory
+        for parameter in model.parameters():  # an engine that releases its memory loses the values
             parameter.data.fill_(torch.nan)
 
 
@@ -367,7 +367,7 @@ def test_a_missing_expert_is_refused_in_a_later_load(offer_of):
         load_verified(model, offer_of(tensors))
 
 
-def test_what_is_known_of_a_model_goes_with_the_model(offer_of):
+def test_recorded_copies_of_a_model_are_deleted_with_the_model(offer_of):
     model = Mixture()
     load_verified(model, offer_of(published(0)))
     assert load_module.num_fused(model) == 18
