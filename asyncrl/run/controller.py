@@ -1,4 +1,4 @@
-"""The training loops of a run, in one asyncio process. Tokens and weights do not pass through this process.
+"""The training loops of a run, in one asyncio process. Sampled tokens and weights do not pass through this process.
 
 The five loops of `Controller`, what each waits for, and who wakes it (B is ``algorithm.groups_per_step``)::
 
