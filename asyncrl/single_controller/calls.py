@@ -1,7 +1,7 @@
-"""Calls methods of the workers of a group, and waits for the results with a deadline.
+"""Calls methods of the workers of a worker group, and waits for the results with a deadline.
 
-An argument may be a future: the result of another call, which may not exist yet. The group then sends the future's Ray
-references. Ray starts the call when the result exists, so the worker does not wait for the result. If the other call
+An argument may be a future, which stands for the result of another call. The group then sends the future's Ray
+references. Ray starts the call when the other call has ended, so no worker waits for its result. If the other call
 failed, this call raises the error of the other call.
 """
 
@@ -40,9 +40,9 @@ deadline_s: ContextVar[float | None] = ContextVar("call_deadline_s", default=Non
 
 @contextmanager
 def call_deadline(timeout_s: float) -> Iterator[None]:
-    """Set the timeout of each blocking call of a worker group in the ``with`` block, in seconds.
+    """Limit each blocking call of a worker group in the ``with`` block to ``timeout_s`` seconds.
 
-    A late call raises `DeadlineError`. The workers continue with the call.
+    A call that takes longer raises `DeadlineError`, but the workers continue with the call.
     """
     if timeout_s <= 0:
         raise ValueError(f"timeout_s must be > 0, got {timeout_s}")
@@ -54,7 +54,7 @@ def call_deadline(timeout_s: float) -> Iterator[None]:
 
 
 class PendingResults(list[Any]):
-    """A list of Ray references to the results of a call, one per rank. Await it, or call `get`, for the results."""
+    """A list of Ray references to the results of a call, one per rank. Await the list or call `get` for the results."""
 
     __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType] - `asyncio.gather` needs hashable objects
 
@@ -74,7 +74,10 @@ class PendingResults(list[Any]):
 
 
 class PendingResult(ray.ObjectRef):
-    """A Ray reference to the result of a call on one rank. Unlike Ray's errors, the errors of `get` name the worker."""
+    """A Ray reference to the result of a call on one rank.
+
+    If the call failed, `get` raises an error that names the worker. Ray's own errors do not name the worker.
+    """
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         super().__init__(ref.binary(), ref.owner_address(), ref.call_site())
@@ -99,10 +102,10 @@ def _same(ref: ray.ObjectRef) -> ray.ObjectRef:
 
 
 def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Arguments, list[Any]]:
-    """Take the Ray references out of a call's arguments. The caller sends them as separate arguments.
+    """Take the Ray references out of a call's arguments, so that the caller can send the references separately.
 
-    Returns the arguments and a list of the references. In the returned arguments, the `DataProtoFuture` objects contain
-    None in place of their references. An argument that is a reference becomes a `DataProtoFuture` of its value, because
+    Returns a pair: the arguments, and a list of the references. In the returned arguments, each `DataProtoFuture` has
+    None in place of each reference. An argument that is a reference becomes a `DataProtoFuture` of its value, because
     Ray does not fetch references inside of other arguments.
     """
     references: list[Any] = []
@@ -121,8 +124,8 @@ def detach_references(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Ar
 def attach_results(args: tuple[Any, ...], kwargs: dict[str, Any], results: tuple[Any, ...]) -> Arguments:
     """Return the arguments of a call with each `DataProtoFuture` replaced by its result.
 
-    ``args`` and ``kwargs`` come from `detach_references`. ``results`` are the values of the references, in the same
-    order.
+    ``args`` and ``kwargs`` come from `detach_references`. ``results`` has the value of each reference that
+    `detach_references` returned, in the same order.
     """
     remaining = iter(results)
 
@@ -178,7 +181,7 @@ class Route:
     def call(
         self, worker: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, is_silent: bool = False
     ) -> ray.ObjectRef:
-        """Call the method on one worker, an actor handle. Return a Ray reference to the result.
+        """Call the method on ``worker``, a Ray actor handle. Return a Ray reference to the result.
 
         If ``is_silent``, the result is None, but errors are still raised.
         """
@@ -197,7 +200,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# These functions return a list with one result per rank. Rows of padding cannot be removed from this list.
+# Do not remove padding from the results of these collect functions, because they return lists of the ranks' results.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 
@@ -214,8 +217,8 @@ def func_generator(
     Args:
         group: The worker group.
         method_name: Name of the workers' method.
-        dispatch_fn: Turns the caller's arguments into arguments per rank.
-        collect_fn: Turns the list of results into the caller's result.
+        dispatch_fn: Function that turns the caller's arguments into arguments per rank.
+        collect_fn: Function that turns the list of the ranks' results into the caller's result.
         execute_fn: The group's method that calls all workers, or only rank 0.
         blocking: Whether the returned function waits for the results.
 
@@ -245,15 +248,16 @@ def func_generator(
 def _unpadded(output: Any, padding_size: int) -> Any:
     if isinstance(output, DataProtoFuture):
         return output.then(partial(_unpadded, padding_size=padding_size))
-    has_rows = hasattr(output, "chunk") and getattr(output, "batch_size", True)  # a TensorDict may have no batch size
+    # A TensorDict with an empty batch size has no rows.
+    has_rows = hasattr(output, "chunk") and getattr(output, "batch_size", True)
     return output[:-padding_size] if has_rows or isinstance(output, list) else output
 
 
 def shared(values: list[Any]) -> list[Any]:
-    """Avoid sending one large object several times: store it once, and return a list of references to this copy.
+    """Store a large argument once in Ray's object store, so that it is not sent to each rank separately.
 
-    ``values`` are the arguments for all ranks. If they are not all the same object, or the object has less than
-    100 kB, return ``values``.
+    ``values`` has one argument per rank. If all entries are the same object of at least 100 kB, return a list of
+    references to the stored object. Otherwise return ``values``.
     """
     if len(values) < 2 or getattr(values[0], "nbytes", 0) < _SHARE_FROM_BYTES:
         return values

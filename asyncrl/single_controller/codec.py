@@ -38,14 +38,14 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's limit
-# Largest ratio of the size of a structured dtype to the total size of its fields. Alignment gives smaller ratios.
+# Reject a structured dtype that is more than 4 times as large as all its fields together. Alignment adds less padding.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
 
 
 class Unsupported(Exception):
-    """The codec cannot encode ``value``, because it does not support the type."""
+    """An error: the codec does not support the type of ``value``."""
 
     def __init__(self, value: Any, reason: str) -> None:
         super().__init__(reason)
@@ -89,7 +89,7 @@ def encode(value: Any, *, foreign: list[Any] | None = None) -> list[Frame]:
     except Unsupported as error:
         raise WireError(f"{_path_to(error.value, value) or 'value'}: {error}") from error
     except (ValueError, OverflowError) as error:  # msgpack raises these errors for too many nested levels
-        raise WireError(f"the value cannot be encoded; it may nest too deep, or contain itself: {error}") from error
+        raise WireError(f"the value cannot be encoded; it may nest too deep or contain itself: {error}") from error
 
 
 def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bool = False) -> Any:
@@ -117,8 +117,8 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     prefix = bytes(header[: len(_PREFIX)])
     if prefix != _PREFIX:
         if prefix[: len(_MAGIC)] == _MAGIC and len(prefix) == len(_PREFIX):
-            versions = f"version {prefix[-1]}, this process reads version {VERSION}"
-            raise WireError(f"message has {versions}; write and read it with the same release")
+            versions = f"{prefix[-1]}, but this process reads version {VERSION}"
+            raise WireError(f"message has version {versions}; write and read it with the same release")
         raise WireError(f"not a message of this protocol: it begins with {prefix!r}")
     decoder = Decoder(buffers, foreign, writable=writable)
     try:
@@ -128,15 +128,15 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
     except _MALFORMED as error:
         raise WireError(f"malformed message: {type(error).__name__}: {error}") from error
     if decoder.num_taken != len(buffers):
-        raise WireError(f"message has {len(buffers)} buffers, its header describes {decoder.num_taken}")
+        raise WireError(f"message has {len(buffers)} buffers, but its header describes only {decoder.num_taken}")
     return value
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """Marks a list in the header of a message. The list encodes a value of another type, such as a tuple.
+    """Marks a list in a message's header that encodes a value of another type, such as a tuple.
 
-    ``sent`` is the list's first item. ``build`` makes the value from the other items.
+    ``sent`` is the first item of the list. The function ``build`` makes the value from the other items.
     """
 
     sent: msgpack.ExtType
@@ -191,8 +191,8 @@ class Encoder:
         """Return the entry for an array in the message's header, and append the array's memory to ``buffers``.
 
         If the array has Python objects or strings of variable length, the entry has the items, and no memory is
-        appended. An object that the array has several times, as after `DataProto.repeat`, is encoded once. Return None
-        if the dtype is not supported.
+        appended. An object that occurs several times in the array is encoded once. Return None if the dtype is not
+        supported.
         """
         if array.dtype.kind in _PLAIN_KINDS:
             self.buffers.append(buffer_of(array))
@@ -221,7 +221,7 @@ class Encoder:
         try:
             described = [describe(tensor) for tensor in tensors.values()]
         except Unsupported:
-            return tensors  # msgpack then passes each tensor to the method `hook`, which handles unsupported tensors
+            return tensors  # msgpack passes each tensor of this dict to `hook`, which handles unsupported tensors
         for _, buffers in described:
             self.buffers.extend(buffers)
         names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)
@@ -247,7 +247,7 @@ class Encoder:
 
 
 class Decoder:
-    """Decodes one message. The header refers to the buffers in their order, so each buffer is used once."""
+    """Decodes one message. The values in the header take the message's buffers in order, and each buffer once."""
 
     def __init__(self, buffers: list[memoryview], foreign: Sequence[Any], *, writable: bool) -> None:
         self.buffers = buffers
@@ -259,7 +259,7 @@ class Decoder:
 
     def unpack(self, data: Any) -> Any:
         """Decode the msgpack bytes of the header, and return the message's value."""
-        # First skip over the whole header: this finds false lengths before values are built and memory is allocated.
+        # Skip over the whole header first, to find false lengths before memory is allocated for the values.
         walker = msgpack.Unpacker(max_buffer_size=max(len(data), 1), read_size=max(len(data), 1))
         walker.feed(data)
         try:
@@ -277,7 +277,7 @@ class Decoder:
             unicode_errors="surrogatepass",
         )
         if self.open_marks:
-            raise WireError("message has a mark that is not at the beginning of a list")
+            raise WireError("message has a type mark that is not the first item of a list")
         return value
 
     def extension(self, code: int, data: bytes) -> Any:
@@ -315,12 +315,12 @@ class Decoder:
     def take(self) -> memoryview:
         """Return the next buffer of the message that no value has used yet."""
         if self.num_taken >= len(self.buffers):
-            raise WireError(f"message is truncated: its header describes more than {len(self.buffers)} buffers")
+            raise WireError(f"message is truncated: it has {len(self.buffers)} buffers, but its header describes more")
         self.num_taken += 1
         return self.buffers[self.num_taken - 1]
 
     def objects(self, parts: list[Any]) -> np.ndarray:
-        """Build an object array from a list: the items, then the dimensions."""
+        """Build an object array. ``parts`` is a list: the array's items as one list, then the array's dimensions."""
         items, *dims = parts
         shape = checked_items(dims, items)
         array = np.empty(len(items), dtype=object)
@@ -333,16 +333,19 @@ class Decoder:
         return array.reshape(shape)
 
     def repeated_objects(self, parts: list[Any]) -> np.ndarray:
-        """Build an object array from a list: the distinct items, and an array of indices into these items."""
+        """Build an object array from a pair: a list of distinct items, and an array of indices into this list."""
         items, places = parts
         if type(places) is not np.ndarray or places.dtype != np.int64 or not isinstance(items, list):
             raise WireError("an array of repeated objects must have a list of items and int64 indices into the list")
         if places.size and not 0 <= places.min() <= places.max() < len(items):
-            raise WireError(f"an array of repeated objects refers to items outside its {len(items)}")
+            raise WireError(f"an array of repeated objects has an index outside its list of {len(items)} items")
         return self.objects([items, len(items)])[places]
 
     def strings(self, parts: list[Any]) -> np.ndarray:
-        """Build an array of strings of any length from a list: the items, then the dimensions."""
+        """Build an array of strings of variable length.
+
+        ``parts`` is a list: the array's strings as one list, then the array's dimensions.
+        """
         items, *dims = parts
         shape = checked_items(dims, items)
         if not {str}.issuperset(map(type, items)):
@@ -350,14 +353,17 @@ class Decoder:
         return np.array(items, dtype=np.dtypes.StringDType()).reshape(shape)
 
     def nested_tensor(self, parts: list[Any]) -> Any:
-        """Build a nested tensor from a list with its description, and from the next buffers."""
+        """Build a nested tensor. ``parts`` has the tensor's description. The next buffers have the tensor's memory."""
         (description,) = parts
         if type(description) is not list:
-            raise WireError("a nested tensor has no list of its parts")
+            raise WireError("the description of a nested tensor is not a list")
         return _torch_side().tensor_of(description, self.take, copy=True)
 
     def columns(self, parts: list[Any]) -> dict[str, Any]:
-        """Build a dict of tensors from a flat list of names and descriptions, and from the next buffers."""
+        """Build a dict of tensors. The next buffers of the message have the memory of the tensors.
+
+        ``parts`` is a flat list: for each tensor the name, then the description.
+        """
         tensor_of = _torch_side().tensor_of
         described = zip(parts[::2], parts[1::2], strict=True)
         return {name: tensor_of(description, self.take, copy=False) for name, description in described}
@@ -377,7 +383,7 @@ def _torch_side() -> Any:
     """Return the module that encodes and decodes tensors. Raises `WireError` if torch is not loaded."""
     if "torch" not in sys.modules:
         raise WireError("the message contains torch tensors, but this process has not imported torch; import it first")
-    # Not an import statement, because this module must not depend on torch.
+    # Avoid an import statement, because this module must not depend on torch.
     return import_module("asyncrl.single_controller.columns")
 
 
@@ -413,18 +419,18 @@ def buffer_of(array: np.ndarray) -> memoryview:
 def describe(dtype: np.dtype, shape: tuple[int, ...]) -> bytes:
     """Return bytes that describe an array's dtype and shape.
 
-    The bytes are the length of the dtype's name, the number of dimensions, the name, and the dimensions (int64).
+    The bytes encode, in this order: length of the dtype's name, number of dimensions, the name, each dimension (int64).
     """
     return descriptor(dtype.str.encode(), shape)
 
 
 def descriptor(name: bytes, shape: tuple[int, ...]) -> bytes:
-    """Return bytes that describe an array, like `describe`, from the name of the dtype and the shape."""
+    """Return bytes that describe an array, in the format of `describe`. ``name`` is the name of the array's dtype."""
     return struct.pack(f"<BB{len(name)}s{len(shape)}q", len(name), len(shape), name, *shape)
 
 
 def parse(data: bytes) -> tuple[bytes, tuple[int, ...], int]:
-    """Read bytes that `descriptor` returned. Return the dtype's name, the shape, and the position of the next byte."""
+    """Read bytes that `descriptor` returned. Return a tuple: dtype name, shape, and position of the next byte."""
     name_length, ndim = data[0], data[1]
     name = data[2 : 2 + name_length]
     end = 2 + name_length + 8 * ndim
@@ -463,13 +469,13 @@ def array_of(data: bytes, buffer: memoryview, *, writable: bool) -> np.ndarray:
 
 
 def _check_values(dtype: np.dtype, buffer: memoryview) -> None:
-    """Raise `WireError` for invalid characters, which numpy does not detect."""
+    """Raise `WireError` if an array of strings has invalid characters, because numpy does not detect them."""
     if dtype.kind == "U" and np.frombuffer(buffer, dtype=f"{dtype.byteorder}u4").max() > sys.maxunicode:
         raise WireError("an array of strings contains a character that does not exist in Unicode")
 
 
 def scalar_of(data: bytes) -> Any:
-    """Return a numpy scalar from bytes: its description (see `describe`), then its value."""
+    """Return a numpy scalar. ``data`` has the scalar's description (see `describe`), then the scalar's value."""
     name, shape, end = parse(data)
     dtype = dtype_of(name)
     if shape or len(data) - end != dtype.itemsize:
@@ -482,7 +488,7 @@ def scalar_of(data: bytes) -> Any:
 
 @lru_cache(maxsize=256)
 def dtype_of(name: bytes) -> np.dtype:
-    """Return the numpy dtype of a name such as ``<f4``. Raises `WireError` for a dtype that `encode` does not send."""
+    """Return the numpy dtype with a name such as ``<f4``. Raises `WireError` if `encode` does not send this dtype."""
     if _PLAIN_NAME.fullmatch(name) is None:
         raise WireError(f"dtype {name!r} is not supported")
     try:
@@ -542,14 +548,17 @@ def _record_dtype(fields: list[tuple[str, np.dtype, tuple[int, ...]]], is_aligne
 
 
 def checked_shape(shape: Any) -> tuple[int, ...]:
-    """Return an array's shape from a header as a tuple. Raises `WireError` if it is not a valid shape."""
+    """Check a shape from a message's header, and return it as a tuple. Raises `WireError` for an invalid shape."""
     if not isinstance(shape, list | tuple) or len(shape) > MAX_DIMS or any(type(n) is not int or n < 0 for n in shape):
         raise WireError("an array has an impossible shape: it must have at most 64 dimensions, integers >= 0")
     return tuple(shape)
 
 
 def checked_items(shape: Any, items: Any) -> tuple[int, ...]:
-    """Return a shape from a header as a tuple. Raises `WireError` if it does not match the number of ``items``."""
+    """Check a shape from a message's header, and return it as a tuple.
+
+    Raises `WireError` if the shape is invalid, or if an array of this shape does not have as many items as ``items``.
+    """
     shape = checked_shape(shape)
     if not isinstance(items, list) or prod(shape) != len(items):
         raise WireError(f"array of shape {shape} must have {prod(shape)} items")

@@ -56,7 +56,10 @@ def take_rows(column: Any, rows: slice | np.ndarray) -> Any:
 
 
 def cat_columns(parts: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Concatenate the rows of tensors or of arrays, for each name. Raises `BatchError` if rows do not fit together."""
+    """Concatenate the rows of the tensors or arrays with the same name.
+
+    ``parts`` maps each name to a list of tensors or arrays. Raises `BatchError` if rows do not fit together.
+    """
     joined = {}
     for key, columns in parts.items():
         try:
@@ -87,7 +90,7 @@ def cat_rows(tensors: Sequence[Any]) -> Any:
 
 
 def is_nested(tensor: Any) -> bool:
-    """Return whether ``tensor``, any value, is a nested tensor of torch."""
+    """Return whether a value of any type is a nested tensor of torch."""
     return isinstance(tensor, torch.Tensor) and tensor.is_nested
 
 
@@ -102,7 +105,7 @@ def rows_of(nested: Any) -> list[torch.Tensor]:
 
 
 def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
-    """Return a nested tensor with these rows, with layout and ragged dimension of the nested tensor ``like``."""
+    """Return a nested tensor with the given rows. Its layout and ragged dimension are those of ``like``."""
     if like.layout is not torch.jagged:
         return torch.nested.as_nested_tensor(list(rows), layout=like.layout)
     values, dim = like.values(), like._ragged_idx - 1
@@ -113,7 +116,7 @@ def nested_of(rows: Sequence[torch.Tensor], like: Any) -> Any:
 
 
 def object_array(values: Any) -> np.ndarray:
-    """Return a numpy array of dtype object with these values. Items of equal length become further dimensions."""
+    """Return ``values`` as a numpy array of dtype object. Sequences of equal length become further dimensions."""
     try:
         return np.array(values, dtype=object)
     except ValueError:  # numpy rejects arrays that agree only in their first dimensions
@@ -128,7 +131,7 @@ def _object_column(values: Any) -> np.ndarray:
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """Return a dict with the entries of these names. Ignore unknown names. If ``keys`` is None, return ``entries``."""
+    """Return the entries that ``keys`` names. Ignore unknown names. If ``keys`` is None, return all entries."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -143,7 +146,7 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
         wanted: The keys to remove from each dict, in the order of ``parts``.
 
     Raises:
-        BatchError: a key is missing. Nothing is then removed.
+        BatchError: a key is missing. In this case nothing is removed.
     """
     for keys, (name, part) in zip(wanted, parts.items(), strict=True):
         known = [] if part is None else list(part.keys())
@@ -182,7 +185,10 @@ class UnbuiltBatch:
         return self.tensors.items()
 
     def select(self, *keys: str) -> UnbuiltBatch:
-        """Return an `UnbuiltBatch` with only the named tensors, not copied. Raises `KeyError` if one is missing."""
+        """Return an `UnbuiltBatch` with only the named tensors. Raises `KeyError` if a tensor is missing.
+
+        The tensors are not copied.
+        """
         missing = [key for key in keys if key not in self.tensors]
         if missing:
             raise KeyError(f"batch has no {missing}, only {list(self.tensors)}")
@@ -215,7 +221,7 @@ def chunk_tensordict(data: TensorDictBase, chunks: int) -> list[TensorDictBase]:
 def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
     """Concatenate the rows of TensorDicts that have the same entries.
 
-    If the first TensorDict has no batch dimension, return the first one. Raises `BatchError` if the entries differ.
+    If the first TensorDict has no batch dimension, return this TensorDict. Raises `BatchError` if the entries differ.
     """
     if not data[0].batch_size:
         return data[0]
@@ -226,7 +232,7 @@ def concat_tensordict(data: Sequence[TensorDictBase]) -> TensorDictBase:
 
 
 def _apart(data: TensorDictBase) -> tuple[dict[str, Any], Any]:
-    """Split off the nested tensors, which torch cannot cut or join."""
+    """Return a pair: the nested tensors, which torch cannot cut or join, and a TensorDict of the other entries."""
     nested = {key: tensor for key, tensor in data.items() if is_nested(tensor)}
     return nested, data.exclude(*nested)
 
@@ -294,7 +300,7 @@ def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, An
 def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> dict[Any, list[Any]]:
     """Turn a list of dicts (records) into one dict of lists: for each key, the values of all records.
 
-    A later record may lack keys; the key's list is then shorter. Raises `BatchError` if a later record has a new key.
+    If a later record lacks a key, the list of this key is shorter. Raises `BatchError` if a later record has a new key.
     """
     if not list_of_dict:
         return {}
@@ -310,7 +316,7 @@ def list_of_dict_to_dict_of_list(list_of_dict: Sequence[Mapping[Any, Any]]) -> d
 def same_columns(records: Sequence[Mapping[Any, Any]], part: str) -> dict[Any, list[Any]]:
     """Turn a list of dicts (records) with the same keys into one dict of lists: per key, the values of all records.
 
-    Raises `BatchError` if the keys differ. ``part`` names the records in the message.
+    Raises `BatchError` if the keys differ. ``part`` is the name of the records in the error message.
     """
     for record in records:
         if record.keys() != records[0].keys():
@@ -362,7 +368,7 @@ def facts_equal(a: Any, b: Any) -> bool:
 
 
 def _equal(a: Any, b: Any, open_pairs: frozenset[tuple[int, int]]) -> bool:
-    """Compare as `deep_equal` does. ``open_pairs`` has the ids of the enclosing containers, to detect cycles."""
+    """Compare two values like `deep_equal`. ``open_pairs`` has ids of the enclosing containers, to detect cycles."""
     if a is b:
         return True
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
@@ -417,7 +423,7 @@ def tensors_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a, b)
 
 
-# Dtypes that the codec does not support, because torch cannot copy them: quantized, opaque, or smaller than one byte.
+# Exclude the dtypes that torch cannot copy: quantized dtypes, opaque dtypes, and dtypes smaller than one byte.
 _NOT_SENT = re.compile(r"torch\.(q.*|bits.*|u?int[1-7])")
 _DTYPES = {
     str(dtype).removeprefix("torch.").encode(): dtype
@@ -431,7 +437,7 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # torch warns about read-only memory only once; ignore this warning
+with warnings.catch_warnings():  # cause torch's warning about read-only memory here, because it appears only once
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
@@ -473,7 +479,7 @@ def memory_of(tensor: torch.Tensor) -> np.ndarray:
 
 def _describe_nested(tensor: Any) -> tuple[Description, list[memoryview]]:
     if tensor.layout is torch.jagged:
-        lengths = tensor.lengths()  # None if the rows are contiguous
+        lengths = tensor.lengths()  # ``lengths`` is None if the rows are contiguous
         dense = [tensor.values(), tensor.offsets(), *([] if lengths is None else [lengths])]
     else:
         dense = list(tensor.unbind())
@@ -522,7 +528,7 @@ def _nested_of(description: list[Any], take: Callable[[], memoryview], *, copy: 
         rows = [tensor_of(row, take, copy=copy) for row in description[0]]
         if not rows or any(row.is_nested or row.dtype != rows[0].dtype or row.ndim != rows[0].ndim for row in rows):
             raise WireError("the rows of a nested tensor are not dense tensors of equal dtype and number of dimensions")
-        with warnings.catch_warnings():  # torch warns about strided nested tensors
+        with warnings.catch_warnings():  # ignore torch's warning about strided nested tensors
             warnings.simplefilter("ignore")
             return torch.nested.as_nested_tensor(rows, layout=torch.strided)
     values, offsets, lengths, ragged_dim = description

@@ -37,7 +37,7 @@ class DataProtoConfig(metaclass=_CheckedSwitches):
 
     Attributes:
         auto_padding: Whether to pad each batch whose rows cannot be divided evenly over the ranks of a call.
-        auto_padding_key: Key in ``meta_info`` that enables padding for one batch. The name is verl's.
+        auto_padding_key: Key in ``meta_info`` that enables padding for one batch. verl uses the same key.
     """
 
     auto_padding: bool = False
@@ -96,14 +96,14 @@ class DataProto:
         self.check_consistency()
 
     if TYPE_CHECKING:
-        _batch: ClassVar[Any]  # a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # the received message, until the batch is decoded
+        _batch: ClassVar[Any]  # has a TensorDict, an UnbuiltBatch or None
+        _arrived: ClassVar[serialization.Message]  # has the received message until the batch is decoded
     else:
 
         def __getattr__(self, name: str) -> Any:
             """Decode a received batch when its first attribute is read."""
             message = vars(self).get("_arrived")
-            if message is not None:  # None if another thread has decoded the message
+            if message is not None:  # the message is None if another thread has decoded it
                 header, buffers, foreign = message
                 parts = decode([header, *buffers], foreign=foreign, writable=True)
                 for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
@@ -124,7 +124,7 @@ class DataProto:
     def check_consistency(self) -> None:
         """Check that all columns have the same number of rows, and that ``batch`` has exactly one batch dimension.
 
-        Raises `BatchError` if not, or if an entry of ``non_tensor_batch`` is not a numpy array.
+        Raises `BatchError` if this is not true, or if an entry of ``non_tensor_batch`` is not a numpy array.
         """
         if self._batch is not None and len(self._batch.batch_size) != 1:
             raise BatchError(f"batch must have one batch dimension, got {tuple(self._batch.batch_size)}")
@@ -140,8 +140,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from a dict of tensors and numpy arrays, which become its columns.
 
-        ``meta_info`` has values for all rows. With ``auto_padding``, calls of a worker group may append rows. Raises
-        `ValueError` for an entry that is neither a tensor nor an array.
+        ``meta_info`` has values for all rows. With ``auto_padding``, calls of a worker group may append rows to the
+        batch. Raises `ValueError` for an entry that is neither a tensor nor an array.
         """
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
@@ -332,8 +332,8 @@ class DataProto:
     def union(self, other: DataProto) -> DataProto:
         """Add the columns and the meta information of another batch to this batch, in place. Return this batch.
 
-        Raises `BatchError` if entries of the same name differ, or if the numbers of rows differ. This batch is then
-        unchanged.
+        Raises `BatchError` if entries of the same name differ, or if the batches do not have the same number of rows.
+        After an error, this batch is unchanged.
         """
         sizes = [len(data) for data in (self, other) if data._batch is not None or data.non_tensor_batch]
         if len(set(sizes)) > 1:
@@ -369,7 +369,8 @@ class DataProto:
 
         The second dimension is cut: ``[B, n * m]`` becomes ``[B * n, m]``. The rows of the other columns are repeated.
 
-        Raises `BatchError` if ``n_split`` does not divide the second dimension, or if its length differs between rows.
+        Raises `BatchError` if ``n_split`` does not divide the second dimension, or if this dimension differs between
+        rows.
         """
         repeated, split = np.repeat(np.arange(len(self)), n_split), set(split_keys or ())
 
@@ -539,19 +540,19 @@ class DataProto:
         return serialization.from_parts(cls, parts, is_borrowed=False)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the batch as the parts of `__getstate__`. From protocol 5 on, the buffers can be out-of-band."""
+        """Pickle the parts that `__getstate__` returns. With pickle protocol 5, the buffers can be sent out-of-band."""
         header, buffers, foreign = self.__getstate__()
         wrap = pickle.PickleBuffer if protocol >= 5 else bytearray
         return serialization.rebuild, (type(self), header, [wrap(buffer) for buffer in buffers], foreign)
 
     def __getstate__(self) -> serialization.Message:
-        """Return the encoded batch: header, buffers, and values that the codec does not support.
+        """Return the encoded batch as a tuple: header, buffers, and values that the codec does not support.
 
         If the batch arrived as a message and is not decoded yet, return the message.
         """
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
-        foreign: list[Any] = []  # values that the codec does not support; Ray pickles them
+        foreign: list[Any] = []  # `encode` appends the values that it does not support, and Ray pickles them
         header, *buffers = encode(serialization.parts_of(self), foreign=foreign)
         return header, buffers, foreign
 

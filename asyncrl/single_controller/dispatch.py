@@ -21,7 +21,7 @@ from asyncrl.core.errors import UsageError
 from asyncrl.core.remote import fetch, fetch_async
 
 # A dispatch function that appends rows of padding to batches returns the number of these rows in this keyword argument.
-# The worker group's call later removes the same number of rows from the joined result.
+# The worker group later removes the rows of padding from the joined result of a call.
 _padding_size_key = "_padding_size_key_x123d"
 
 
@@ -61,7 +61,7 @@ class DataProtoFuture:
         return [self.then(partial(_part, index=index, chunks=chunks)) for index in range(chunks)]
 
     def then(self, select: Callable[[Any], Any]) -> DataProtoFuture:
-        """Return a future of ``select(result)``, where ``result`` is what `get` of this future returns.
+        """Return a future whose result is the function ``select`` applied to the result of this future.
 
         The process that fetches the result calls ``select``.
         """
@@ -69,9 +69,10 @@ class DataProtoFuture:
         return replace(self, dispatch_fn=select if first is None else partial(_both, first=first, second=select))
 
     def with_errors_of(self, references: list[Any]) -> DataProtoFuture:
-        """Return a future that also waits for other calls. ``references`` are Ray references to their results.
+        """Return a copy of this future that also waits for other calls.
 
-        The future raises the errors of the other calls, and ignores the results of the other calls.
+        ``references`` are Ray references to the results of the other calls. The copy raises the errors of these calls,
+        and ignores their results.
         """
         collect_fn = partial(_joined_first, collect_fn=self.collect_fn, count=len(self.futures))
         return replace(self, collect_fn=collect_fn, futures=[*self.futures, *references])
@@ -92,7 +93,7 @@ class DataProtoFuture:
         return await asyncio.to_thread(self.resolve, await fetch_async(self.futures))
 
     def resolve(self, results: list[Any]) -> Any:
-        """Return what `get` returns. ``results`` are the fetched results, one for each reference in ``futures``."""
+        """Return the same result as `get`. ``results`` has the fetched result of each reference in ``futures``."""
         joined = self.collect_fn(results)
         return joined if self.dispatch_fn is None else self.dispatch_fn(joined)
 
@@ -148,8 +149,8 @@ class BatchData:
     def concat(self) -> Any:
         """Concatenate the rows of a list of batches. For a list of Ray references, return a future of the result.
 
-        Raises `ValueError` if the list is empty. Raises `UsageError` unless the list has only `DataProto` objects or
-        only TensorDicts. Raises `BatchError` if the batches have different columns.
+        Raises `ValueError` if the list is empty, and `BatchError` if the batches have different columns. Raises
+        `UsageError` if the list has other objects, or both `DataProto` objects and TensorDicts.
         """
         data = self._data
         if not data:
@@ -320,8 +321,9 @@ def register(
 
     Args:
         dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
-        execute_mode: Whether all workers run the method, or only rank 0. With ``Dispatch.RANK_ZERO``, always rank 0.
-        blocking: Whether the group's call waits for the results. Otherwise the call returns references or a
+        execute_mode: Whether all workers run the method, or only rank 0. With ``Dispatch.RANK_ZERO``, only rank 0 runs
+            the method.
+        blocking: Whether the group's call waits for the results. If False, the call returns references or a
             `DataProtoFuture`.
         materialize_futures: Whether the method gets the result of a `DataProtoFuture` instead of the future.
     """
@@ -470,9 +472,9 @@ def collect_dp_compute(worker_group: Any, output: Any) -> Any:
 def dispatch_dp_compute_data_proto(worker_group: Any, *args: Any, **kwargs: Any) -> Dispatched:
     """Cut the rows of each argument into one part per rank.
 
-    Returns (args, kwargs), whose values are lists with one entry per rank. An argument is a `DataProto`, a
-    `DataProtoFuture` or a TensorDict. If a `DataProto` has padding enabled, this function cuts a padded copy instead.
-    The returned ``kwargs`` then also has the number of appended rows, under `_padding_size_key`.
+    Each argument must be a `DataProto`, a `DataProtoFuture` or a TensorDict. Returns (args, kwargs), whose values are
+    lists with one entry per rank. If a `DataProto` has padding enabled, this function cuts a padded copy instead. The
+    returned ``kwargs`` then also has the number of appended rows, under `_padding_size_key`.
     """
     return _split_args_kwargs_data_proto_with_auto_padding(worker_group.world_size, *args, **kwargs)
 
@@ -575,7 +577,7 @@ def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: An
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
     """Return the ranks that need to send only errors, because ``collect_fn`` ignores their results.
 
-    The set is empty unless ``collect_fn`` comes from `make_nd_compute_dataproto_dispatch_fn`.
+    If ``collect_fn`` does not come from `make_nd_compute_dataproto_dispatch_fn`, the set is empty.
     """
     if not isinstance(collect_fn, partial) or collect_fn.func is not collect_lazy_compute_data_proto:
         return frozenset()
@@ -641,9 +643,9 @@ def register_dispatch_mode(
     Args:
         dispatch_mode_name: Name of the new mode, in upper or lower case. The mode gets the name in upper case. Example:
             ``"mine"`` adds ``Dispatch.MINE``.
-        dispatch_fn: Turns ``(group, *args, **kwargs)`` into ``(args, kwargs)``. Each new argument is a list with one
-            entry per rank.
-        collect_fn: Turns ``(group, results)`` into the caller's result.
+        dispatch_fn: Function that turns ``(group, *args, **kwargs)`` into ``(args, kwargs)``. Each new argument is a
+            list with one entry per rank.
+        collect_fn: Function that turns ``(group, results)`` into the caller's result.
     """
     dispatch_mode: Dispatch = Dispatch.register(dispatch_mode_name.upper())
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
@@ -658,7 +660,7 @@ def update_dispatch_mode(
     Raises `UsageError` for an unknown mode.
     """
     if not isinstance(dispatch_mode, Dispatch):
-        raise UsageError(f"dispatch_mode must be a Dispatch, got {dispatch_mode!r}; pass a dict to register")
+        raise UsageError(f"dispatch_mode must be a Dispatch, got {dispatch_mode!r}; to use a dict, call register")
     get_predefined_dispatch_fn(dispatch_mode)
     DISPATCH_MODE_FN_REGISTRY[dispatch_mode] = {"dispatch_fn": dispatch_fn, "collect_fn": collect_fn}
 

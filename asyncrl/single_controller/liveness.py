@@ -40,7 +40,7 @@ async def ray_death() -> NoReturn:
     """Wait until a Ray daemon on this machine has died: the raylet, or the control service (gcs_server).
 
     Ray itself reports a dead raylet only after some 15 s, and only as the death of the raylet's workers. If the control
-    service dies, Ray ends this process some seconds later without an error. Without a daemon here, wait forever.
+    service dies, Ray ends this process some seconds later without an error. If no daemon runs here, wait forever.
 
     Raises:
         ClusterDiedError: a daemon has died. The message names the daemon and has the last lines of its log.
@@ -139,7 +139,7 @@ _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
 _REMOTE_READ_TIMEOUT_S = 10.0
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # beginnings of lines that Ray adds to logs
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray adds lines with these beginnings to logs
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:
@@ -168,9 +168,9 @@ def last_words(actor_id: str, log_file: str | None) -> str:
 
 
 def _newest_complaints() -> str:
-    """Return the path and the last lines of this node's newest raylet error log; empty without such a log.
+    """Return a text with the path and the last lines of this node's newest raylet error log.
 
-    The log may say why an actor's process did not start.
+    The log possibly says why an actor's process did not start. If there is no such log, the text is empty.
     """
     node: Any = ray_worker._global_node
     logs = [*Path(node.get_logs_dir_path()).glob("raylet*.err")]

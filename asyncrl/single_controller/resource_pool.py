@@ -50,11 +50,11 @@ class ResourcePool:
 
     @property
     def store(self) -> list[int]:
-        """Number of processes on each node, a list."""
+        """List of the number of processes on each node."""
         return self._store
 
     def __call__(self) -> list[int]:
-        """Return ``store``."""
+        """Return the number of processes on each node, like the property `store`."""
         return self._store
 
     @property
@@ -81,7 +81,7 @@ class ClassWithInitArgs:
         self.fused_worker_used = False
 
     def __call__(self) -> Any:
-        """Make the instance."""
+        """Make an instance of the class with these arguments."""
         return self.cls(*self.args, **self.kwargs)
 
 
@@ -145,11 +145,11 @@ class RayResourcePool(ResourcePool):
         self.apart = apart
         self.labels = dict(labels or {})
         self.timeout_s = timeout_s
-        self._num_users = 0  # number of worker groups that use this pool or a part of it
+        self._num_users = 0  # counts the worker groups that use this pool or a part of it
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
-        """Return the constructor's keyword arguments that make a pool like this one, without ``name_prefix``."""
+        """Return the keyword arguments with which the constructor makes an equal pool, except ``name_prefix``."""
         names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
         names += ("num_devices_per_process", "strategy", "apart", "labels")
         return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
@@ -171,8 +171,8 @@ class RayResourcePool(ResourcePool):
     ) -> list[PlacementGroup]:
         """Return one placement group per node. The first call in a Ray cluster waits until the groups are reserved.
 
-        ``strategy`` replaces the pool's strategy. ``name``
-        replaces the first part of the groups' names. ``device_name`` is ``cuda`` or ``npu``.
+        ``strategy`` replaces the pool's strategy. ``name`` replaces the first part of the groups' names.
+        ``device_name`` is ``cuda`` or ``npu``.
 
         Raises:
             DeadlineError: the cluster does not grant the reservation in time. Nothing is then reserved.
@@ -234,7 +234,7 @@ class RayResourcePool(ResourcePool):
     def _wait_until_granted(
         self, pgs: Sequence[PlacementGroup], first: int, deadline_s: float, device_name: str
     ) -> None:
-        """Wait for ``pgs[first:]``. After the deadline, release all of ``pgs`` and raise `DeadlineError`."""
+        """Wait until ``pgs[first:]`` are granted. At the deadline, release all of ``pgs`` and raise `DeadlineError`."""
         left_s, awaited = max(deadline_s - time.monotonic(), 0.0), [pg.ready() for pg in pgs[first:]]
         _, waiting = ray.wait(awaited, num_returns=len(awaited), timeout=left_s)
         if not waiting:
@@ -298,7 +298,7 @@ class RayResourcePool(ResourcePool):
 
 
 def current_cluster() -> Any:
-    """Return a pair of the ids of this process's Ray cluster and job; None if the process is not connected to Ray."""
+    """Return a pair: ids of this process's Ray cluster and job; None if the process is not connected to Ray."""
     worker = ray_worker.global_worker
     node = worker.node  # at shutdown, Ray removes the node before it reports the disconnection
     return (node.cluster_id, worker.current_job_id) if node is not None and worker.connected else None
@@ -388,7 +388,7 @@ class JoinedResourcePool(RayResourcePool):
     def visible_devices(self, slots: Sequence[Slot]) -> list[str]:
         """Return the value of ``CUDA_VISIBLE_DEVICES`` for the process of each slot, in the order of ``slots``.
 
-        A slot is the place of one rank in a placement group.
+        A slot has the reserved resources of one rank.
 
         Raises `DeadlineError` if a node does not answer within ``timeout_s``.
         """
@@ -417,7 +417,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
     total = resource_pool.world_size
     sizes = [split_size] * (total // max(split_size, 1)) if isinstance(split_size, int) else list(split_size)
     if sum(sizes) != total or min(sizes, default=0) < 1:
-        raise UsageError(f"parts of {split_size} processes do not add up to the pool's {total}")
+        raise UsageError(f"parts of {split_size} processes do not add up to the {total} processes of the pool")
     first = getattr(resource_pool, "start_bundle_index", 0)
     starts = list(accumulate(sizes[:-1], initial=first))
     pgs = resource_pool.get_placement_groups()
@@ -589,7 +589,7 @@ def take(needed: Resources, free: dict[str, float]) -> None:
 def can_place(needs: Sequence[Resources], nodes: Iterable[Resources]) -> bool:
     """Return whether all ``needs`` fit on the nodes at the same time, if each need must be on one node.
 
-    Needs and nodes are resources (amounts by name). The largest need must come first. If the search takes more
+    A need or node is a dict of resource amounts by name. The largest need must come first. If the search takes more
     than 10,000 steps, the function returns True, and the cluster decides later.
     """
     steps = 0
@@ -676,7 +676,7 @@ class RayClassWithInitArgs(ClassWithInitArgs):
         sharing_with: Any = None,
         device_name: str = "cuda",
     ) -> Any:
-        """Start the actor in a bundle of a placement group, with a share of a device if ``use_gpu``.
+        """Start the actor in a bundle of a placement group. With ``use_gpu``, the actor gets ``num_gpus`` devices.
 
         If ``sharing_with`` is an actor, the new actor runs on the node and the devices of that actor instead.
         """
@@ -724,7 +724,7 @@ class Slot:
 
 
 def slots_of(pool: RayResourcePool, strategy: str | None, device_name: str) -> list[Slot]:
-    """Reserve a pool if it is not reserved yet. Return the place of each rank in the pool's placement groups.
+    """Reserve a pool if it is not reserved yet. Return one slot per rank, which has the rank's reserved resources.
 
     ``strategy`` replaces the pool's placement strategy. ``device_name`` is ``cuda`` or ``npu``.
     """

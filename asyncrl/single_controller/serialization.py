@@ -23,7 +23,7 @@ Message = tuple[Frame, Sequence[Any], Sequence[Any]]
 
 
 def rebuild(kind: Any, header: Frame, buffers: Sequence[Any], foreign: Sequence[Any]) -> Any:
-    """Return a batch of class ``kind`` from its pickled parts. Used by pickle.
+    """Return a batch of class ``kind`` from its pickled parts. Pickle calls this function.
 
     The parts are decoded when an attribute of the batch is first read.
     """
@@ -101,11 +101,11 @@ def read_frames(data: bytes | memoryview) -> list[memoryview]:
     frames = []
     for size in sizes:
         if start + size > view.nbytes:
-            raise WireError(f"file is truncated: it has {view.nbytes} bytes, a frame ends at {start + size}")
+            raise WireError(f"file is truncated: it has {view.nbytes} bytes, but a frame ends at byte {start + size}")
         frames.append(view[start : start + size])
         start += _aligned(size)
     if start != view.nbytes:
-        raise WireError(f"file has {view.nbytes} bytes, its frames end at {start}")
+        raise WireError(f"file has {view.nbytes} bytes, but its frames end at byte {start}")
     return frames
 
 
@@ -162,7 +162,7 @@ def _message_of(value: Any) -> bytes:
 
 
 def _value_of(message: memoryview) -> Any:
-    """Decode a message of `_message_of`. Arrays are writable views of the message."""
+    """Decode a message that `_message_of` returned. Arrays are writable views of the message."""
     return decode(read_frames(message), writable=True)
 
 
@@ -193,7 +193,7 @@ def gather_values(value: T, kind: Any, group: dist.ProcessGroup | None) -> list[
     This is a collective.
 
     Args:
-        value: Numbers, strings, lists, tuples, and dataclasses of them.
+        value: A number, a string, or a list, tuple or dataclass of such values.
         kind: Type of the value, for decoding. Example: ``list[tuple[int, int]]``.
         group: The process group; None for a single rank.
 
@@ -235,7 +235,7 @@ def deserialize_single_tensor(arr: TensorParts) -> torch.Tensor:
         raise BatchError(f"torch has no dtype {name!r}")
     memory = bytearray(data)
     if len(memory) != torch.Size(shape).numel() * dtype.itemsize:
-        raise BatchError(f"a tensor {name}{list(shape)} does not have {len(memory)} bytes")
+        raise BatchError(f"{len(memory)} bytes do not fit a tensor {name}{list(shape)}")
     if not memory:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(shape)
@@ -247,7 +247,7 @@ def serialize_tensordict(
     """Convert a TensorDict to a tuple: the batch size, the name of the device or None, and the tensors by name.
 
     A dense tensor becomes the result of `serialize_single_tensor`. A nested tensor becomes a pair: the layout's name,
-    and a list of the rows, each like a dense tensor.
+    and a list of the rows. Each row is converted like a dense tensor.
     """
     tensors: dict[str, Any] = dict(batch.items())
     items: dict[str, Any] = {

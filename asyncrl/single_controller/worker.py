@@ -27,7 +27,7 @@ class WorkerHelper:
         return ray.util.get_node_ip_address()
 
     def get_available_master_addr_port(self) -> tuple[str, str]:
-        """Return the IP address of this process's node, and a free port of this node, as texts."""
+        """Return a pair of strings: the IP address of this process's node, and a free port of this node."""
         return self._get_node_ip().strip("[]"), str(free_port())
 
 
@@ -112,9 +112,9 @@ class Worker(WorkerHelper):
         return self._world_size
 
     def get_master_addr_port(self) -> tuple[str | None, str | None]:
-        """Return the address and the port at which the group's processes meet, for ``torch.distributed``.
+        """Return a pair: the address and the port at which the group's processes meet, for ``torch.distributed``.
 
-        The address is that of the node of rank 0. Both values are None if the group set none.
+        The address is that of the node of rank 0. Both values are None if the group has not set them.
         """
         return self._master_addr, self._master_port
 
@@ -163,22 +163,23 @@ class Worker(WorkerHelper):
         return self._collect_dp_rank[self._known_mesh(mesh_name)]
 
     def get_dispatch_collect(self) -> dict[str, dict[str, Any]]:
-        """Return this worker's place in each mesh that it has registered, as arguments for `set_dispatch_collect`.
+        """Return the meshes that this worker has registered, as keyword arguments for `set_dispatch_collect`.
 
-        ``dispatch_dp_rank`` has the dp rank by mesh name. ``collect_dp_rank`` says whether the worker's result is used.
+        ``dispatch_dp_rank`` maps the name of each mesh to this worker's dp rank. ``collect_dp_rank`` maps the name to
+        whether calls over the mesh use this worker's result.
         """
         return {"dispatch_dp_rank": self._dispatch_dp_rank, "collect_dp_rank": self._collect_dp_rank}
 
     def set_dispatch_collect(
         self, mesh_name: str, dispatch_dp_rank: dict[str, int], collect_dp_rank: dict[str, bool]
     ) -> None:
-        """Register this worker in the mesh ``mesh_name``, at the place that another worker has in its newest mesh.
+        """Register this worker in the mesh ``mesh_name``, with the dp rank that another worker has in its newest mesh.
 
-        The other two arguments come from `get_dispatch_collect` of the other worker.
+        ``dispatch_dp_rank`` and ``collect_dp_rank`` come from `get_dispatch_collect` of the other worker.
         """
         if not dispatch_dp_rank or not collect_dp_rank:
             raise UsageError(
-                f"mesh {mesh_name!r} cannot get the place of another worker, because that worker registered no mesh; "
+                f"mesh {mesh_name!r} cannot get the dp rank of another worker, because that worker registered no mesh; "
                 "register a mesh of that worker first"
             )
         dp_rank, is_collect = list(dispatch_dp_rank.values())[-1], list(collect_dp_rank.values())[-1]
@@ -191,7 +192,7 @@ class Worker(WorkerHelper):
         return mesh_name
 
     def _call_chained(self, method_name: str, args: tuple[Any, ...], kwargs: dict[str, Any], *results: Any) -> Any:
-        """Call a method. ``results``, which Ray has fetched, replace the futures in its arguments."""
+        """Call a method of this worker. The fetched ``results`` replace the futures in the method's arguments."""
         args, kwargs = attach_results(args, kwargs, results)
         return getattr(self, method_name)(*args, **kwargs)
 
@@ -200,7 +201,7 @@ class Worker(WorkerHelper):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
     def execute_with_func_generator(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``func(worker, part of the data)`` on every worker, and return its result.
+        """Call ``func(worker, *args, **kwargs)`` on every worker, and return the result of ``func``.
 
         The worker group cuts each batch in ``args`` and ``kwargs`` into one part per worker.
         """
@@ -208,7 +209,7 @@ class Worker(WorkerHelper):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def execute_func_rank_zero(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call ``func(*args, **kwargs)`` in the process of rank 0, and return its result."""
+        """Call ``func(*args, **kwargs)`` in the process of rank 0, and return the result of ``func``."""
         return func(*args, **kwargs)
 
 
@@ -271,7 +272,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
     """Copy ROCm's variables to CUDA_VISIBLE_DEVICES, which torch reads on ROCm too."""
     hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
     cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
-    if cuda == "":  # all devices are hidden
+    if cuda == "":  # an empty value hides all devices
         env_vars.pop("ROCR_VISIBLE_DEVICES", None)
         return
     if hip and cuda and hip != cuda:
@@ -368,7 +369,7 @@ def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
 
 
 async def _route_async(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call as `_route` does, but await the futures first, because fetching them would block the event loop."""
+    """Call a method like `_route`, but first await the futures in its arguments, so the event loop is not blocked."""
     role, _, name = method_name.partition(FUSED_METHOD_SEPARATOR)
     attrs = getattr(getattr(self.raw_cls_dict.get(role), name, None), MAGIC_ATTR, {})
     if attrs.get("materialize_futures"):

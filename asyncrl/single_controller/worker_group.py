@@ -1,4 +1,4 @@
-"""Worker groups, which start workers in Ray, call methods of all workers, and detect the death of a worker."""
+"""Worker groups start workers in Ray, call methods of all workers, and detect the death of a worker."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class WorkerGroup:
         """End the thread of `start_worker_aliveness_check`, if it runs."""
         if self._watch is not None:
             loop, task = self._watch
-            with suppress(RuntimeError):  # the event loop of the watch has ended already
+            with suppress(RuntimeError):  # the event loop possibly has ended already
                 loop.call_soon_threadsafe(task.cancel)
         if self._checker_thread not in (None, threading.current_thread()):
             self._checker_thread.join()
@@ -177,7 +177,7 @@ class RayWorkerGroup(WorkerGroup):
         ray_wait_register_center_timeout: Seconds to wait until the node of rank 0 names a free port.
         worker_env: Further environment variables of the workers.
         device_name: ``cuda`` or ``npu``.
-        use_gpu: Whether each worker takes its share of a device; the pool's setting by default.
+        use_gpu: Whether each worker uses a fraction of its process's devices; the pool's setting by default.
         master_addr: MASTER_ADDR of the workers, for ``torch.distributed``. Give ``master_port`` too. By default, the
             group chooses both.
         master_port: MASTER_PORT of the workers.
@@ -333,14 +333,14 @@ class RayWorkerGroup(WorkerGroup):
         return node_id
 
     def kill_worker(self, rank: int) -> None:
-        """Kill the worker of a rank unless it is dead. The worker's resources stay reserved."""
+        """Kill the worker of a rank if it is alive. The worker's resources stay reserved."""
         ray.kill(self._workers[rank])
 
     def replace_worker(self, rank: int, **changed: Any) -> None:
-        """Kill the worker of a rank unless it is dead. Start a new worker of the same class with the same resources.
+        """Kill the worker of a rank if it is alive. Start a new worker of the same class with the same resources.
 
-        ``changed`` are keyword arguments of the class that differ from the group's. Ray starts the new worker as soon
-        as the resources are free. Calls of the new worker wait until then.
+        ``changed`` are keyword arguments of the class. They replace the group's arguments of the same names. Ray starts
+        the new worker as soon as the resources are free. Calls of the new worker wait until then.
         """
         if not self._replacements:
             raise UsageError(f"group {self.name_prefix!r} did not start its workers; use the group that started them")
@@ -385,7 +385,7 @@ class RayWorkerGroup(WorkerGroup):
             "WG_BACKEND": "ray",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "LOCAL_RANK": str(slot.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl's names of the two local values
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl uses this name and the next name
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),
@@ -459,7 +459,7 @@ class RayWorkerGroup(WorkerGroup):
     def _execute_all(
         self, method_name: str, args: Sequence[Any], kwargs: dict[str, Any], silent: frozenset[int] = frozenset()
     ) -> PendingResults:
-        """Call as `execute_all_async` does. The ranks in ``silent`` return errors, but no results."""
+        """Call a method of every worker like `execute_all_async`. Ranks in ``silent`` return errors, but no results."""
         num_workers = len(self._running())
         if not all(isinstance(value, list) and len(value) == num_workers for value in (*args, *kwargs.values())):
             args = [[arg] * num_workers for arg in args]
@@ -492,7 +492,7 @@ class RayWorkerGroup(WorkerGroup):
         """Kill the workers. This also ends other groups of the same workers (from `spawn`, or attached by name).
 
         The last group of a pool also releases the pool's reservation. A running call raises `WorkerDiedError`, and a
-        later call of this group raises `UsageError`. After a shutdown of Ray, the method kills no worker, so that
+        later call of this group raises `UsageError`. If Ray was shut down, this method does not kill any worker, so
         detached workers still run.
         """
         self.stop_worker_aliveness_check()

@@ -236,7 +236,7 @@ def test_a_future_is_padded_like_the_batches_beside_it():
 
 @pytest.mark.parametrize("split_size", [0, -1, [], [2, 0]])
 def test_parts_of_a_pool_have_at_least_one_process(split_size):
-    with pytest.raises(UsageError, match="do not add up to the pool's 2"):
+    with pytest.raises(UsageError, match="do not add up to the 2 processes of the pool"):
         split_resource_pool(RayResourcePool([2], use_gpu=False), split_size)
 
 
