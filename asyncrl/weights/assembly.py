@@ -26,7 +26,7 @@ def known_dtype(stored: StoredTensor) -> torch.dtype:
 
 
 class DeviceDigests:
-    """Computes `manifest.device_digest_of` of bytes on a device, and does not wait for the device."""
+    """Computes digests of bytes on a device like `manifest.device_digest_of`, without waiting for the device."""
 
     def __init__(self, device: torch.device) -> None:
         self._factors: Tensor = factors_of(torch.arange(PIECE_BYTES // 4, device=device))
@@ -63,7 +63,7 @@ class BucketCopies:
     def copied(self, source: np.ndarray) -> Tensor:
         """Copy ``source``, [bytes] uint8, to the device, and return the copy, [bytes] uint8.
 
-        The device may not have finished the copy yet.
+        At the return, the device has possibly not finished the copy.
         """
         target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
         for start in range(0, len(source), BUCKET_BYTES):
@@ -82,10 +82,10 @@ class BucketCopies:
 
 
 class TensorAssembly:
-    """Builds the tensors of one policy version from pieces. `add` yields a tensor when all of its pieces are verified.
+    """Builds the tensors of one policy version from pieces (parts of tensors).
 
-    A yielded tensor may be a view of the bytes that the caller gave `add`. If the caller never changes these bytes, the
-    tensor never changes, and a model may keep the tensor.
+    `add` yields a tensor when all pieces of the tensor are verified. The tensor may be a view of the bytes that the
+    caller gave `add`. If the caller never changes these bytes, a model may keep the tensor.
 
     Args:
         manifest: Manifest of the version; it must have one data file.
@@ -168,7 +168,7 @@ class TensorAssembly:
 
     @property
     def is_whole(self) -> bool:
-        """Whether every tensor was yielded."""
+        """Whether `add` and `finish` have yielded every tensor."""
         return not self._num_left
 
 

@@ -1,8 +1,8 @@
 """Exact sparse differences between two versions of a data file.
 
 For each changed piece (a part of a tensor), a delta file holds the changed values and the gaps between their indices.
-If the whole piece is not larger, the file holds the whole piece instead. Values are compared as integers, so the
-comparison is exact for NaN and -0.0 too.
+If the whole piece takes no more bytes, the delta file holds the whole piece instead. Values are compared as integers,
+so the comparison is exact for NaN and -0.0 too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def encode(old: np.ndarray, new: np.ndarray, item_bytes: int) -> tuple[int, int,
         return None
     gaps = np.diff(indices, prepend=0)
     encodings: list[np.ndarray] = []
-    for gap_bytes in (1, 2):  # codes of a gap: ``gap // full`` times ``full``, then ``gap % full``
+    for gap_bytes in (1, 2):  # encode a gap as ``gap // full`` codes that equal ``full``, then the code ``gap % full``
         full = np.iinfo(_INTEGERS[gap_bytes]).max
         ends = np.cumsum(gaps // full + 1) - 1
         encodings.append(np.full(ends[-1] + 1, full, dtype=_INTEGERS[gap_bytes]))
@@ -103,7 +103,7 @@ def write_delta(
                     )
                     stream.write(data)
         stream.flush()
-        os.fsync(stream.fileno())  # before this, other hosts may not see the bytes in a shared folder
+        os.fsync(stream.fileno())  # make the bytes visible to other hosts that share the folder
     return changes
 
 

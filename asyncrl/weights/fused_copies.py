@@ -68,7 +68,10 @@ class _Block:
 
 @dataclass(frozen=True, slots=True)
 class _TensorCopies:
-    """A tensor's shape and dtype, and its copies. Each copy is a pair: the name of the written parameter, the block."""
+    """The shape and dtype of a published tensor, and the copies of the tensor into parameters.
+
+    Each entry of ``copies`` is a pair: the name of the parameter, and the copied block.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
@@ -210,12 +213,12 @@ class LoadObserver:
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
         # Maps the address of a storage to a weak reference to the storage, and to the published tensors in the storage.
-        # Each tensor is a tuple: first byte in the storage, end, name. While the weak reference exists, no other
-        # storage gets the same address.
+        # Each published tensor is described by a tuple: first byte in the storage, end in the storage, tensor's name.
+        # While the weak reference to a storage exists, no other storage gets the address of this storage.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
         # Maps the name of a parameter to the written blocks. Each block has a source: a constant, or a tensor's name.
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
-        # Names of tensors and parameters. `copies` leaves them out, so that the model's loader loads them every time.
+        # Has names of tensors and parameters that `copies` leaves out. The model's loader loads these every time.
         self._excluded: set[str] = set()
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -325,9 +328,10 @@ class LoadObserver:
         return is_adjacent and int(starts[0]) == first and int(ends[-1]) == first + parameter.numel()
 
     def _tensor_of(self, view: Tensor) -> tuple[str, int] | None:
-        """Find the published tensor that contains a view. Returns the tensor's name, and its first byte in the storage.
+        """Find the published tensor that contains a view.
 
-        Returns None if no published tensor contains the view, or if the view is empty.
+        Returns a pair: the tensor's name, and the position of the tensor's first byte in the storage. Returns None if
+        no published tensor contains the view, or if the view is empty.
         """
         published = self._published.get(_storage(view))
         if published is None or not view.numel():
@@ -342,9 +346,9 @@ class LoadObserver:
 
 
 def _ranges_of(block: _Block) -> tuple[np.ndarray, int]:
-    """Divide the values that a block writes into contiguous ranges of equal length. Returns all starts, and the length.
+    """Divide the values that a block (a copy into a parameter) writes into contiguous ranges of equal length.
 
-    Starts and length count values in the storage of the parameter.
+    Returns a pair: the start of each range, and the length. Both count values in the storage of the parameter.
     """
     length, num_inner = 1, 0
     for size, stride in zip(reversed(block.shape), reversed(block.strides), strict=True):

@@ -54,16 +54,17 @@ class ModelShards(Protocol):
     has_adapters: bool
 
     def held(self, part: Part) -> dict[str, Tensor]:
-        """Return this rank's shards of the parameters and persistent buffers that a file needs, by name.
+        """Return this rank's shards of the model's parameters and persistent buffers, by name.
 
-        ``part`` says what the file contains. Example: for ``Part.adapters``, only the adapters are returned.
+        ``part`` selects all weights, only the frozen weights, or only the adapters.
         """
         ...
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
         """Convert whole (unsharded) weights to the tensors of a checkpoint. Returns the tensors by checkpoint name.
 
-        ``weights`` has parameters and buffers by the names that `held` returns. ``part`` says what the file contains.
+        ``weights`` has parameters and buffers by the names that `held` returns. ``part`` says whether the checkpoint
+        contains all weights (with merged adapters), only the frozen weights, or only the adapters.
         """
         ...
 
@@ -76,7 +77,10 @@ class ModelShards(Protocol):
         ...
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write JSON files, such as the model's configuration, to ``folder``, beside a file with content ``part``."""
+        """Write the JSON files of a checkpoint to ``folder``, such as the model's configuration.
+
+        ``part`` says whether the checkpoint contains all weights, only the frozen weights, or only the adapters.
+        """
         ...
 
     def gather(self, value: T, kind: Any) -> list[T]:
@@ -86,7 +90,9 @@ class ModelShards(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A contiguous part of this rank's shard of a parameter, and its position in the file or in the raw copy.
+    """A contiguous part of this rank's shard of a parameter, and the position to which this part is copied.
+
+    The position is in the checkpoint file, or in the raw copy: memory for parameters from which tensors are computed.
 
     Attributes:
         name: Name of the parameter.
@@ -105,7 +111,7 @@ class Region:
 
     @property
     def num_bytes(self) -> int:
-        """Number of bytes that the region takes in the file or in the raw copy."""
+        """Number of bytes of the region's values in the dtype ``dtype``."""
         return self.num_values * self.dtype.itemsize
 
     def values(self) -> Tensor:
@@ -237,8 +243,8 @@ class ModelLayout:
     def compute(self, raw: Tensor, place: Callable[[StoredTensor], Tensor]) -> None:
         """Compute the tensors that `computed` lists, and write the tensors to the file's memory.
 
-        ``raw`` is the memory that `exchange` has filled, [bytes] uint8. ``place`` takes a tensor of the file and
-        returns the tensor's memory in the file, [bytes] uint8.
+        ``raw`` is the memory that `exchange` has filled, [bytes] uint8. The function ``place`` takes a tensor of the
+        file and returns the tensor's memory in the file, [bytes] uint8.
         """
         for names, outputs in self._own_groups:
             whole = {}
@@ -254,7 +260,8 @@ class ModelLayout:
 
         Args:
             data: The memory of the file, [bytes] uint8.
-            read: Takes names, and returns whole parameters and buffers by name. It is called once per layer.
+            read: Function that takes names, and returns whole parameters and buffers by name. It is called once per
+                layer.
 
         Raises:
             WeightsError: a tensor of the file needs parameters of several layers.
@@ -320,7 +327,7 @@ class ModelLayout:
 
 
 def in_file(data: Tensor) -> Callable[[StoredTensor], Tensor]:
-    """Return a function from a stored tensor to a view of the tensor's bytes, [bytes] uint8.
+    """Return a function that takes a stored tensor, and returns a view of the tensor's bytes, [bytes] uint8.
 
     ``data`` is the whole file, [bytes] uint8.
     """

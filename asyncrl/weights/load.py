@@ -77,7 +77,7 @@ class WeightSource(Protocol):
         ...
 
     def close(self) -> None:
-        """End the use of the version. If a network transfer still runs, this process leaves it."""
+        """End the use of the version. If a network transfer still runs, this process leaves the transfer."""
         ...
 
 
@@ -171,10 +171,10 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
 
 
 class FileWeights:
-    """The tensors of an offered version, in memory-mapped files. For an adapter, the frozen weights are not included.
+    """Delivers the tensors of an offered version from memory-mapped files, without the frozen weights of an adapter.
 
-    Without a device, the tensors are views of the files, and `copy` and `verify` verify the bytes. With a device, the
-    tensors are copies on the device, and `verify` compares the copies' digests, which the device computes.
+    If ``device`` is None, the tensors are views of the files, and `copy` and `verify` check the bytes of the files.
+    Otherwise the tensors are copies on the device. `verify` checks the copies by digests that the device computes.
 
     Args:
         offer: The offer of a full version or an adapter.
@@ -188,8 +188,8 @@ class FileWeights:
     def __init__(self, offer: WeightOffer, device: torch.device | None = None) -> None:
         if offer.kind == "delta":
             raise WeightsError(
-                f"policy version {offer.version} is a delta to version {offer.base_version}; it must be staged before "
-                "it can be loaded"
+                f"policy version {offer.version} is a delta to version {offer.base_version}; apply the delta with a "
+                "WeightStager before the load"
             )
         self.manifest = read_manifest(offer)
         self._name = offer.name
@@ -285,7 +285,7 @@ class FileWeights:
     def copy(self, pieces: Sequence[Piece], target: np.ndarray) -> bool:
         """Copy adjacent pieces to ``target``, [bytes] uint8. Returns whether ``target`` then holds the published bytes.
 
-        If it does, the pieces count as verified, and `verify` does not read these pieces again.
+        If True, the pieces count as verified, and `verify` does not read these pieces again.
         """
         ends = list(accumulate(piece.num_bytes for piece in pieces))
         places = [target[end - piece.num_bytes : end] for piece, end in zip(pieces, ends, strict=True)]
@@ -377,7 +377,7 @@ class PublishedAdapter:
 
 
 class AdaptedModules:
-    """The adapters that are attached to a model's linear layers. Such a layer then computes W x + scale · B A x."""
+    """The adapters that are attached to a model's linear layers. Each of these layers computes W x + scale · B A x."""
 
     def __init__(self) -> None:
         self._hooks: list[RemovableHandle] = []

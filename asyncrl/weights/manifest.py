@@ -156,7 +156,8 @@ class Manifest:
 
     Attributes:
         directory: Folder of ``files``. The manifest file holds the path of this folder. The path is relative if the
-            manifest file is in this folder or in a folder beside it. So the file and the folder can be moved together.
+            manifest file is in this folder or in a folder next to this folder. So the manifest file and the folder can
+            be moved together.
         files: Data files in safetensors format. For a delta, the file that `delta.apply_delta` makes.
         pieces: The digested parts of tensors. They cover all bytes of all tensors in ``files``.
         delta: If the version is published without a data file, its changes since an earlier version; otherwise None.
@@ -223,7 +224,7 @@ class Manifest:
         )
 
     def with_paths(self, change: Callable[[str], str]) -> Manifest:
-        """Return a copy with other paths: ``change`` takes a path as text, and returns the new path.
+        """Return a copy of the manifest with other paths. The function ``change`` takes a path and returns a new path.
 
         ``change`` is applied to ``directory``, and to the manifest's path in the offer of the base version.
         """
@@ -241,7 +242,7 @@ class Manifest:
                 if (tensor.file, at) not in ends:
                     raise WeightsError(
                         f"{self.directory}: {tensor.name} has no digest of byte {at - tensor.start} of "
-                        f"{tensor.num_bytes}; every rank must first write and digest its share"
+                        f"{tensor.num_bytes}; every rank must first write and digest its part of the version"
                     )
                 at = ends[tensor.file, at]
 
@@ -270,9 +271,9 @@ def _halves_of_factors() -> np.ndarray:
 def device_digest_of(data: np.ndarray) -> int:
     """Return a digest that a GPU computes fast: a weighted sum of the 32-bit words.
 
-    The weight of a word is `factors_of` its index. The sum is modulo 2^64 and signed. The digest changes if a single
-    word changes. Two different pieces have the same digest with a probability of at most 2^-32 (multilinear hashing,
-    arXiv 1202.4961).
+    The weight of a word is the factor that `factors_of` returns for the word's index. The sum is modulo 2^64 and
+    signed. The digest changes if a single word changes. Two different pieces have the same digest with a probability of
+    at most 2^-32 (multilinear hashing, arXiv 1202.4961).
 
     Args:
         data: [bytes] uint8, at most `PIECE_BYTES`; zeros fill the last word.
@@ -288,8 +289,8 @@ def device_digest_of(data: np.ndarray) -> int:
 def pieces_of(file: int, start: int, num_bytes: int, data: np.ndarray, *, for_device: bool = False) -> list[Piece]:
     """Divide a range of a data file into pieces of at most `PIECE_BYTES`, and digest each piece.
 
-    ``file`` is the file's index in `Manifest.files`. ``start`` and ``num_bytes`` are the range. ``data`` is the whole
-    file, [bytes] uint8. ``for_device`` computes `Piece.device_digest` too.
+    ``file`` is the file's index in `Manifest.files`. The range begins at the byte ``start``. ``data`` is the whole
+    file, [bytes] uint8. If ``for_device`` is True, `Piece.device_digest` is computed too.
     """
     pieces: list[Piece] = []
     for at in range(start, start + num_bytes, PIECE_BYTES):
@@ -314,7 +315,7 @@ class DigestThreads(ThreadPoolExecutor):
     def wrong(self, pieces: Sequence[Piece], bytes_of: Callable[[Piece], np.ndarray]) -> list[Piece]:
         """Return the pieces whose bytes do not have the published digest.
 
-        ``bytes_of`` takes a piece and returns its bytes, [bytes] uint8.
+        The function ``bytes_of`` takes a piece and returns the bytes of the piece, [bytes] uint8.
         """
         mapped = map if len(pieces) == 1 else self.map  # digesting one piece takes less time than waking a thread
         are_right = mapped(lambda piece: digest_of(bytes_of(piece)) == piece.digest, pieces)
@@ -370,7 +371,7 @@ def map_file(path: Path) -> np.ndarray:
 
 
 def safetensors_header(tensors: Sequence[tuple[str, str, Sequence[int], int]]) -> tuple[bytes, list[int]]:
-    """Return a safetensors header, and the position of each tensor's first byte in the file.
+    """Return a pair: a safetensors header, and a list of the position of each tensor's first byte in the file.
 
     The header is all bytes of the file before the tensors.
 

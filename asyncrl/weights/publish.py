@@ -104,8 +104,8 @@ class WeightPublisher:
     def publish(self, version: int, *, then: Callable[[], None] = lambda: None) -> Future[WeightOffer | None]:
         """Copy the current weights, and publish them as ``version`` in the background.
 
-        ``then`` is called after this rank's copy. Rank 0 offers the version to the engines after ``then`` has returned
-        on all ranks.
+        This method calls the function ``then`` after this rank's copy. Rank 0 offers the version to the engines after
+        ``then`` has returned on all ranks.
 
         Returns:
             A future with the version's offer on rank 0, and with None on the other ranks. The next call of this method
@@ -158,7 +158,7 @@ class WeightPublisher:
             logger.warning("adapters are merged before they are published: %s", error)
             return
         self._frozen, self._layout = frozen, ModelLayout(self._shards, Part.adapters)
-        # The base has no path and digest yet: the frozen weights are published with the first version.
+        # Leave the path and digest of the frozen weights empty, because they are published with the first version.
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
     # The publish thread runs the following methods.
@@ -210,10 +210,10 @@ class WeightPublisher:
             self._descriptions[kind] = {path.name: path.read_bytes() for path in part.folder.glob("*.json")}
 
     def _finish(self, version: int, parts: list[RankPart] | Exception) -> WeightOffer | None:
-        """Publish the copied version, or report the failure of the copy.
+        """Publish the copied version. If ``parts`` is an exception, report that this rank's copy failed.
 
-        If a collective operation of the ranks fails, this method does not report the failure to the log, because the
-        controller learns the cause from its calls to the ranks.
+        If a collective operation of the ranks fails, this method does not report the failure to the `WeightLog`,
+        because the controller learns the cause from its calls to the ranks.
         """
         with record.span(SpanKind.publish, lane="/publish", version=version):
             with self._stage("digest", version):
@@ -242,7 +242,7 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Convert and digest this rank's bytes. Return per rank its `RankShare`s, or the text of its failure."""
+        """Convert and digest this rank's bytes. Returns per rank a list of `RankShare`, or the text of an error."""
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:
@@ -272,7 +272,7 @@ class WeightPublisher:
             return True
         has_parts = not isinstance(parts, Exception)
         if not all(self._shards.gather(has_parts, bool)) or isinstance(parts, Exception):
-            return not has_parts  # True if this rank failed: `_gathered` then sends its error to all ranks
+            return not has_parts  # if this rank failed, return True, so that `_gathered` sends the error to all ranks
         for part in parts:
             part.exchange()
         return True

@@ -64,7 +64,7 @@ class ReceivedVersions:
 
     @asynccontextmanager
     async def version(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
-        """Receive an offered version unless this host has it. Yields an offer that names the files on this host.
+        """Receive an offered version if this host does not have it. Yields an offer that names the files on this host.
 
         The yielded offer is of a full version or an adapter. No other worker changes the folder of the version before
         the context ends. The manifest of an adapter names a second folder, which has the frozen weights. If another
@@ -129,7 +129,7 @@ class ReceivedVersions:
             self._alone = None
 
     def _locked(self) -> int:
-        """Wait until no other worker changes the folder. Returns the descriptor that holds the lock."""
+        """Wait until no other worker changes the folder, and lock the folder. Returns the descriptor with the lock."""
         while True:
             lock = _flocked(make_private_folder(self._folder), fcntl.LOCK_EX)
             try:
@@ -161,7 +161,10 @@ class ReceivedVersions:
         return self._folder / f"{learner}-{offer.version:08d}"
 
     def _make_room(self, entry: Path, offer: WeightOffer) -> Path | None:
-        """Remove incomplete and older versions, and all versions of other learners. Keep and return a delta's base."""
+        """Remove incomplete versions, older versions, and all versions of other learners.
+
+        If ``offer`` is of a delta, keep the folder of its base version, and return this folder if it exists.
+        """
         base = entry.with_name(f"{entry.name[:8]}-{offer.base_version:08d}") if offer.kind == "delta" else None
         for path in self._folder.iterdir():
             other = _ENTRY.fullmatch(path.name)

@@ -115,7 +115,9 @@ class RoundRequest:
 
 
 class HeldVersions(dict[int, T]):
-    """A dict from policy version to what a learner rank keeps of this version. Frozen weights are never removed.
+    """A dict that maps a policy version to the data that a learner rank keeps of the version.
+
+    Frozen weights are never removed.
 
     Args:
         count: Number of newest versions to keep. The oldest version that is still offered to engines is kept too.
@@ -126,7 +128,7 @@ class HeldVersions(dict[int, T]):
         self._count, self.oldest = count, 0
 
     def add(self, version: int, held: T) -> None:
-        """Store ``held`` for the version ``version``. If there are then too many versions, remove the oldest ones."""
+        """Store the data ``held`` of the version ``version``. If too many versions are stored, remove the oldest."""
         self[version] = held
         for older in sorted(self.keys() - {FROZEN})[: -self._count]:
             if older != self.oldest:
@@ -198,10 +200,10 @@ class Meeting:
 
 
 class RoundCoordinator:
-    """The coordinator on rank 0. It runs one round after the other, in its own event loop.
+    """The coordinator on learner rank 0. It runs one round (transfer of a version) after the other.
 
-    It listens for receivers and learner ranks on a free port of ``host``, an IPv4 address. ``offers`` are the versions
-    that every rank holds; any thread may change them.
+    It has its own event loop, and listens for receivers and learner ranks on a free port of ``host``, an IPv4 address.
+    ``offers`` are the versions that every rank holds; any thread may change them.
 
     Attributes:
         address: Address and key for connections to this coordinator.
@@ -221,7 +223,7 @@ class RoundCoordinator:
         self._members: list[StreamWriter] = []
         self._group = 0
         self._ranks: dict[int, StreamWriter] = {}
-        self._done: dict[int, int] = {}  # by learner rank: the latest round that has ended on the rank
+        self._done: dict[int, int] = {}  # maps a learner rank to the latest round that has ended on the rank
         self._rank_done = asyncio.Event()
         self._closed: Future[None] = Future()
 
@@ -301,7 +303,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # these members would otherwise wait until the deadline
+                        for member, _, _ in broken.pending:  # do not let these members wait until the deadline
                             _send(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -330,8 +332,7 @@ class RoundCoordinator:
             backend=self._options.backend,
         )
         now_s = asyncio.get_running_loop().time()
-        # In a meeting, the members of a round exchange their network addresses. Keep the meeting of an earlier round
-        # until its deadline `ends_s`, because a receiver may still ask for these addresses.
+        # Keep the addresses of an earlier round's members until its deadline, because a receiver may still need them.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():

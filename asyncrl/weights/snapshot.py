@@ -24,9 +24,8 @@ from asyncrl.weights.layout import ModelLayout, Part, Region, dtype_of
 from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of, write_error
 
 DATA_FILE = "model.safetensors"
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14; older kernels allocate the pages at the first write
-# Called through ctypes, because the madvise of Python's mmap holds the GIL, for 0.6 s per GB. This would block the
-# rank's computation.
+_POPULATE_WRITE = 23  # is MADV_POPULATE_WRITE of Linux 5.14; older kernels allocate the pages at the first write
+# Call madvise through ctypes, because the madvise of Python's mmap holds the GIL for 0.6 s per GB.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -123,8 +122,8 @@ class WritableFile:
     def digest(self, spans: Sequence[tuple[int, int]], *, for_device: bool) -> list[list[Piece]]:
         """Compute the digests of ranges of the file, and sync the file to disk at the same time.
 
-        ``spans`` are (first byte, number of bytes) pairs. ``for_device`` adds the digests that engines compute on
-        GPUs (`Piece.device_digest`). Returns one list of digested pieces per span.
+        ``spans`` are (first byte, number of bytes) pairs. If ``for_device`` is True, also compute the digests that
+        engines compute on GPUs (`Piece.device_digest`). Returns one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
         if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # for so few bytes, threads would be slower
@@ -140,7 +139,7 @@ class WritableFile:
     def sync(self) -> None:
         """Wait until the file system has the written bytes.
 
-        Before this, other hosts that share the directory do not see mapped writes.
+        Before the sync, other hosts that share the directory do not see mapped writes.
         """
         os.fsync(self._descriptor)
 
@@ -149,7 +148,7 @@ class WritableFile:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
-        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # makes unmapping faster
+        _madvise(self.data.data_ptr(), self.data.nbytes, mmap.MADV_DONTNEED)  # make the later unmapping faster
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
@@ -183,7 +182,7 @@ class RankPart:
         return self._file.data
 
     def write(self) -> None:
-        """Copy the current values of this rank's shards into the part."""
+        """Copy the current values of this rank's shards into the memory of this part of the version."""
         self._file.write(self.layout.regions)
         if self._raw is not None:
             self._raw.write(self.layout.raw_regions)

@@ -56,7 +56,7 @@ class WeightStager:
         self._copies = copies
         self._timeout_s = timeout_s
         self._links: Path | None = None
-        self._held = ""  # manifest digest of what the image contains: a version, or frozen weights
+        self._held = ""  # has the manifest digest of the version or frozen weights that the image contains
         self._received = ReceivedVersions(memory / "received", name, timeout_s=timeout_s)
 
     @asynccontextmanager
@@ -93,9 +93,9 @@ class WeightStager:
     async def _in_time(
         self, work: Callable[[WeightStager, WeightOffer], WeightOffer], offer: WeightOffer
     ) -> WeightOffer:
-        """Call ``work`` with a copy of this stager in a thread, and wait until the deadline of staging.
+        """Call the function ``work`` in a thread with a copy of this stager, and wait until the deadline of staging.
 
-        If the thread ends in time, this stager takes over the attributes of the copy.
+        If the thread ends in time, the attributes of the copy replace the attributes of this stager.
         """
         limit_s = load_limit_s(self._timeout_s, offer.num_bytes)
         of_thread = copy(self)
@@ -142,7 +142,7 @@ class WeightStager:
     def stage(self, offer: WeightOffer) -> WeightOffer:
         """Link or copy the files of an offered version in a folder, without a deadline.
 
-        Returns an offer that names the links or copies. Raises `WeightsGone` or `WeightsError` in the cases of
+        Returns an offer that names the links or copies. Raises `WeightsGone` or `WeightsError` in the same cases as
         `staged`.
         """
         try:

@@ -237,18 +237,18 @@ class WeightSender:
             under_way.popleft()()
 
 
-# The group of a round
+# The process group of a round
 
 
 class RoundDeadline:
-    """A point in time that ends one or more successive waits."""
+    """The deadline of one or more successive waits."""
 
     def __init__(self, timeout_s: float) -> None:
         self._ends_s = time.monotonic() + timeout_s
 
     @property
     def is_over(self) -> bool:
-        """Whether no time remains."""
+        """Whether the deadline has passed."""
         return time.monotonic() >= self._ends_s
 
     @property
@@ -289,8 +289,8 @@ class RoundStore(Store):
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several keys until the round's deadline. ``timeout`` is ignored. Raises the errors of `get`."""
-        # With gloo, each member stores one key and reads the keys of all members. So rank 0 answers when it has all
-        # keys, and one answer holds all values.
+        # With gloo, each member stores one key and reads the keys of all members.
+        # Rank 0 therefore answers a member only when it has the keys of all members, and one answer holds all values.
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
@@ -307,7 +307,7 @@ class RoundStore(Store):
 
 
 class WeightGroup:
-    """A process group of torch for rounds. Its first ranks are the learner ranks, and the receivers follow.
+    """A process group of torch for rounds (transfers of weights). The learner ranks come first, then the receivers.
 
     Successive rounds with the same members use the same group. ``place`` is the rank of this process in the group.
     The group must be made before ``deadline``.
@@ -363,7 +363,7 @@ class WeightGroup:
 
 
 class GroupMember:
-    """This process as a member of a learner's rounds: its connection to rank 0, and the newest process group."""
+    """This process's membership in rounds (transfers of weights): a connection to rank 0, and a process group."""
 
     def __init__(self, address: ChannelAddress, timeout_s: float) -> None:
         self.channel = WeightChannel(address).connect(timeout_s)
@@ -671,7 +671,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        # Do not use a channel that is closed or has another address: its learner has ended.
+        # Close a connection that is not open or has another address, because its learner has ended.
         if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
@@ -703,7 +703,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     )
 
 
-# The parts of a transfer
+# The buckets of a transfer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -717,7 +717,7 @@ class Bucket:
 
 
 def buckets_of(sender: int, pieces: Sequence[Piece]) -> Iterator[Bucket]:
-    """Yield buckets (each the bytes of one send operation): adjacent pieces, up to `SPAN_BYTES` in each bucket.
+    """Group adjacent pieces into buckets of at most `SPAN_BYTES`. One send operation sends one bucket.
 
     ``sender`` is the learner rank that sends the pieces.
     """
