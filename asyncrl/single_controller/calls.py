@@ -141,7 +141,7 @@ FUSED_METHOD_SEPARATOR = "_fwmn_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Route:
-    """How to call a method of a worker: directly, or through a fused worker (several workers in one process).
+    """Describes how to call a method of a worker: directly, or in a fused worker (several workers in one process).
 
     Attributes:
         remote_name: Name of the actor's method to call.

@@ -134,7 +134,7 @@ def decode(frames: Sequence[Frame], *, foreign: Sequence[Any] = (), writable: bo
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Mark:
-    """Marks a list in a message's header that encodes a value of another type, such as a tuple.
+    """Marks a list in a message's header. The list encodes a value of another type, such as a tuple.
 
     ``sent`` is the first item of the list. The function ``build`` makes the value from the other items.
     """
@@ -313,7 +313,7 @@ class Decoder:
         return items.pop(0).build(self, items)
 
     def take(self) -> memoryview:
-        """Return the next buffer of the message that no value has used yet."""
+        """Return the first buffer of the message that no value has used yet."""
         if self.num_taken >= len(self.buffers):
             raise WireError(f"message is truncated: it has {len(self.buffers)} buffers, but its header describes more")
         self.num_taken += 1
@@ -501,8 +501,9 @@ def dtype_of(name: bytes) -> np.dtype:
 
 
 def record_parts(array: np.ndarray) -> list[Any] | None:
-    """Return a structured array as a list: shape, whether the dtype is aligned, field names, and an array per field.
+    """Turn a structured array into a list that `record_of` accepts.
 
+    The list has the shape, whether the dtype is aligned, the list of field names, and the list of the fields' arrays.
     Returns None if `record_of` could not build the array's dtype from the list.
     """
     dtype = array.dtype

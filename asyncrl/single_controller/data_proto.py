@@ -132,7 +132,7 @@ class DataProto:
             if not isinstance(array, np.ndarray):
                 raise BatchError(f"non_tensor_batch[{key!r}] must be a numpy array, got {type(array).__name__}")
             if array.ndim == 0 or len(array) != len(self):
-                raise BatchError(f"non_tensor_batch[{key!r}] has shape {array.shape}, the batch has {len(self)} rows")
+                raise BatchError(f"non_tensor_batch[{key!r}] must have {len(self)} rows, got shape {array.shape}")
 
     @classmethod
     def from_single_dict(

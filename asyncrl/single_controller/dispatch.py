@@ -139,7 +139,7 @@ class BatchData:
         padding enabled may differ in size.
         """
         if _is_tensordict(self._data):
-            from asyncrl.single_controller import columns  # imported here, because the import loads torch
+            from asyncrl.single_controller import columns  # import here, because this import loads torch
 
             return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
@@ -187,7 +187,7 @@ def _is_reference(data: Any) -> bool:
 
 
 class _Members(type):
-    """Metaclass of `DynamicEnum`: an enumeration ``Kind`` supports ``for``, ``in`` and ``len``.
+    """Metaclass of `DynamicEnum`. An enumeration ``Kind`` then supports ``for``, ``in`` and ``len``.
 
     ``Kind["name"]`` and ``Kind.name`` return the member with the name ``name``, in upper or lower case.
     """
@@ -286,7 +286,7 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class Dispatch(DynamicEnum):
-    """How a worker group distributes the arguments of a call over the ranks, and how it joins the ranks' results."""
+    """Determines how a worker group distributes the arguments of a call over the ranks, and joins their results."""
 
     RANK_ZERO: Dispatch
     ONE_TO_ALL: Dispatch
@@ -299,7 +299,7 @@ class Dispatch(DynamicEnum):
 
 
 class Execute(DynamicEnum):
-    """Which workers of a group run a call: all, or only rank 0."""
+    """Determines which workers of a group run a call: all workers, or only rank 0."""
 
     ALL: Execute
     RANK_ZERO: Execute
@@ -671,7 +671,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Cut all arguments into ``chunks`` parts. First append rows to copies of the batches with padding enabled.
+    """Append rows to copies of the batches with padding enabled. Then cut all arguments into ``chunks`` parts.
 
     All batches with padding enabled must have the same number of rows. Each copy gets the same number of new rows. The
     returned ``kwargs`` then has this number under `_padding_size_key`.
@@ -716,7 +716,7 @@ def _chunked(name: Any, value: Any, chunks: int) -> list[Any]:
             "put other values into meta_info"
         )
     if isinstance(value, TensorDictBase) and len(value) % chunks:
-        raise UsageError(f"argument {name!r} has {len(value)} rows, which {chunks} ranks cannot share evenly")
+        raise UsageError(f"argument {name!r} has {len(value)} rows, which cannot be cut into {chunks} equal parts")
     return list(BatchData(value).chunk(chunks) if isinstance(value, TensorDictBase) else value.chunk(chunks=chunks))
 
 

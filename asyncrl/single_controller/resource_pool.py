@@ -149,7 +149,7 @@ class RayResourcePool(ResourcePool):
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:
-        """Return the keyword arguments with which the constructor makes an equal pool, except ``name_prefix``."""
+        """Return the constructor's keyword arguments for an equal pool, except ``name_prefix``."""
         names = ("use_gpu", "max_colocate_count", "detached", "accelerator_type", "num_cpus_per_process", "timeout_s")
         names += ("num_devices_per_process", "strategy", "apart", "labels")
         return {"process_on_nodes": list(self._store)} | {name: getattr(self, name) for name in names}
@@ -443,7 +443,7 @@ def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResour
     ours, theirs = rp1.options(), rp2.options()
     different = sorted(key for key in ours if key != "process_on_nodes" and ours[key] != theirs[key])
     if different:
-        raise UsageError(f"pools {rp1.name_prefix!r} and {rp2.name_prefix!r} differ in {different}; make them alike")
+        raise UsageError(f"pools {rp1.name_prefix!r} and {rp2.name_prefix!r} differ in {different}; use equal options")
     options = {**ours, "process_on_nodes": rp1.store + rp2.store}
     merged = RayResourcePool(**options, name_prefix=f"{rp1.name_prefix}_{rp2.name_prefix}")
     merged.pgs = rp1.get_placement_groups() + rp2.get_placement_groups()
@@ -484,14 +484,14 @@ class WorkerRole(DynamicEnum):
         raise ValueError(f"no role is called {name!r}, only {[str(role) for role in cls]}; add it with register()")
 
 
-Role = WorkerRole  # verl's name for this class
+Role = WorkerRole  # verl uses this name for the class
 for _name in _TEXTS:
     Role.register(_name)
 
 
 @dataclass
 class ResourcePoolManager:
-    """The resource pools of a job, by name, and which role uses which pool.
+    """The resource pools of a job, and the assignment of roles to pools.
 
     Attributes that are not listed here are options of all pools. `RayResourcePool` describes them.
 
@@ -794,7 +794,7 @@ _free_port_there: Any = ray.remote(num_cpus=0)(free_port)
 
 
 def _visible_devices() -> str:
-    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # the format of CUDA_VISIBLE_DEVICES
+    return ",".join(ray.get_runtime_context().get_accelerator_ids()["GPU"])  # use the format of CUDA_VISIBLE_DEVICES
 
 
 _devices_there: Any = ray.remote(num_cpus=0)(_visible_devices)

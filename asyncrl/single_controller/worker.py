@@ -356,7 +356,7 @@ def create_colocated_worker_cls_fused(class_dict: dict[str, RayClassWithInitArgs
     return fused
 
 
-create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl's older name for this function
+create_colocated_worker_cls = create_colocated_worker_cls_fused  # verl used this name for the function
 
 
 def _route(self: Any, method_name: str, *args: Any, **kwargs: Any) -> Any:

@@ -110,7 +110,7 @@ class WorkerGroup:
         """End the thread of `start_worker_aliveness_check`, if it runs."""
         if self._watch is not None:
             loop, task = self._watch
-            with suppress(RuntimeError):  # the event loop possibly has ended already
+            with suppress(RuntimeError):  # ignore the error if the event loop has already ended
                 loop.call_soon_threadsafe(task.cancel)
         if self._checker_thread not in (None, threading.current_thread()):
             self._checker_thread.join()
@@ -385,7 +385,7 @@ class RayWorkerGroup(WorkerGroup):
             "WG_BACKEND": "ray",
             "LOCAL_WORLD_SIZE": str(slot.local_world_size),
             "LOCAL_RANK": str(slot.local_rank),
-            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl uses this name and the next name
+            "RAY_LOCAL_WORLD_SIZE": str(slot.local_world_size),  # verl uses this name for LOCAL_WORLD_SIZE
             "RAY_LOCAL_RANK": str(slot.local_rank),
             "MASTER_ADDR": str(self.master_address),
             "MASTER_PORT": str(self.master_port),
@@ -422,7 +422,7 @@ class RayWorkerGroup(WorkerGroup):
             group._bound = group._bind_worker_method(classes[role], func_generator)
         return groups
 
-    spawn_fused = spawn  # verl's other name for this method
+    spawn_fused = spawn  # verl also uses this name for the method
 
     def fuse(self, prefix_set: Iterable[str]) -> None:
         """Give this group one attribute per role, with the name of the role. ``prefix_set`` names the roles.

@@ -63,7 +63,7 @@ class BucketCopies:
     def copied(self, source: np.ndarray) -> Tensor:
         """Copy ``source``, [bytes] uint8, to the device, and return the copy, [bytes] uint8.
 
-        At the return, the device has possibly not finished the copy.
+        The copy on the device is possibly not finished when this method returns.
         """
         target = torch.empty(len(source), dtype=torch.uint8, device=self._device)
         for start in range(0, len(source), BUCKET_BYTES):

@@ -25,7 +25,7 @@ def load_limit_s(timeout_s: float, num_bytes: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class PublishOptions:
-    """How a learner publishes policy versions.
+    """Options for a learner that publishes policy versions.
 
     Attributes:
         carrier: How the bytes reach the engines.
@@ -128,7 +128,7 @@ CARRIERS: dict[str, CarrierRules] = {
 
 @dataclass(frozen=True, kw_only=True)
 class CarrierUse:
-    """What a run requires of its carrier.
+    """A run's requirements for its carrier (the way to bring weights to engines).
 
     Attributes:
         full_every: Every ``full_every``-th version is published in full. The other versions are deltas.

@@ -152,8 +152,8 @@ class ModelLayout:
             name: _as_published(tensor, tensor.dtype if part is Part.adapters else shards.dtype)
             for name, tensor in self._held.items()
         }
-        # Wide dtypes come first, so every tensor starts at a multiple of its item size. All ranks have the same order.
         made = shards.converted(part, meta)
+        # Put tensors with wide dtypes first, so that every tensor starts at a multiple of its item size.
         published = dict(sorted(made.items(), key=lambda item: (-item[1].element_size(), item[0])))
         sizes = [(name, _DTYPE_NAMES[t.dtype], t.shape, t.nbytes) for name, t in published.items()]
         self.head, starts = safetensors_header(sizes)
@@ -286,7 +286,7 @@ class ModelLayout:
         """Yield this rank's regions of a contiguous part of a flattened parameter.
 
         ``first`` is the index of the part's first value, and the part has ``num_values`` values. ``start`` is the
-        position of the part's first byte in the file or in the raw copy.
+        position of the part's first byte in the file, or in the raw copy (memory for whole parameters).
         """
         for own_first, held_first, size in self._own_values(name):
             begin, end = max(first, own_first), min(first + num_values, own_first + size)

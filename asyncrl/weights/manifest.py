@@ -196,7 +196,7 @@ class Manifest:
         )
 
     def offer(self, path: Path, version: int) -> WeightOffer:
-        """Write the manifest to ``path`` atomically, as JSON. Returns the offer with which engines find the version.
+        """Write the manifest to ``path`` atomically, as JSON. Returns the offer, which tells engines this path.
 
         Raises:
             WeightsError: some bytes of a tensor have no digest.

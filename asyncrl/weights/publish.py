@@ -35,10 +35,10 @@ _SNAPSHOT = re.compile(r"v(\d{8})")
 
 
 class WeightPublisher:
-    """The publisher of a model's policy versions on one learner rank. All ranks must call its methods together.
+    """The publisher of a model's policy versions on one learner rank. All ranks must call the methods together.
 
-    It publishes a version in full, as a delta to the previous version, or as the adapters alone. If an adapted weight
-    is not a tensor of the checkpoint, the publisher merges the adapters even with ``options.adapters``.
+    The publisher publishes a version in full, as a delta to the previous version, or as the adapters alone. If an
+    adapted weight is not a tensor of the checkpoint, the publisher merges the adapters even with ``options.adapters``.
 
     Args:
         shards: The model on this rank.
@@ -158,7 +158,7 @@ class WeightPublisher:
             logger.warning("adapters are merged before they are published: %s", error)
             return
         self._frozen, self._layout = frozen, ModelLayout(self._shards, Part.adapters)
-        # Leave the path and digest of the frozen weights empty, because they are published with the first version.
+        # Leave path and digest empty, because the frozen weights are published later, with the first version.
         self._adapter = Adapter(base=WeightOffer(version=FROZEN, manifest="", digest="", num_bytes=0), layers=layers)
 
     # The publish thread runs the following methods.

@@ -174,7 +174,7 @@ class ReceivedVersions:
         return base if base is not None and base.is_dir() else None
 
     async def _received(self, offer: WeightOffer, base: Path | None) -> Path:
-        from asyncrl.weights.stream import receive_weights  # imported here, because the import loads torch
+        from asyncrl.weights.stream import receive_weights  # import here, because this import loads torch
 
         holds = "" if base is None else digest_of((base / MANIFEST).read_bytes())
         local = await receive_weights(offer, self._folder, timeout_s=self._timeout_s, holds=holds)

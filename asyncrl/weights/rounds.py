@@ -250,7 +250,7 @@ class RoundCoordinator:
         while True:
             requests = [await self._requests.get()]
             requests += await _gathered(self._requests, options.num_receivers - 1, options.window_s)
-            # Call the receivers. A receiver that does not answer would block the round, so it is left out.
+            # Call the receivers, and leave out receivers that do not answer, because they would block the round.
             self._call, self._present = self._call + 1, asyncio.Queue()
             for request in requests:
                 _send(request.receiver, {"call": self._call})
@@ -317,7 +317,7 @@ class RoundCoordinator:
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
         """Run a round, in the process group of the previous round if the members are the same."""
         if {request.receiver for request in requests} != set(self._members):
-            # Receivers of one host are neighbors, so that only one of them receives from another host.
+            # Sort the receivers by host, so that only one receiver of each host receives from another host.
             self._members = [request.receiver for request in sorted(requests, key=lambda request: request.host)]
             self._group = number
         this = Round(
@@ -332,7 +332,7 @@ class RoundCoordinator:
             backend=self._options.backend,
         )
         now_s = asyncio.get_running_loop().time()
-        # Keep the addresses of an earlier round's members until its deadline, because a receiver may still need them.
+        # Keep the addresses of a round's members until the round's deadline, because receivers may still need them.
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():

@@ -221,7 +221,10 @@ class WeightStager:
         return replace(offer, manifest=str(target / source.name))
 
     def _in_memory(self, offer: WeightOffer) -> WeightOffer:
-        """Change the image to the offered version: apply deltas to the image's version, or to a full version."""
+        """Change the image (the copy of weights in host memory) to the offered version.
+
+        Deltas are applied to the version in the image, or to a full version that is copied into the image first.
+        """
         steps = [(offer, read_manifest(offer))]
         while (delta := steps[-1][1].delta) is not None and delta.base.digest != self._held:
             steps.append((delta.base, read_manifest(delta.base)))
@@ -238,7 +241,7 @@ class WeightStager:
         return replace(offer, manifest=str(local), kind="full", base_version=None)
 
     def _copy(self, manifest: Manifest, folder: Path) -> None:
-        """Copy the data files. Old files are overwritten in place, which reuses their memory."""
+        """Copy a version's data files to ``folder``. Old files are overwritten in place, which reuses their memory."""
         make_private_folder(folder)
         for name in manifest.files:
             copy_file(Path(manifest.directory, name), folder / name)

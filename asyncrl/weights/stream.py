@@ -79,7 +79,7 @@ NUM_UNDER_WAY = 4
 NUM_AHEAD = 2
 """Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
-_FOREVER = timedelta(days=20)  # the longest timeout that torch accepts
+_FOREVER = timedelta(days=20)  # torch does not accept a longer timeout
 
 
 # The learner's side
@@ -319,7 +319,7 @@ class WeightGroup:
         self._copies: BucketCopies | None = None
         own = PrefixStore("members", self._store)
         if self._is_nccl:
-            from torch.distributed import ProcessGroupNCCL  # imported here, because torch may be built without NCCL
+            from torch.distributed import ProcessGroupNCCL  # import here, because torch may be built without NCCL
 
             options: Any = ProcessGroupNCCL.Options()
             options._timeout = _FOREVER  # at a timeout, torch would end the process; `abort` ends a wait instead
@@ -583,7 +583,7 @@ class ArrivingWeights:
 
 @dataclass(kw_only=True)
 class ReceiverRound:
-    """One receiver's part in one round.
+    """One receiver's participation in one round (transfer of weights).
 
     Attributes:
         manifest: Text of the version's manifest.
@@ -671,7 +671,7 @@ def admission(offer: WeightOffer, deadline: RoundDeadline, *, holds: str = "") -
     member: GroupMember | None = None
     while _idle and member is None:
         member = _idle.pop()
-        # Close a connection that is not open or has another address, because its learner has ended.
+        # Close a connection that is not open or has another address, because the learner of the connection has ended.
         if member.channel.address != address or not member.channel.is_open:
             member.close()
             member = None
