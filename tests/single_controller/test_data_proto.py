@@ -51,7 +51,7 @@ def test_columns_of_different_length_are_refused():
         DataProto.from_dict({"a": torch.zeros(3)}, {"s": ["x"]})
     with pytest.raises(BatchError, match="numpy"):
         DataProto(non_tensor_batch={"s": ["x"]})
-    with pytest.raises(BatchError, match=r"'s'\] has shape \(\)"):
+    with pytest.raises(BatchError, match=r"'s'\] must have \d+ rows, got shape \(\)"):
         DataProto(non_tensor_batch={"s": np.array({"a": 1}, dtype=object)})
     with pytest.raises(BatchError, match="one batch dimension"):
         DataProto(batch=TensorDict({"a": torch.zeros(2, 2)}, batch_size=[2, 2]))
