@@ -18,7 +18,6 @@ from asyncrl.checks import check_files, check_placement, odd_options, options_by
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import (
     RunConfig,
-    Transport,
     has_environment,
     keeps_stores_on_hosts,
     learner_pools,
@@ -54,6 +53,7 @@ from asyncrl.planner.fit import (
 from asyncrl.run.resume import find_checkpoint
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.sft.warm_start import finished_warm_start
+from asyncrl.weights.carriers import Transport
 from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig

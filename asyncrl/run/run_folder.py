@@ -17,8 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import RunConfig, Transport, num_images
+from asyncrl.config import RunConfig, num_images
 from asyncrl.core.host import FOLDER_MODE, make_private_folder
+from asyncrl.weights.carriers import Transport
 
 logger = logging.getLogger(__name__)
 
