@@ -474,6 +474,11 @@ class RunConfig:
         return self.weights.adapters and self.learner.lora.rank > 0
 
     @property
+    def publishes_to_memory(self) -> bool:
+        """Whether the learner publishes versions into shared memory if they fit, instead of a folder on a disk."""
+        return self.weights.transport is not Transport.file and self.learner.keep_snapshots != -1
+
+    @property
     def shares_checkpoints(self) -> bool:
         """Whether all learner ranks use one folder of checkpoints, so that a checkpoint can be saved.
 

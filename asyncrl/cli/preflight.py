@@ -53,7 +53,6 @@ from asyncrl.planner.fit import (
 from asyncrl.run.resume import find_checkpoint
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
 from asyncrl.sft.warm_start import finished_warm_start
-from asyncrl.weights.carriers import Transport
 from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig
@@ -146,8 +145,7 @@ def check_folders(config: RunConfig) -> None:
     own_folder = Path(config.run_dir).expanduser()
     if config.run_dir and own_folder.is_dir() and any(own_folder.iterdir()):
         raise ValueError(f"run_dir={config.run_dir} must be a new or an empty folder; choose another one")
-    in_memory = config.weights.transport is not Transport.file and config.learner.keep_snapshots != -1
-    if in_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
+    if config.publishes_to_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
         raise ValueError(
             f"weights.transport={config.weights.transport} needs shared memory in a writable {SHARED_MEMORY}, got: "
             f"{reason}; change its permissions, or publish to a folder with weights.transport=file"
