@@ -30,6 +30,7 @@ from asyncrl.core.host import visible_gpus
 from asyncrl.gpu_check.run_checks import quickstart
 from asyncrl.gpu_check.tasks import FULL, TOY, Setup, run_task
 from asyncrl.planner.device_memory import ModelSize, RankSetup, rank_bytes
+from asyncrl.weights.carriers import CARRIERS
 from learner.config import SELECTIVE
 
 PACKAGES = ("torch", "transformers", "sglang", "ray", "flash-attn-4", "flash-attn", "tensordict", "pyzmq", "numpy")
@@ -281,10 +282,13 @@ def serving(setup: Setup) -> Iterator[Result]:
     for tp_size in (1, 2):
         if setup.num_gpus < tp_size:
             continue
-        carriers = ["folder", "host_stream"]
-        if not is_cuda or setup.num_gpus > tp_size:  # NCCL needs one GPU per process
-            carriers.append("engine_stream")
-        for one in run_task(setup, "serving_tasks:serving", model=model, tp_size=tp_size, carriers=carriers):
+        own_gpus = is_cuda and setup.num_gpus > tp_size
+        backends = {
+            rules.carrier.value: rules.backend(own_gpus=own_gpus)
+            for rules in CARRIERS.values()
+            if own_gpus or not (is_cuda and rules.between_gpus)
+        }
+        for one in run_task(setup, "serving_tasks:serving", model=model, tp_size=tp_size, backends=backends):
             yield _served(setup, f"tp={tp_size}", one)
 
 

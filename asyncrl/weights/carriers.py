@@ -96,6 +96,7 @@ class CarrierRules:
         transport: The value of ``weights.transport`` that chooses the carrier.
         collective_into: With ``collective``, the value of ``weights.collective_into`` that chooses the carrier.
         is_remote: Whether the carrier reaches engines on other hosts.
+        between_gpus: Whether the carrier sends from GPU to GPU if each learner rank and each engine has its own GPU.
         kinds: Kinds of versions that the carrier supports: full, delta, adapter.
         keeps_all: Whether the learner can keep all versions (``learner.keep_snapshots=-1``).
         uses: Names of carrier-specific options that have an effect with this carrier.
@@ -106,6 +107,7 @@ class CarrierRules:
     collective_into: CollectiveInto = CollectiveInto.host
     carrier: Carrier
     is_remote: bool = False
+    between_gpus: bool = False
     kinds: frozenset[OfferKind] = _ALL_KINDS
     keeps_all: bool = False
     uses: frozenset[str] = frozenset()
@@ -116,6 +118,13 @@ class CarrierRules:
         """The values of the options that choose the carrier, for messages. Example: ``file``."""
         into_engines = self.collective_into is CollectiveInto.engine
         return f"{self.transport}, collective_into=engine" if into_engines else self.transport
+
+    def backend(self, *, own_gpus: bool) -> Backend:
+        """Return the backend of the transfers.
+
+        ``own_gpus``: learner ranks and engines have GPUs, and no two processes share a GPU.
+        """
+        return "nccl" if self.between_gpus and own_gpus else "gloo"
 
 
 _INTERFACE = {"weights.interface": "one that all nodes reach"}
@@ -144,6 +153,7 @@ CARRIERS: dict[tuple[Transport, CollectiveInto], CarrierRules] = {
             collective_into=CollectiveInto.engine,
             carrier=Carrier.engine_stream,
             is_remote=True,
+            between_gpus=True,
             kinds=frozenset({"full"}),
             uses=frozenset({"weights.interface", "weights.collective_into"}),
             needs=_INTERFACE,
