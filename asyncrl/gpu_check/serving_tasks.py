@@ -14,7 +14,7 @@ import torch
 
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.types import Carrier, WeightOffer
-from asyncrl.gpu_check.tasks import Setup
+from asyncrl.gpu_check.tasks import EngineTest, Setup
 from asyncrl.weights.carriers import Backend, PublishOptions
 from asyncrl.weights.manifest import read_manifest
 from asyncrl.weights.publish import WeightPublisher
@@ -106,21 +106,23 @@ async def serving(
     """Start one engine. Test its log-probs, weight updates, release of the device, and refusal of a damaged byte.
 
     ``backends`` maps the name of each tested carrier to its backend. Yields one mapping of measurements per test;
-    ``what`` names the test.
+    ``what`` is the `EngineTest`.
     """
     pair, began = _Pair(setup, model, tp_size), time.perf_counter()
     memory = Path(setup.folder, "memory")
     try:
         await pair.engine.start()
-        yield {"what": "start", "seconds": time.perf_counter() - began}
+        yield {"what": EngineTest.start, "seconds": time.perf_counter() - began}
         began = time.perf_counter()
         answers = await pair.sample()
         num_tokens = sum(len(output.token_ids) for _, output in answers)
-        yield {"what": "logprobs", "tokens_per_s": num_tokens / (time.perf_counter() - began), **pair.gap(answers)}
+        tokens_per_s = num_tokens / (time.perf_counter() - began)
+        yield {"what": EngineTest.logprobs, "tokens_per_s": tokens_per_s, **pair.gap(answers)}
         for carrier, backend in backends.items():
-            yield {"what": f"weights-{carrier}", **await _updates(pair, Carrier(carrier), backend, memory)}
-        yield {"what": "release", **await _release(pair, memory)}
-        yield {"what": "damage", **await _damage(pair, memory)}
+            figures = await _updates(pair, Carrier(carrier), backend, memory)
+            yield {"what": EngineTest.weights, "carrier": carrier, **figures}
+        yield {"what": EngineTest.release, **await _release(pair, memory)}
+        yield {"what": EngineTest.damage, **await _damage(pair, memory)}
     finally:
         await pair.engine.stop()
 
