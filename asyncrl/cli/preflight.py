@@ -41,7 +41,7 @@ from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers, counted
 from asyncrl.metrics.trackers import split_address
-from asyncrl.planner.device_memory import GIB, kv_tokens
+from asyncrl.planner.device_memory import GIB, MemoryKind, kv_tokens
 from asyncrl.planner.fit import (
     CARDS,
     card_bytes,
@@ -397,7 +397,7 @@ def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
         on_cuda = use.card_bytes or on_cards["H100"][number].card_bytes
         fitting = [name for name, uses in on_cards.items() if uses[number].fits]
         against = f"; fits on {', '.join(fitting) or 'none of ' + ', '.join(CARDS)}" if on_cuda else ""
-        if "kv cache" in use.parts:
+        if MemoryKind.kv_cache in use.parts:
             against += " (SGLang limits the KV cache to the free memory)" if on_cuda else ""
         if use.card_bytes:
             against = f" of {_amount(use.usable)}" + ("" if use.fits else ": does not fit")
