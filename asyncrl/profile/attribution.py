@@ -118,11 +118,6 @@ class PoolTime:
     idle: Mapping[str, int] = field(default_factory=dict)
 
     @property
-    def idle_total(self) -> int:
-        """Idle time of all causes together, in nanoseconds, summed over the places of the pool."""
-        return sum(self.idle.values())
-
-    @property
     def utilisation(self) -> float:
         """Busy time divided by the capacity, from 0 to 1. It is 0 if the capacity is 0."""
         return self.busy / self.capacity if self.capacity else 0.0
