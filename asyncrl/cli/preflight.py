@@ -52,6 +52,7 @@ from asyncrl.planner.fit import (
 )
 from asyncrl.run.resume import find_checkpoint
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
+from asyncrl.samples import shortened
 from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
 from buffer.sockets import allow_clients
@@ -101,7 +102,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
     shown = load_decoder(config.model.path, special_tokens=True)(first.prompt_ids.tolist())
-    say(f"first prompt ({len(first.prompt_ids)} tokens): {_shortened(shown)!r}")
+    say(f"first prompt ({len(first.prompt_ids)} tokens): {shortened(shown, _SHOWN_CHARACTERS)!r}")
     if left_out := prompts.num_filtered:
         say(f"left out {left_out} prompts that are longer than data.max_prompt_tokens")
     if not config.ray.address:
@@ -322,16 +323,11 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
             await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
-            f"{option} must return one finite number for the first prompt and the response {_shortened(text)!r}: "
-            f"{error}"
+            f"{option} must return one finite number for the first prompt and the response "
+            f"{shortened(text, _SHOWN_CHARACTERS)!r}: {error}"
         ) from error
     finally:
         await rewards.close()
-
-
-def _shortened(text: str) -> str:
-    half = _SHOWN_CHARACTERS // 2
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 
 @dataclass(frozen=True, kw_only=True)
