@@ -61,8 +61,8 @@ def check_options(config: RunConfig) -> None:
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             f"rollout_fleet.renew_every_s must be at most half of buffer.lease_s={config.buffer.lease_s:g}, got "
-            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower it, or raise "
-            "buffer.lease_s"
+            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower "
+            "renew_every_s, or raise buffer.lease_s"
         )
     if config.weights.publish_every > config.buffer.max_lag + 1:
         raise ValueError(
@@ -169,7 +169,7 @@ def check_files(config: RunConfig) -> None:
     if config.evaluation.enabled and not config.data.eval_files:
         raise ValueError(
             "data.eval_files must name at least one file while evaluation.enabled is true, got none; "
-            "set it, or evaluation.enabled=false"
+            "set data.eval_files, or set evaluation.enabled=false"
         )
     limit, reserved = longest_rollout(config), config.rollout_fleet.num_reserved_positions
     positions = f"the model's {num_positions(config)} positions{why_positions_end(config)}"

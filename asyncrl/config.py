@@ -291,13 +291,14 @@ class PlacementConfig:
             if getattr(self, role) not in (LEARNER_POOL, *self.pools):
                 raise ValueError(
                     f"placement.{role} must name one of the pools {[LEARNER_POOL, *self.pools]}, "
-                    f"got {getattr(self, role)!r}; add it to placement.pools with its number of processes"
+                    f"got {getattr(self, role)!r}; add this pool to placement.pools with its number of processes"
                 )
 
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
         """Divide ``num_processes`` over nodes, and return the number of processes on each node.
 
-        A node gets at most ``per_node`` processes; 0: one node gets all. Example: 5 with ``per_node=2`` give 2, 2, 1.
+        A node gets at most ``per_node`` processes; 0: one node gets all processes. Example: 5 processes with
+        ``per_node=2`` give 2, 2, 1.
         """
         if not per_node:
             return [num_processes]
@@ -317,7 +318,7 @@ class RayConfig:
     """Options of the Ray cluster that the run starts or joins.
 
     Attributes:
-        address: ``auto`` or ``host:port``: the run joins a running cluster. Empty: it starts one on this machine.
+        address: ``auto`` or ``host:port``: join a running cluster. Empty: start a cluster on this machine.
         node_address: This machine's ``--node-ip-address`` in a cluster that the run joins. Empty: Ray detects it.
         object_store_bytes: Size of Ray's object store if the run starts the cluster. Weights and batches do not use it.
         start_timeout_s: Time limit for starting the cluster. The reservation of CPUs and GPUs has the same limit.
@@ -351,7 +352,7 @@ class Transport(StrEnum):
     shared_memory = "shared_memory"
     file = "file"
     collective = "collective"
-    tensor = "tensor"  # `WeightsConfig` refuses this value, because the transport was removed
+    tensor = "tensor"  # `WeightsConfig` refuses the transport ``tensor``, because it was removed
 
 
 class CollectiveInto(StrEnum):
@@ -554,7 +555,7 @@ def num_images(config: RunConfig) -> int:
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
-    return 2 if is_stream else config.rollout_fleet.most_engines  # 2: a copy of the loaded and of the next version
+    return 2 if is_stream else config.rollout_fleet.most_engines  # two copies: of the loaded and of the next version
 
 
 def num_engine_hosts(config: RunConfig) -> int:
@@ -600,8 +601,8 @@ def requested_gpus(config: RunConfig) -> int:
 def learner_roles(config: RunConfig) -> dict[str, str]:
     """Return a dict from each role of the learner in this run to the name of its resource pool.
 
-    Roles are ``rm`` (reward model), ``ref`` (reference policy), ``critic`` and ``actor``. They process a batch in the
-    order of the dict.
+    Roles are ``rm`` (reward model), ``ref`` (reference policy), ``critic`` and ``actor``. The roles process a batch in
+    the order of the dict.
     """
     algorithm, placement = config.algorithm, config.placement
     has_reference = algorithm.needs_reference and not config.learner.lora.rank
@@ -615,7 +616,7 @@ def learner_roles(config: RunConfig) -> dict[str, str]:
 
 
 def learner_pools(config: RunConfig) -> dict[str, int]:
-    """Return a dict with the number of processes of each resource pool. Pools without a learner role are left out."""
+    """Return a dict from pool name to number of processes. Pools without a role of the learner are left out."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
@@ -653,7 +654,7 @@ def role_model(config: RunConfig, role: str) -> str:
 
 
 def may_play_episodes(config: RunConfig) -> bool:
-    """Return whether prompts can have an environment. The options or rows of the data name it."""
+    """Return whether the options, or rows of the data, can name environments for prompts."""
     return has_environment(config) or config.data.has_environments
 
 

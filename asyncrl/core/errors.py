@@ -44,7 +44,7 @@ class LearnerDiedError(WorkerDiedError):
 
 
 class BatchLost(AsyncRLError):
-    """Trajectories of a planned batch are lost. No rank has trained on it, so the buffer can plan a batch again."""
+    """Trajectories of a planned batch are lost. No rank has trained on the batch, so the step can be planned again."""
 
 
 class ClusterDiedError(WorkerDiedError):

@@ -86,7 +86,7 @@ def check_owned(folder: Path) -> None:
 
 
 def socket_base(longest: str) -> str:
-    """Return a folder for Unix sockets: the temporary folder, or ``/tmp`` if paths in the former would be too long.
+    """Return a folder for Unix sockets: the temporary folder, or ``/tmp`` if its path is too long for sockets.
 
     ``longest`` is the longest path of a socket, relative to the folder. Linux limits the whole path to 107 bytes.
     """
@@ -236,7 +236,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # do not wait until it ends, because a process that hangs in the driver cannot be killed
+        process.kill()  # do not wait for the killed process, because it cannot end while it hangs in the driver
         raise DeadlineError(
             f"{tool} {' '.join(arguments)} must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no "
             "answer: the NVIDIA driver hangs; reset the GPUs or restart the machine, or run on another machine"

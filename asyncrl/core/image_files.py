@@ -203,7 +203,10 @@ class ImageReader:
         )
 
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> list[Image]:
-        """Decode all images in chat messages (in OpenAI's format), in order. Raises the errors of `image`."""
+        """Decode all images in chat messages of OpenAI's format, in the order of the messages.
+
+        Raises the errors of `image`.
+        """
         return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
 
     def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:

@@ -39,7 +39,7 @@ class Restartable(Protocol):
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
     """Watch a component, and restart it after each failure, until the component has finished.
 
-    A failure is any exception of the component's `begin` or `watch`. ``has_begun`` says that the component already
+    A failure is any exception of the component's `begin` or `watch`. If ``has_begun`` is true, the component already
     runs. Raises the errors of the component's `end`.
     """
     while True:

@@ -180,7 +180,7 @@ class ControlBuffer(Protocol):
         ...
 
     async def plan(self, version: int) -> Plan:
-        """Wait until the buffer can choose the batch for learner step ``version``. Return a plan, the batch's groups.
+        """Wait until the buffer can choose the batch for learner step ``version``. Return a plan with these groups.
 
         A second call with the same version returns the same plan.
         """

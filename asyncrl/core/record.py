@@ -87,7 +87,7 @@ class SpanKind(StrEnum):
     """
 
     # The controller records these activities on its lanes ``controller``, ``controller/plan``, ``controller/complete``.
-    step = "step"  # one learner step; it begins when the controller commits the previous step, or at the start
+    step = "step"  # one learner step, from the commit of the previous step (or the start) to the commit of this step
     plan_wait = "plan_wait"  # the controller waits until the buffer has enough groups for a batch
     dispatched = "dispatched"  # the learner's ranks work on a batch that the controller has sent
     evaluation = "evaluation"  # a held-out evaluation runs; the engines that answer its prompts record this span too
@@ -123,10 +123,10 @@ class LevelName(StrEnum):
     """The name of a count that changes over time. A recorded value is valid until the next value."""
 
     # The levels of an engine are numbers of samples. Some samples use the engine's capacity, and other samples do not.
-    # Samples in ``running`` and ``parked`` use capacity. Samples in ``tail`` do too, except if they are episodes.
+    # Samples in ``running`` and ``parked`` use capacity. Single-turn samples in ``tail`` also use capacity.
     # The used capacity can exceed the limit after the limit is lowered, or if many environments request turns at once.
     # Samples in ``settling``, ``tool`` and ``environment``, and episodes in ``tail``, do not use capacity.
-    # The worker limits the recorded numbers of these samples: their sum is at most the unused capacity.
+    # The recorded numbers of samples without use of capacity are limited: their sum is at most the unused capacity.
     capacity = "capacity"  # the largest number of samples that the worker currently gives to the engine
     running = "running"  # number of requests that the engine has not answered yet; each request samples one turn
     tail = "tail"  # number of finished samples whose group has unfinished samples

@@ -100,7 +100,7 @@ def _import_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name, spec = path.stem, None
-    with suppress(ValueError):  # find_spec raises this for a loaded module without a spec, such as __main__
+    with suppress(ValueError):  # find_spec raises ValueError for a loaded module without a spec, such as __main__
         spec = importlib.util.find_spec(name) if "." not in name else None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve():
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

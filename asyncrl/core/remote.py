@@ -140,7 +140,7 @@ class StepDeadline:
     """A deadline for repeated calls, such as learner steps. Each kind of call has its own deadline.
 
     The first call of a kind may take ``limit_s``. Later calls may take ``factor`` times the longest call so far, at
-    least ``floor_s`` and at most ``limit_s``. This detects a hanging rank earlier than a fixed deadline.
+    least ``floor_s`` and at most ``limit_s``. This rule detects a hanging rank earlier than a fixed deadline.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:

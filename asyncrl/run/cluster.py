@@ -116,7 +116,8 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 
     Otherwise return an empty string.
     """
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # `ray.init` sets this if it finds a token
+    # `ray.init` sets the variable RAY_AUTH_MODE if it finds a token.
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -127,7 +128,7 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 
 
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """Replace the device ``auto`` by ``cpu`` or ``cuda``. Check that the run fits if it joined a cluster.
+    """Replace the device ``auto`` by ``cpu`` or ``cuda``. Check that the run fits into the cluster that it joined.
 
     With ``placement.autoscale``, there is no such check, because nodes can join later. The device ``auto`` is then
     ``cuda`` if any node has a GPU.
@@ -321,8 +322,8 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Call ``work`` in a thread and return its result.
 
-    If the call is cancelled, it waits up to ``timeout_s`` for the thread. The thread uses Ray, and after a cancellation
-    the caller may stop Ray.
+    After a cancellation, the call waits up to ``timeout_s`` for the thread, because the thread uses Ray and the caller
+    may stop Ray next.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:

@@ -185,7 +185,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             if self._stopping.is_set():
                 self.stop()
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self.step_loops()))
-            await asyncio.gather(*following, return_exceptions=True)  # ignore errors: the task group raises them
+            await asyncio.gather(*following, return_exceptions=True)  # the task group raises the errors of the loops
             feeding.cancel()
 
     def stop(self) -> None:
@@ -351,7 +351,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
-            except BatchLost as lost:  # `_complete` commits the earlier steps, then raises this error
+            except BatchLost as lost:  # `_complete` commits the earlier steps, and then raises the error
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
@@ -363,7 +363,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # call this after `publish`, which does not need the critic
+                critic=self._learner.update_critic(plan),  # queue the critic's step after the publish of the weights
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)

@@ -97,7 +97,7 @@ class HeldOutEvaluator:
         calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
         try:
             engines = await pinned(())
-        except WeightsGone as gone:  # the buffer forgets this version when the learner restarts
+        except WeightsGone as gone:  # the learner has restarted, so the buffer no longer has the version
             logger.warning("evaluation of version %d: %s", version, gone)
             return None
         return await self._evaluate(version, _Deal(self._prompts, size=per_call, calls=calls), engines, pinned)

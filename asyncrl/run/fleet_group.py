@@ -66,8 +66,8 @@ class FleetGroup:
     ) -> None:
         """Start the first workers on the devices of ``pool``, or in a new pool if ``pool`` is None.
 
-        `start` then starts their engines. ``supply`` copies a worker's files to the node with a given id, and returns
-        the model's path there. The learner begins at ``version``.
+        `start` then starts the workers' engines. ``supply`` is a function that copies a worker's files to the node with
+        a given id, and returns the model's path there. The learner begins at ``version``.
         """
         fleet = config.rollout_fleet
         self._config = config

@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSample:
-    """A sample of `learner.trajectory_log`. ``step`` and ``life`` are the step and the process that trained on it."""
+    """A sample of `learner.trajectory_log`. ``step`` and ``life`` name the step and the process that trained on it."""
 
     life: Life
     step: int

@@ -108,7 +108,7 @@ class LearnerGroup:
         """
         try:
             death: Exception = await self.roles.death()
-        except Exception as error:  # noqa: BLE001 - report this too, because nothing watches the ranks any longer
+        except Exception as error:  # noqa: BLE001 - report every error, because nothing else watches for deaths
             death = WorkerDiedError(f"the watch on the learner's ranks failed: {error!r}")
         await asyncio.sleep(_CALLS_FAIL_S)
         raise LearnerDiedError(str(death))
@@ -299,7 +299,7 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """Return the batch of each data-parallel rank of a role. Roles with equally many batches get the same batches."""
+        """Return the batch of each data-parallel rank of a role. Roles with equally many ranks share the batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self.roles.dp_sizes[role]
@@ -340,8 +340,8 @@ class LearnerGroup:
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
         """Return the arguments of a role's step: the batches, then one list for each column that the role reads.
 
-        A column is a kind of scores, such as ``values``. Its list has the scores of each batch, or None for each batch
-        if the processes of the role already have the scores.
+        A column is a kind of scores, such as ``values``. The list of a column has the scores of each batch, or None for
+        each batch if the processes of the role already have the scores.
         """
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
@@ -502,7 +502,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
         # While engines serve version u and receive u + 1, the learner makes at most version u + max_lag + 1.
-        # The ranks hold the versions from u to u + max_lag + 1.
+        # While engines serve version u, the ranks hold the versions from u to u + max_lag + 1.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

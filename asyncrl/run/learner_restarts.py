@@ -131,7 +131,7 @@ class LearnerRestarts:
 
     async def begin(self) -> None:
         """Make buffer and controller go back to the newest checkpoint. Start new ranks from this checkpoint."""
-        found = self._newest()  # search again, because a checkpoint may have become complete since `end`
+        found = self._newest()  # search again, because a newer checkpoint may be complete now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)

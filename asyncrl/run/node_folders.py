@@ -192,7 +192,7 @@ class NodeFolders:
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
         # Require room in shared memory for two images (copies of the weights) per host.
         # With `Carrier.host_stream`, a host needs two images: of the loaded version and of the next version.
-        # With files, each engine needs one image, but the number of engines per node is possibly not known here.
+        # With files, each engine needs one image, but this method does not know the number of engines per node.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -296,7 +296,7 @@ class NodeFolders:
     async def collect(self) -> None:
         """Copy new files and new lines of the folders `COLLECTED` from the other nodes to the controller's node.
 
-        New data is data since the previous call. Skip a node that does not answer.
+        The method copies only data that is new since the previous call. It skips a node that does not answer.
         """
         async with self._collecting:
             for address in list(self.apart):

@@ -98,7 +98,7 @@ def learning_options(config: RunConfig) -> dict[str, str]:
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # without execution options such as sp_size
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # drop execution options such as sp_size
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
@@ -231,7 +231,7 @@ class Checkpointer:
         self._writes.add(write)
         await asyncio.sleep(0)  # let the task `write` send its request before `stats` sends the next request
         await self._buffer.stats()  # wait until the buffer has counted the tokens of its part of the checkpoint
-        if self._prompts.wants_outcomes:  # show the prompt sampler all groups that are in the buffer's part
+        if self._prompts.wants_outcomes:  # show the sampler all groups that are in the buffer's part of the checkpoint
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
@@ -244,7 +244,7 @@ class Checkpointer:
         requests, self._requests = self._requests, []
         saving = self._learner.save(version, state.to_dict(), wait=wait, parts=[BUFFER])
         copied = asyncio.ensure_future(self._copied_by(saving, requests, [write] if wait else []))
-        # A caller that awaits this task gets its error. Read the error here, because asyncio logs errors if not read.
+        # Read the error of the task here, because asyncio logs unread errors. A caller of `save` gets the error later.
         copied.add_done_callback(lambda done: done.cancelled() or done.exception())
         return copied
 

@@ -132,7 +132,7 @@ class Run:
                 summary = await unless(work, watchers, on_death=partial(setattr, self, "_part_died", True))
             except BaseException as fault:
                 self._on_fault(fault)
-                await self._warming.stop()  # stop it first, because it would slow down the stop of the other parts
+                await self._warming.stop()  # stop the warm start first, because it would slow down the other stops
                 raise
             self._view.say("stopping")
         self._view.summary(summary, self._run_dir)
@@ -236,7 +236,7 @@ class Run:
             await learner.finish_publish()
             return learner
 
-        async with asyncio.TaskGroup() as tasks:  # if one start fails, the other one is cancelled
+        async with asyncio.TaskGroup() as tasks:  # if the start of learner or fleet fails, cancel the other start
             starting, fleet = tasks.create_task(start_and_publish()), tasks.create_task(self._start_fleet(stack, make))
         return starting.result(), fleet.result()
 

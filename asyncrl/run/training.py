@@ -120,10 +120,10 @@ class Training:
             async with answered_requests(
                 self._run_dir, checkpoint=self._controller.checkpoint, keys=self._replace_keys
             ):
-                await asyncio.shield(training)  # a signal ends this wait, but `_keep` still needs the training
+                await asyncio.shield(training)  # a signal cancels `run`, but must not cancel the training
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # compute this first, because the report of `_explain` shows the advice
+            await self._watching.last_advice()  # compute the advice first, because `_explain` puts it into the report
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -170,7 +170,7 @@ class Training:
             await self._save_policy()
 
     async def _tell_late_steps(self) -> None:
-        """If no step finishes for `LATE_S` seconds, say what the run waits for. Repeat when the time has doubled."""
+        """If no step finishes for `LATE_S` seconds, say what the run waits for. Repeat each time the wait doubles."""
         loop = asyncio.get_running_loop()
         self._stepped_s, due_s = loop.time(), LATE_S
         while True:
@@ -236,7 +236,7 @@ class Training:
         if not self._config.evaluation.enabled:
             return None
         if pinned is not None:
-            with suppress(WeightsGone):  # `evaluate_pinned` logs this error
+            with suppress(WeightsGone):  # `evaluate_pinned` gets the same error again, and logs it
                 await pinned(())  # wait until engines serve the version
         self._view.say(f"evaluating policy version {version} on the held-out prompts")
         evaluator = self._evaluator
