@@ -57,12 +57,12 @@ def check_options(config: RunConfig) -> None:
     _check_sampling(config)
     for option, by_source in options_by_source(config).items():
         if by_source and not config.data.data_source_key:
-            raise ValueError(f"{option} needs data.data_source_key, the column with a row's source, got ''")
+            raise ValueError(f"{option} needs data.data_source_key, the column of each row's data source, got ''")
     if config.rollout_fleet.renew_every_s > config.buffer.lease_s / 2:
         raise ValueError(
             f"rollout_fleet.renew_every_s must be at most half of buffer.lease_s={config.buffer.lease_s:g}, got "
-            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower it, or raise "
-            "buffer.lease_s"
+            f"{config.rollout_fleet.renew_every_s:g}: leases would expire before they are renewed; lower "
+            "renew_every_s, or raise buffer.lease_s"
         )
     if config.weights.publish_every > config.buffer.max_lag + 1:
         raise ValueError(
@@ -87,7 +87,7 @@ def check_options(config: RunConfig) -> None:
 
 
 def options_by_source(config: RunConfig) -> dict[str, Mapping[str, object]]:
-    """Return by name the options that map a data source to a value. Options of ``data`` are left out."""
+    """Return the options that map data sources to values, as a dict by option name, without the options of ``data``."""
     return {
         "rollout_fleet.rewards_by_source": config.rollout_fleet.rewards_by_source,
         "rollout_fleet.sampling_by_source": config.rollout_fleet.sampling_by_source,
@@ -113,19 +113,19 @@ def _check_groups(config: RunConfig, options: Mapping[str, LearnerConfig]) -> No
     if drops and algorithm.greedy_baseline:
         raise ValueError(
             "rollout_fleet.on_reward_failure must be retry_group with algorithm.advantage=remax, got drop_trajectory: "
-            "a group needs the reward of its greedy response as its baseline"
+            "remax compares the rewards of a group with the reward of the group's greedy response"
         )
     for kind, action in vars(config.rollout_fleet.environment.on_failure).items():
         if action is OnFailure.drop and algorithm.greedy_baseline:
             raise ValueError(
                 f"rollout_fleet.environment.on_failure.{kind} must be retry or score with algorithm.advantage=remax, "
-                "got drop: a group needs its greedy episode as its baseline"
+                "got drop: remax compares the rewards of a group with the reward of the group's greedy episode"
             )
     dp_size = max(own.num_ranks // own.sp_size for own in options.values())
     if algorithm.groups_per_step < dp_size:
         raise ValueError(
             f"algorithm.groups_per_step must be >= {dp_size}, the number of data-parallel learner ranks, "
-            f"got {algorithm.groups_per_step}; raise it or lower learner.num_ranks"
+            f"got {algorithm.groups_per_step}; raise groups_per_step or lower learner.num_ranks"
         )
 
 
@@ -138,8 +138,9 @@ def _check_sampling(config: RunConfig) -> None:
         )
     if cut := sampling.truncations:
         raise ValueError(
-            f"rollout_fleet.sampling must keep all tokens in training, got {', '.join(cut)}: engines report the "
-            "log-probs before truncation, so every ratio would be biased; use these options with asyncrl evaluate only"
+            f"rollout_fleet.sampling must not exclude tokens during training, got {', '.join(cut)}: engines report "
+            "log-probs of the whole distribution, so every ratio would be biased; only asyncrl evaluate allows "
+            "top_p, top_k and min_p"
         )
 
 
@@ -168,7 +169,7 @@ def check_files(config: RunConfig) -> None:
     if config.evaluation.enabled and not config.data.eval_files:
         raise ValueError(
             "data.eval_files must name at least one file while evaluation.enabled is true, got none; "
-            "set it, or evaluation.enabled=false"
+            "set data.eval_files, or set evaluation.enabled=false"
         )
     limit, reserved = longest_rollout(config), config.rollout_fleet.num_reserved_positions
     positions = f"the model's {num_positions(config)} positions{why_positions_end(config)}"
@@ -179,8 +180,8 @@ def check_files(config: RunConfig) -> None:
         _check_path(config, {role: role_options(config, role) for role in learner_roles(config)})
     if may_play_episodes(config) and context > limit:
         raise ValueError(
-            f"rollout_fleet.environment.max_context must be <= {positions}, got {context}; lower it, or set 0 for all "
-            "positions"
+            f"rollout_fleet.environment.max_context must be <= {positions}, got {context}; lower max_context, or set 0 "
+            "to allow all positions"
         )
     if prompt + response > limit and not has_environment(config):
         raise ValueError(
@@ -205,14 +206,15 @@ def _check_cache(config: RunConfig) -> None:
     tokens, longest = fleet.sglang.max_total_tokens, longest_sequence(config) + fleet.num_reserved_positions
     if fleet.engine is EngineKind.sglang and 0 < tokens < longest:
         raise ValueError(
-            f"rollout_fleet.sglang.max_total_tokens must be >= {longest}, the longest sequence and "
-            f"{fleet.num_reserved_positions} positions that SGLang reserves, got {tokens}; raise it, or lower "
-            "data.max_prompt_tokens, rollout_fleet.sampling.max_new_tokens or rollout_fleet.environment.max_context"
+            f"rollout_fleet.sglang.max_total_tokens must be >= {longest}, the longest sequence plus "
+            f"{fleet.num_reserved_positions} positions that SGLang reserves, got {tokens}; raise max_total_tokens, or "
+            "lower data.max_prompt_tokens, rollout_fleet.sampling.max_new_tokens or "
+            "rollout_fleet.environment.max_context"
         )
 
 
 def check_model(config: RunConfig) -> None:
-    """Check that the folder ``model.path`` has whole weights and a tokenizer. Raises `ValueError`."""
+    """Check that the folder ``model.path`` has complete weights and a tokenizer. Raises `ValueError`."""
     path = Path(config.model.path)
     if not config.model.path:
         raise ValueError("model.path must name a directory in Hugging Face layout, got an empty string")
@@ -224,7 +226,7 @@ def check_model(config: RunConfig) -> None:
     if not (path / "config.json").is_file():
         raise ValueError(f"model.path must hold a Hugging Face model, got {path} without config.json; check the path")
     if not any(path.glob("*.safetensors")) and not any(path.glob("*.bin")):
-        raise ValueError(f"model.path must hold weights (*.safetensors or *.bin), got {path} with none")
+        raise ValueError(f"model.path must hold weights (*.safetensors or *.bin), got {path} without such files")
     if not (path / "tokenizer_config.json").is_file():
         raise ValueError(f"model.path must hold a tokenizer, got {path} without tokenizer_config.json")
     _check_whole("model.path", path)
@@ -256,14 +258,15 @@ def check_placement(config: RunConfig, *, num_cpus: int, num_gpus: int) -> None:
         raise ValueError(
             f"the run asks for {counted(gpus, 'GPU')} with learner.device={config.learner.device} and "
             f"rollout_fleet.device={fleet.device} ({config.learner.num_ranks} learner ranks, {fleet.fewest_engines} "
-            f"engines of tp_size={fleet.sglang.tp_size}), got {num_gpus}; lower learner.num_ranks or "
-            "rollout_fleet.num_engines, share the GPUs with placement.colocated=true, or set the devices to cpu"
+            f"engines of tp_size={fleet.sglang.tp_size}), but only {num_gpus} are available; lower learner.num_ranks "
+            "or rollout_fleet.num_engines, share the GPUs with placement.colocated=true, or set the devices to cpu"
         )
     if cpus > num_cpus and (config.ray.address or not config.placement.oversubscribe):
         raise ValueError(
             f"placement asks for {cpus:g} CPUs ({config.learner.num_ranks} learner ranks, "
-            f"{config.rollout_fleet.fewest_engines} engines), got {num_cpus}; lower placement.cpus_per_learner_rank, "
-            "placement.cpus_per_engine or the number of workers, or set placement.oversubscribe=true"
+            f"{config.rollout_fleet.fewest_engines} engines), but only {num_cpus} are available; lower "
+            "placement.cpus_per_learner_rank, placement.cpus_per_engine or the number of workers, or set "
+            "placement.oversubscribe=true"
         )
 
 
@@ -272,7 +275,7 @@ def _check_roles(config: RunConfig) -> None:
     if idle := sorted(set(config.placement.pools) - set(used)):
         raise ValueError(
             f"placement.pools must name pools that this run uses for its roles {list(learner_roles(config))}, got "
-            f"{idle} without a role; leave these pools out, or place a role in each of them"
+            f"{idle}, to which no role is assigned; leave these pools out, or assign a role to each of them"
         )
     roles = learner_roles(config)
     for role, section in ROLE_SECTIONS.items():
@@ -287,13 +290,13 @@ def _check_roles(config: RunConfig) -> None:
         raise ValueError(
             f"learner.critic.path={learner.critic.path!r} names a critic, but algorithm.advantage="
             f"{config.algorithm.advantage} does not use one; set algorithm.advantage=gae or turn_gae, or "
-            "algorithm.critic=true for an estimator of your own"
+            "algorithm.critic=true if your own estimator uses a critic"
         )
     advantage = config.algorithm.advantage
     if config.algorithm.critic and ":" not in advantage and advantage not in CRITIC_ADVANTAGES:
         raise ValueError(
-            f"algorithm.critic=true trains a critic, but algorithm.advantage={advantage} does not use one; set "
-            "algorithm.advantage=gae or turn_gae, name an estimator of your own (file.py:function), or set "
+            f"algorithm.critic=true trains a critic, but algorithm.advantage={advantage} does not use a critic; set "
+            "algorithm.advantage to gae, turn_gae or your own estimator (file.py:function), or set "
             "algorithm.critic=false"
         )
     if learner.reward_model.path and (looking := sorted(set(config.buffer.filters) - {"no_tokens"})):
@@ -336,13 +339,13 @@ def _check_budgets(config: RunConfig, options: Mapping[str, LearnerConfig]) -> N
             f"rollout_fleet.environment.max_tree_tokens must be above data.max_prompt_tokens = {prompt} and at most "
             f"learner.max_tokens_per_micro_batch x learner.sp_size = {budget} with algorithm.loss="
             f"{config.algorithm.loss}, weight={config.algorithm.weight} and masks={[*map(str, config.algorithm.masks)]}"
-            f", got {most or 'no limit'}: these need all paths of an episode in one micro-batch; set "
+            f", got {most or 'no limit'}: this combination needs all turns of an episode in one micro-batch; set "
             f"rollout_fleet.environment.max_tree_tokens={budget}, or choose a loss, a weight and masks per token"
         )
 
 
 def policy_needs_trajectories(config: RunConfig) -> bool:
-    """Return whether the policy's loss, weight or masks need all tokens of a trajectory in one micro-batch.
+    """Return whether the loss, importance weight or masks of the policy need whole trajectories in a micro-batch.
 
     The call imports torch, which takes seconds.
     """
@@ -386,8 +389,8 @@ def _check_colocation(config: RunConfig) -> None:
         )
     if fleet.is_elastic:
         raise ValueError(
-            f"rollout_fleet.num_engines must be a number with placement.colocated=true, got {fleet.num_engines}: an "
-            "engine shares the device of one learner rank and cannot join or leave alone"
+            f"rollout_fleet.num_engines must be a number with placement.colocated=true, got {fleet.num_engines}: each "
+            "engine shares the devices of learner ranks, so engines cannot join or leave during the run"
         )
     if learner.num_ranks != fleet.fewest_engines * fleet.sglang.tp_size:
         raise ValueError(
@@ -400,7 +403,8 @@ def _check_colocation(config: RunConfig) -> None:
 def check_devices(config: RunConfig) -> None:
     """Check that the chosen weight transport supports the run's options.
 
-    If learner ranks and engines share devices, also check that both have the same device. Raises `ValueError`.
+    If learner ranks and engines share devices, also check that the options give both the same kind of device.
+    Raises `ValueError`.
     """
     learner, fleet = config.learner, config.rollout_fleet
     use = CarrierUse(
@@ -464,12 +468,12 @@ def resolve_devices(config: RunConfig, num_gpus: float, say: Callable[[str], Non
     """Return a copy of the options in which each device ``auto`` is replaced by ``cpu`` or ``cuda``.
 
     ``auto`` becomes ``cuda`` if there are enough GPUs for the whole run, else ``cpu``. In a colocated run, if
-    only one of ``learner.device`` and ``rollout_fleet.device`` is ``auto``, it gets the value of the other one.
+    only one of ``learner.device`` and ``rollout_fleet.device`` is ``auto``, the function copies the other option.
 
     Args:
         config: The options of the run.
-        num_gpus: Number of visible GPUs on this machine, or of GPUs in the cluster that the run joined.
-        say: Gets a message for the user if ``auto`` leaves GPUs unused.
+        num_gpus: Number of visible GPUs on this machine, or number of GPUs in the cluster that the run joined.
+        say: Function that receives a message for the user if ``auto`` leaves GPUs unused.
 
     Raises:
         ValueError: the resolved devices contradict another option.

@@ -25,7 +25,7 @@ from rollout_fleet.config import RolloutFleetConfig
 
 LOOPBACK = "lo"
 LEARNER_POOL = "learner"
-"""The pool (set of processes) of the trained policy, and of every model for which the options name no other pool."""
+"""The pool (set of processes) of the trained policy. Other models use this pool by default."""
 
 RAY_SETS_DEVICES = {f"RAY_EXPERIMENTAL_NOSET_{runtime}_VISIBLE_DEVICES": "" for runtime in ("CUDA", "HIP", "ROCR")}
 """Environment variables that make Ray show each process only its own GPUs. They replace the user's settings."""
@@ -41,7 +41,7 @@ WORKER_ENV = {
 }
 """Environment variables of all workers (Ray processes) of a run."""
 _OWN_CLIENTS = 4
-"""Number of processes that use the buffer besides rollout workers and learner ranks. One is the controller."""
+"""Number of other processes that use the buffer, besides rollout workers and learner ranks. Example: the controller."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,13 +94,14 @@ class StopMetric(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class WarmStartConfig:
-    """Options of supervised fine-tuning, by ``asyncrl sft`` or before the training of a run (warm start).
+    """Options of supervised fine-tuning, as the command ``asyncrl sft`` or as the first phase of a run (warm start).
 
     Attributes:
-        enabled: Fine-tune ``model.path`` before training, and train the result.
+        enabled: Fine-tune ``model.path`` first, and then train the fine-tuned policy.
         train_files: Parquet or jsonl files with a prompt and a response column.
         val_files: Files of the same format for the validation loss.
-        val_rows: Number of rows at the end of ``train_files`` for the validation loss only; not with ``val_files``.
+        val_rows: Number of rows at the end of ``train_files`` that are used only for the validation loss. Must be 0
+            if ``val_files`` is set.
         prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of {role, content} messages.
         response_key: Column of the response, a string. With ``chat_template`` it may be empty: the loss then includes
             all assistant turns of the messages.
@@ -152,7 +153,7 @@ class WarmStartConfig:
 
     @property
     def validates(self) -> bool:
-        """Whether supervised fine-tuning measures a validation loss, because the options set aside validation data."""
+        """True if the options name validation data. Supervised fine-tuning then measures a validation loss."""
         return bool(self.val_files) or self.val_rows > 0
 
     def __post_init__(self) -> None:
@@ -168,18 +169,18 @@ class WarmStartConfig:
                 "is usual"
             )
         if self.val_files and self.val_rows:
-            raise ValueError(f"sft.val_rows must be 0 with sft.val_files, got {self.val_rows}; leave one of them out")
+            raise ValueError(f"sft.val_rows must be 0 with sft.val_files, got {self.val_rows}; set only one of them")
         needs_loss = self.target_val_loss > 0 or (self.patience > 0 and self.stop_metric is StopMetric.val_loss)
         if needs_loss and not self.validates:
             raise ValueError(
                 "sft.target_val_loss and sft.stop_metric=val_loss need a validation loss, got neither sft.val_files "
-                "nor sft.val_rows; name one"
+                "nor sft.val_rows; set one of them"
             )
         needs_accuracy = self.target_accuracy <= 1 or (self.patience > 0 and self.stop_metric is StopMetric.accuracy)
         if needs_accuracy and not self.eval_prompts:
             raise ValueError(
-                "sft.target_accuracy and sft.stop_metric=accuracy need sft.eval_prompts >= 1, got 0; raise it, or stop "
-                "at sft.target_val_loss"
+                "sft.target_accuracy and sft.stop_metric=accuracy need sft.eval_prompts >= 1, got 0; raise "
+                "eval_prompts, or stop at sft.target_val_loss"
             )
 
 
@@ -209,7 +210,9 @@ class CheckpointConfig:
         if self.keep != -1 and self.keep < 1:
             raise ValueError(f"checkpoint.keep must be -1 or >= 1, got {self.keep}; -1 keeps all checkpoints")
         if not self.resume:
-            raise ValueError("checkpoint.resume must be never, auto or a path, got an empty string; never is usual")
+            raise ValueError(
+                "checkpoint.resume must be 'never', 'auto' or a path, got an empty string; the default is 'never'"
+            )
 
 
 class Strategy(StrEnum):
@@ -224,8 +227,8 @@ class PlacementConfig:
     """Where learner ranks and engines run. A learner rank uses one GPU, an engine uses ``tp_size`` GPUs.
 
     Attributes:
-        num_nodes: Number of nodes that the Ray cluster must have at the start. With ``autoscale``, they may join later.
-            With 1, the run uses only the node of the command. With more, the run uses all nodes
+        num_nodes: Number of nodes that the Ray cluster must have at the start. With ``autoscale``, nodes may join
+            later. 1: the run uses only the node where the user starts it. Above 1: the run uses all nodes
             (``docs/several_hosts.md``).
         ranks_per_node: Number of learner ranks per node, in each pool. 0: all ranks of a pool on one node.
         engines_per_node: Largest number of engines per node; 0: no limit.
@@ -248,8 +251,8 @@ class PlacementConfig:
             engines, so that Ray's autoscaler starts nodes. Engines also start on nodes that the user adds. If false,
             the fleet begins with the free resources, and grows only by ``asyncrl join``.
         colocated: Place a learner rank and an engine on each device. An engine with ``tp_size`` N is on the devices of
-            N ranks. Engines and learner take turns. The engines fill a batch and release the devices. Then the learner
-            updates, publishes and offloads.
+            N ranks. Engines and learner use the devices alternately. The engines fill a batch and release the devices.
+            Then the learner updates the policy, publishes the weights and releases the devices.
     """
 
     num_nodes: int = 1
@@ -275,26 +278,27 @@ class PlacementConfig:
         for name, value in (default | {"strategy": Strategy.pack}).items():
             if self.num_nodes == 1 and getattr(self, name) != value:
                 raise ValueError(
-                    f"placement.{name} is for several nodes only, got {getattr(self, name)} with num_nodes=1; set "
-                    "placement.num_nodes, or leave it out"
+                    f"placement.{name}={getattr(self, name)} needs several nodes, got placement.num_nodes=1; raise "
+                    f"num_nodes, or leave out placement.{name}"
                 )
         check_bounds("placement.", self, cpus_per_learner_rank="> 0", cpus_per_engine="> 0")
         for name, count in self.pools.items():
             if name == LEARNER_POOL:
                 raise ValueError(f"placement.pools must not name {LEARNER_POOL!r}; set its size with learner.num_ranks")
             if count < 1:
-                raise ValueError(f"placement.pools.{name} must be >= 1 processes, got {count}")
+                raise ValueError(f"placement.pools.{name} must be >= 1, got {count} processes")
         for role in ("critic", "reference", "reward_model"):
             if getattr(self, role) not in (LEARNER_POOL, *self.pools):
                 raise ValueError(
                     f"placement.{role} must name one of the pools {[LEARNER_POOL, *self.pools]}, "
-                    f"got {getattr(self, role)!r}; add it to placement.pools with its number of processes"
+                    f"got {getattr(self, role)!r}; add this pool to placement.pools with its number of processes"
                 )
 
     def on_nodes(self, num_processes: int, per_node: int) -> list[int]:
-        """Divide processes over nodes, at most ``per_node`` each (0: no limit). Return the number on each node.
+        """Divide ``num_processes`` over nodes, and return the number of processes on each node.
 
-        Example: 5 processes with ``per_node=2`` give 2, 2, 1.
+        A node gets at most ``per_node`` processes; 0: one node gets all processes. Example: 5 processes with
+        ``per_node=2`` give 2, 2, 1.
         """
         if not per_node:
             return [num_processes]
@@ -306,7 +310,7 @@ REMOVED_OPTIONS = {
     "ray.fork_workers": "it was removed: every worker imports its modules itself; leave it out",
     "learner.keep_checkpoints": "its name is checkpoint.keep now",
 }
-"""Removed options, with a text on what to do instead. They are ignored in the configuration of an old run."""
+"""Removed options, each with a text on what to do instead. asyncrl ignores them in the configuration of an old run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,10 +318,10 @@ class RayConfig:
     """Options of the Ray cluster that the run starts or joins.
 
     Attributes:
-        address: Empty starts a cluster on this machine; ``auto`` or ``host:port`` joins a running cluster.
+        address: ``auto`` or ``host:port``: join a running cluster. Empty: start a cluster on this machine.
         node_address: This machine's ``--node-ip-address`` in a cluster that the run joins. Empty: Ray detects it.
         object_store_bytes: Size of Ray's object store if the run starts the cluster. Weights and batches do not use it.
-        start_timeout_s: Seconds to start the cluster, and then again to reserve the run's CPUs and GPUs.
+        start_timeout_s: Time limit for starting the cluster. The reservation of CPUs and GPUs has the same limit.
         python: Command that runs Python in learner ranks and in-process engines. Empty: the Python of this process.
             Example: ``nsys profile python``.
     """
@@ -347,8 +351,8 @@ class WeightsConfig:
 
     Attributes:
         transport: ``shared_memory``: the ranks write into memory that the engines map. ``file``: the ranks write into a
-            folder. ``auto``: ``shared_memory`` if the versions to keep fit, else ``file``. A run that keeps all
-            versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
+            folder. ``auto``: ``shared_memory`` if the kept versions fit into memory, else ``file``. A run that keeps
+            all versions uses ``file``. ``collective``: the ranks broadcast over the network, without a shared folder.
         directory: Folder for the transport ``file``, on a file system that ranks and engines share. Empty: a folder in
             the run's folder.
         publish_every: Learner steps between two published versions. The last version is always published.
@@ -377,23 +381,23 @@ class WeightsConfig:
 
     @property
     def copies(self) -> bool:
-        """Whether each engine keeps a complete copy of its weights in shared memory of its host."""
+        """True if each engine keeps a complete copy of its weights in shared memory of its host."""
         return self.full_every > 1 or self.copy_to_memory
 
     @property
     def keeps_images(self) -> bool:
-        """Whether complete copies of the weights are kept in shared memory, by each engine or once per host."""
+        """True if each engine or each host keeps a complete copy of the weights in shared memory."""
         return self.copies or self.rules.carrier is Carrier.host_stream
 
     @property
     def rules(self) -> CarrierRules:
-        """What the chosen weight transport supports, such as other hosts, deltas or adapters."""
+        """The rules of the chosen weight transport: whether it supports other hosts, deltas, adapters and so on."""
         is_collective = self.transport is Transport.collective
         return CARRIERS[self.transport, self.collective_into if is_collective else CollectiveInto.host]
 
     @property
     def given(self) -> dict[str, object]:
-        """Transport-specific options that the user has changed from the default: values by name."""
+        """The transport-specific options that differ from their defaults: a dict from option name to value."""
         names = ("copy_to_memory", "directory", "collective_into", "interface")
         defaults = {one.name: one.default for one in fields(self)}
         return {f"weights.{name}": getattr(self, name) for name in names if getattr(self, name) != defaults[name]}
@@ -401,15 +405,15 @@ class WeightsConfig:
     def __post_init__(self) -> None:
         if self.transport is Transport.tensor:
             raise ValueError(
-                "weights.transport must be auto, shared_memory, file or collective, got tensor, which was removed: an "
-                "engine would have to see the GPUs of all learner ranks; use shared_memory on one host, or collective "
-                "with collective_into=engine between GPUs"
+                "weights.transport must be auto, shared_memory, file or collective, got tensor, which was removed: "
+                "each engine needed access to the GPUs of all learner ranks; use shared_memory on one host, or "
+                "collective with collective_into=engine between GPUs"
             )
         check_bounds("weights.", self, publish_every=">= 1 learner steps", full_every=">= 1 versions; 1 has no deltas")
 
 
 class QuickstartTask(StrEnum):
-    """The task of a quickstart: ``reverse`` is to reverse digits, ``tools`` to add numbers with a calculator."""
+    """The task of a quickstart. ``reverse``: reverse digits. ``tools``: add numbers with a calculator."""
 
     reverse = "reverse"
     tools = "tools"
@@ -470,7 +474,7 @@ class RunConfig:
 
     @property
     def publishes_adapters(self) -> bool:
-        """Whether the learner sends engines only the LoRA adapters, without the frozen weights."""
+        """True if the learner sends engines only the LoRA adapters, without the frozen weights."""
         return self.weights.adapters and self.learner.lora.rank > 0
 
     @property
@@ -480,10 +484,10 @@ class RunConfig:
 
     @property
     def shares_checkpoints(self) -> bool:
-        """Whether all learner ranks use one folder of checkpoints, so that a checkpoint can be saved.
+        """True if all learner ranks use the same folder of checkpoints. The run can save checkpoints only then.
 
-        True on a single node. On several nodes, it is True if ``checkpoint.every_steps`` or ``checkpoint.directory`` is
-        set, because the folder must then be on a shared disk.
+        Always True on a single node. On several nodes, True if ``checkpoint.every_steps`` or ``checkpoint.directory``
+        is set, because the folder must then be on a shared disk.
         """
         return self.placement.num_nodes == 1 or bool(self.checkpoint.every_steps or self.checkpoint.directory)
 
@@ -504,7 +508,7 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class StopDeadlines:
-    """Seconds that a run has to stop: first the engines, then the learner ranks, then Ray and the buffer server."""
+    """Time limits in seconds for stopping a run: for the engines, the learner ranks, and Ray and the buffer server."""
 
     fleet_s: float
     learner_s: float
@@ -512,42 +516,43 @@ class StopDeadlines:
 
     @property
     def total_s(self) -> float:
-        """Seconds to stop the whole run: the sum of the three deadlines."""
+        """Time limit in seconds for stopping the whole run: the sum of the three time limits."""
         return self.fleet_s + self.learner_s + self.ray_s
 
 
 def stop_deadlines(config: RunConfig) -> StopDeadlines:
-    """Return the stop deadlines of the run's parts. They depend on ``rollout_fleet.stop_timeout_s``."""
+    """Return the time limits for stopping a run. They depend on ``rollout_fleet.stop_timeout_s``."""
     fleet = config.rollout_fleet
     return StopDeadlines(fleet_s=fleet.worker_stop_timeout_s, learner_s=fleet.stop_timeout_s)
 
 
 def num_buffer_clients(config: RunConfig) -> int:
-    """Return how many clients (engines, learner ranks, other processes) one buffer server can have at most."""
+    """Return the maximum number of clients of one buffer server: engines, learner ranks and other processes."""
     sizes, roles = learner_pools(config), learner_roles(config)
-    num_ranks = sum(sizes[pool] for pool in roles.values())  # one client per process and role
+    num_ranks = sum(sizes[pool] for pool in roles.values())  # each process has one client per role
     return config.rollout_fleet.most_engines + num_ranks + _OWN_CLIENTS
 
 
 def num_store_servers(config: RunConfig) -> int:
-    """Return how many store servers (processes that hold the trajectories) the run can have at most."""
+    """Return the maximum number of store servers of the run. A store server is a process that holds trajectories."""
     return num_engine_hosts(config) if keeps_stores_on_hosts(config) else config.buffer.num_store_servers
 
 
 def num_images(config: RunConfig) -> int:
-    """Return how many complete copies of the weights one host can have in shared memory at most."""
+    """Return the maximum number of complete copies of the weights in shared memory of one host."""
     if not config.weights.keeps_images:
         return 0
     is_stream = config.weights.rules.carrier is Carrier.host_stream
-    return 2 if is_stream else config.rollout_fleet.most_engines  # 2 copies: of the loaded version and of the next one
+    return 2 if is_stream else config.rollout_fleet.most_engines  # two copies: of the loaded and of the next version
 
 
 def num_engine_hosts(config: RunConfig) -> int:
-    """Return on how many hosts engines can run at most."""
+    """Return the maximum number of hosts that run engines."""
     fleet, placement = config.rollout_fleet, config.placement
     if placement.num_nodes == 1:
         return 1
-    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1  # 0: each engine may have its own host
+    # Without a limit of engines per node, each engine possibly runs on its own host.
+    per_node = 1 if fleet.is_elastic else placement.engines_per_node or 1
     return len(placement.on_nodes(fleet.most_engines, per_node))
 
 
@@ -562,7 +567,7 @@ def keeps_stores_on_hosts(config: RunConfig) -> bool:
 def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
     """Return how many logical CPUs the run reserves for all learner ranks and ``num_engines`` engines.
 
-    None means the number of engines at the start of the run.
+    If ``num_engines`` is None, the function uses the number of engines at the start of the run.
     """
     num_engines = config.rollout_fleet.fewest_engines if num_engines is None else num_engines
     placement = config.placement
@@ -573,7 +578,7 @@ def requested_cpus(config: RunConfig, num_engines: int | None = None) -> float:
 def requested_gpus(config: RunConfig) -> int:
     """Return how many GPUs the learner ranks and engines need at the start of the run.
 
-    Ranks or engines whose device is the CPU need none. Engines that share the learner's GPUs need no more GPUs.
+    Ranks and engines on CPUs need none. Engines that share the learner's GPUs need no additional GPUs.
     """
     fleet = config.rollout_fleet
     ranks = sum(learner_pools(config).values()) if config.learner.device == "cuda" else 0
@@ -582,10 +587,10 @@ def requested_gpus(config: RunConfig) -> int:
 
 
 def learner_roles(config: RunConfig) -> dict[str, str]:
-    """Return the learner's roles in this run, with the name of the resource pool of each role.
+    """Return a dict from each role of the learner in this run to the name of its resource pool.
 
-    Roles are ``rm`` (reward model), ``ref`` (reference policy), ``critic`` and ``actor``. The dict has the order in
-    which the roles process a batch.
+    Roles are ``rm`` (reward model), ``ref`` (reference policy), ``critic`` and ``actor``. The roles process a batch in
+    the order of the dict.
     """
     algorithm, placement = config.algorithm, config.placement
     has_reference = algorithm.needs_reference and not config.learner.lora.rank
@@ -599,13 +604,13 @@ def learner_roles(config: RunConfig) -> dict[str, str]:
 
 
 def learner_pools(config: RunConfig) -> dict[str, int]:
-    """Return the number of processes of each resource pool that at least one learner role uses, by pool name."""
+    """Return a dict from pool name to number of processes. Pools without a role of the learner are left out."""
     sizes = {**config.placement.pools, LEARNER_POOL: config.learner.num_ranks}
     return {pool: sizes[pool] for pool in dict.fromkeys(learner_roles(config).values())}
 
 
 def episode_context(config: RunConfig) -> int:
-    """Return the largest number of tokens, prompt included, in one model input of an episode; 0 without environments.
+    """Return the largest possible number of tokens in a model input of an episode; 0 without environments.
 
     If ``rollout_fleet.environment.max_context`` is 0, the model and each role's micro-batch set the limit.
     """
@@ -618,7 +623,7 @@ def episode_context(config: RunConfig) -> int:
 
 
 def has_environment(config: RunConfig) -> bool:
-    """Return whether the options name an environment for all prompts. Rows of the data may name others."""
+    """Return whether the options name an environment for all prompts. Rows of the data can name other environments."""
     return bool(config.rollout_fleet.environment.name)
 
 
@@ -637,15 +642,15 @@ def role_model(config: RunConfig, role: str) -> str:
 
 
 def may_play_episodes(config: RunConfig) -> bool:
-    """Return whether some prompts may have an environment, named in the options or in a row of the data."""
+    """Return whether the options, or rows of the data, can name environments for prompts."""
     return has_environment(config) or config.data.has_environments
 
 
 def longest_sequence(config: RunConfig) -> int:
     """Return the length, in tokens, of the longest sequence that the learner may get.
 
-    With an environment, the length is `episode_context`. Without, it is the longest prompt plus the longest response.
-    If only some rows have an environment, it is the larger of the two lengths.
+    With an environment, the length is `episode_context`. Without an environment, the length is the longest prompt plus
+    the longest response. If only some rows have an environment, the length is the larger of both.
     """
     paths = [episode_context(config)] if may_play_episodes(config) else []
     answers = [config.data.max_prompt_tokens + config.rollout_fleet.sampling.max_new_tokens]
@@ -663,7 +668,7 @@ def num_positions(config: RunConfig) -> float:
 
 
 def longest_rollout(config: RunConfig) -> float:
-    """Return the length, in tokens, of the longest sequence that an engine may sample, with the prompt.
+    """Return the largest number of tokens in a sequence of an engine: prompt and sampled tokens.
 
     The length is `num_positions` minus the positions that the engine reserves.
     """
@@ -671,7 +676,10 @@ def longest_rollout(config: RunConfig) -> float:
 
 
 def why_positions_end(config: RunConfig) -> str:
-    """Return why `num_positions` is below ``max_position_embeddings``, as a text for errors; empty if it is not."""
+    """Return an empty string, or the reason why `num_positions` is below ``max_position_embeddings``.
+
+    The reason is a text for error messages.
+    """
     settings = model_settings(config.model.path)
     longest, limit = settings.get("max_position_embeddings"), length_limit(settings)
     if limit is None or (longest is not None and limit.tokens >= longest):
@@ -683,7 +691,7 @@ def why_positions_end(config: RunConfig) -> str:
 
 
 def with_time_to_read(config: RunConfig) -> RunConfig:
-    """Return a copy of the options with longer start deadlines: one second more per 100 MB of model files to read."""
+    """Return a copy of the options with longer start timeouts: one additional second per 100 MB of model files."""
     learner, fleet = config.learner, config.rollout_fleet
     policy_s = model_bytes(config.model.path) // SLOWEST_LOAD
     others_s = sum(

@@ -43,8 +43,8 @@ def read_samples(files: Sequence[Path]) -> list[Sample]:
             rows += pq.ParquetFile(file).read(use_threads=False).to_pylist()
         except (pa.ArrowException, OSError) as error:
             raise ValueError(
-                f"{file} must be a whole parquet file, got {' '.join(str(error).split())}; restore it from a copy, or "
-                "delete it"
+                f"{file} must be a whole parquet file, got {' '.join(str(error).split())}; restore the file from a "
+                "copy, or delete it"
             ) from error
     return rows
 
@@ -57,9 +57,9 @@ class NewSamples:
         self._seen: set[Path] = set()
 
     def extremes(self, count: int) -> list[Sample]:
-        """Return up to ``count`` of the samples written since the previous call, sorted by rising reward.
+        """Return up to ``count`` of the samples since the previous call, sorted by increasing reward.
 
-        If there are more samples, half of the result has the lowest rewards and half the highest.
+        If there are more samples, one half of the result has the lowest rewards, the other half the highest rewards.
         """
         files = sorted(set(self._folder.glob("train-*.parquet")) - self._seen)
         self._seen.update(files)
@@ -68,7 +68,7 @@ class NewSamples:
 
 
 def sample_line(sample: Sample) -> str:
-    """Return a sample as one line of text: version, reward, prompt, response. The middle of a long text is left out."""
+    """Return a line of text with a sample's version, reward, prompt and response. Long texts are cut in the middle."""
     prompt, response = (shortened(sample[name], _LINE_CHARACTERS) for name in ("prompt", "response"))
     return f"{_facts(sample)}: {prompt!r} -> {response!r}"
 
@@ -105,11 +105,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pattern = f"samples/{options.kind or '*'}-v{version}-*.parquet"
     newest = sorted((folder for folder in options.run.glob("*/") if any(folder.glob(pattern))), reverse=True)
     if not options.run.is_dir():
-        raise ValueError(f"{options.run} must be the folder of a run or an experiment, and does not exist")
+        raise ValueError(f"{options.run} must be the folder of a run or an experiment, got a path that does not exist")
     files = sorted(options.run.glob(pattern)) or [file for run in newest[:1] for file in sorted(run.glob(pattern))]
     if not files:
         raise ValueError(
-            f"{options.run} must be the folder of a run or an experiment with samples, got none of kind "
+            f"{options.run} must be the folder of a run or an experiment with samples, got no samples of kind "
             f"{options.kind or ' or '.join(_KINDS)}; set rollout_fleet.samples.every_steps"
         )
     samples = [sample for sample in read_samples(files) if options.contains in sample["prompt"] + sample["response"]]

@@ -21,11 +21,11 @@ class WireError(AsyncRLError):
 
 
 class StalenessError(AsyncRLError):
-    """A training batch would have older tokens than ``buffer.max_lag`` allows, because of a bug in the buffer."""
+    """A training batch has tokens that are older than ``buffer.max_lag`` allows. The cause is a bug in the buffer."""
 
 
 class AccountError(AsyncRLError):
-    """The counts of tokens contradict each other, a prompt group is missing, or a step trained on unplanned tokens."""
+    """Token counts contradict each other, a prompt group is missing, or a step trained on tokens outside its plan."""
 
 
 class DeadlineError(AsyncRLError):
@@ -33,7 +33,7 @@ class DeadlineError(AsyncRLError):
 
 
 class WorkerDiedError(AsyncRLError):
-    """A process of the run died. The message ends with the last lines of its log."""
+    """A process of the run died. The message ends with the last lines of the process's log."""
 
 
 class LearnerDiedError(WorkerDiedError):
@@ -44,11 +44,11 @@ class LearnerDiedError(WorkerDiedError):
 
 
 class BatchLost(AsyncRLError):
-    """Trajectories of a planned batch are lost. No rank has trained on the batch, so it can be planned again."""
+    """Trajectories of a planned batch are lost. No rank has trained on the batch, so the step can be planned again."""
 
 
 class ClusterDiedError(WorkerDiedError):
-    """One of Ray's own processes died or did not start. So Ray can no longer stop the workers."""
+    """One of Ray's own processes died or did not start. Ray can therefore not stop the workers."""
 
 
 class CheckpointError(AsyncRLError):
@@ -154,7 +154,7 @@ class RateExceeded(ReplayBufferError):
 
 
 class UsageError(TypeError, ValueError, AssertionError):
-    """A worker group, a dispatch mode or a resource pool was used in a way that it does not support.
+    """A program used a worker group, a dispatch mode or a resource pool in an unsupported way.
 
     The class is also an AssertionError, because code written for verl may catch AssertionError.
     """
@@ -188,8 +188,8 @@ def _rank(cause: BaseException) -> int:
 def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """Decorate the main function of a command-line program: turn its exceptions into a message and an exit status.
 
-    The status is 1 after an `AsyncRLError`. It is 2 after a user's mistake (`ValueError`) or after a file could not be
-    read or written (`OSError`). Without an exception, the status is the result of the function.
+    The status is 1 after an `AsyncRLError`. The status is 2 after a user's mistake (`ValueError`), or after a file
+    could not be read or written (`OSError`). Without an exception, the status is the result of the function.
     """
 
     @wraps(command)
@@ -204,12 +204,12 @@ def with_exit_status(command: Callable[Arguments, int]) -> Callable[Arguments, i
 
 
 def check_bounds(section: str, options: object, **bounds: str) -> None:
-    """Check that numeric options are finite and keep their lower bounds. Raise `ValueError` for the first violation.
+    """Check that numeric options are finite and respect their lower bounds. Raise `ValueError` for the first violation.
 
     Args:
         section: Prefix of the options' names in the message.
         options: Object that has the options as attributes.
-        bounds: The bound of each option by name: ``>= LOW`` or ``> LOW``, then optionally a unit and ``; REMEDY``.
+        bounds: Maps each option's name to its bound: ``>= LOW`` or ``> LOW``, then optionally a unit and ``; REMEDY``.
 
     Example: ``check_bounds("checkpoint.", self, every_steps=">= 0; 0 saves no checkpoint")``.
     """

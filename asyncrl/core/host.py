@@ -57,7 +57,7 @@ class NotPrivate(AsyncRLError):
 
 
 def make_private_folder(folder: Path) -> Path:
-    """Create a folder that only this user can open, and its missing parents. Return ``folder``.
+    """Create a folder and its missing parent folders, so that only this user can open them. Return ``folder``.
 
     Raises:
         NotPrivate: the path is a link or a file, belongs to another user, or is writable by other users.
@@ -84,12 +84,12 @@ def check_owned(folder: Path) -> None:
         kind = "a folder" if is_folder else "a link" if stat.S_ISLNK(found.st_mode) else "a file"
         raise NotPrivate(
             f"{folder} must be a folder that only user {os.geteuid()} may write to, got {kind} of user {found.st_uid} "
-            f"with mode {stat.S_IMODE(found.st_mode):o}; remove it; the run does not use its contents"
+            f"with mode {stat.S_IMODE(found.st_mode):o}; remove {folder}, because the run does not trust its contents"
         )
 
 
 def socket_base(longest: str) -> str:
-    """Return the path of a folder for Unix sockets: the temporary folder, or ``/tmp`` if that path is too long.
+    """Return a folder for Unix sockets: the temporary folder, or ``/tmp`` if its path is too long for sockets.
 
     ``longest`` is the longest path of a socket, relative to the folder. Linux limits the whole path to 107 bytes.
     """
@@ -98,12 +98,12 @@ def socket_base(longest: str) -> str:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file with ``os.open``, but refuse a link. A new file has mode 0600. Return the file descriptor."""
+    """Open a file with ``os.open`` and return the file descriptor. Refuse a link. A new file has mode 0600."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, FILE_MODE)
 
 
 def is_bare_name(name: object) -> bool:
-    """Return whether ``name`` is a file name without a folder: no separators, and not empty, ``.`` or ``..``."""
+    """Return whether ``name`` is a file name without separators. The names ``""``, ``.`` and ``..`` give False."""
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\\", "\0"}
 
 
@@ -147,9 +147,9 @@ def own_python() -> dict[str, str]:
 
 
 def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Remove the variables that torchrun sets for its process group, such as ``RANK``. Return their names.
+    """Remove the environment variables that torchrun sets, such as ``RANK``. Return the names of the removed variables.
 
-    If the variables stayed, the processes of a run would try to join torchrun's process group.
+    With these variables, the processes of a run would try to join torchrun's process group.
     """
     found = [name for name in environment if name in _GROUP_VARIABLES or name.startswith("TORCHELASTIC_")]
     for name in found:
@@ -160,8 +160,8 @@ def forget_process_group(environment: MutableMapping[str, str] = os.environ) -> 
 def ray_folder() -> str:
     """Return the path of the parent folder of Ray's session folders on this host.
 
-    The folder is ``ray`` in ``RAY_TMPDIR``. Without ``RAY_TMPDIR``, it is ``ray`` in the system's temporary folder, or
-    in ``/tmp`` if that path is too long for sockets.
+    The folder is ``ray`` in ``RAY_TMPDIR``. Without ``RAY_TMPDIR``, it is ``ray`` in the system's temporary folder. If
+    paths of sockets there would be too long, it is ``ray`` in ``/tmp``.
     """
     return os.path.join(os.environ.get("RAY_TMPDIR") or socket_base(_LONGEST_RAY_SOCKET), "ray")
 
@@ -201,9 +201,9 @@ def _visible_uuids(environment: Mapping[str, str]) -> list[str]:
     if not listed and _NVIDIA_DEVICE.exists():
         said = f"says {' '.join(_answer(tool, '-L')) or 'nothing'!r}" if tool is not None else "is not on PATH"
         raise ValueError(
-            f"this machine has NVIDIA GPUs ({_NVIDIA_DEVICE} exists), and nvidia-smi, which lists them, {said}; repair "
-            "the driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility; an empty "
-            "CUDA_VISIBLE_DEVICES runs without GPUs"
+            f"this machine has NVIDIA GPUs ({_NVIDIA_DEVICE} exists), but nvidia-smi, which must list them, {said}; "
+            "repair the driver, or start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility; to run without "
+            "GPUs, set CUDA_VISIBLE_DEVICES to an empty string"
         )
     return _visible(listed, environment)
 
@@ -239,7 +239,7 @@ def _answer(tool: str, *arguments: str) -> list[str]:
     try:
         listed, _ = process.communicate(timeout=_DRIVER_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()  # do not wait for the end: a process that hangs in the driver cannot be killed
+        process.kill()  # do not wait for the killed process, because it cannot end while it hangs in the driver
         raise DeadlineError(
             f"{tool} {' '.join(arguments)} must list the GPUs of this machine within {_DRIVER_TIMEOUT_S:g} s, got no "
             "answer: the NVIDIA driver hangs; reset the GPUs or restart the machine, or run on another machine"
@@ -250,8 +250,8 @@ def _answer(tool: str, *arguments: str) -> list[str]:
 def leave_stop_to_owner() -> None:
     """Block SIGINT and SIGTERM in this thread, and in threads and processes that this thread starts later.
 
-    Then only the supervisor, the owner of the run, handles a stop. The function first starts Python's resource tracker,
-    because a later start would unblock both signals (Python < 3.13).
+    Then only the supervisor, the owner of the run, handles a stop signal. The function first starts Python's resource
+    tracker, because a later start would unblock both signals (Python < 3.13).
     """
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -291,7 +291,7 @@ def outlive_stop() -> None:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         let_through()
 
-    signal.signal(signal.SIGTERM, _ignore)  # not SIG_IGN, because child processes would inherit it
+    signal.signal(signal.SIGTERM, _ignore)  # use a handler, because child processes would inherit SIG_IGN
     hold_back = partial(signal.pthread_sigmask, signal.SIG_BLOCK, term)
     os.register_at_fork(before=hold_back, after_in_child=obey, after_in_parent=let_through)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

@@ -1,6 +1,6 @@
 """Reads images in chat messages and dataset rows, and converts them to `Image` objects.
 
-An image is given as a data URL, as base64 text, or as the bytes of a file. Dataset rows may also name a path.
+An image is given as a data URL, as base64 text, or as the bytes of a file. Dataset rows can also name a path.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def content_of(source: Any, where: str, *, from_files: bool = False) -> bytes | 
 
 
 def _path_in(source: str) -> Path | None:
-    """Return the path if the file exists, else None."""
+    """Return ``source``, a path or a ``file://`` URL, as a path if the file exists, else None."""
     path = source.removeprefix("file://")
     if len(path) > 4096 or path.startswith("data:"):
         return None
@@ -131,7 +131,7 @@ class ImageReader:
         max_pixels: Largest number of pixels of a resized image. The model's own limit also applies.
 
     Raises:
-        ValueError: at the first use, if the model's image processor is not Qwen's, or if ``max_pixels`` is too small.
+        ValueError: the image processor is not Qwen's, or ``max_pixels`` is too small. The first use raises the error.
     """
 
     model_path: str
@@ -157,15 +157,15 @@ class ImageReader:
         shortest, longest = (size[key] for key in ("shortest_edge", "longest_edge"))
         if self.max_pixels < shortest:
             raise ValueError(
-                f"rollout_fleet.max_image_pixels must be at least {shortest}, the fewest pixels of an image of "
+                f"rollout_fleet.max_image_pixels must be at least {shortest}, the smallest image size of "
                 f"{self.model_path!r}, got {self.max_pixels}"
             )
         return {"shortest_edge": shortest, "longest_edge": min(longest, self.max_pixels)}
 
     def num_tokens(self, content: bytes | Path, where: str) -> int:
-        """Return how many placeholder tokens an image file takes in the prompt. Only the file's header is read.
+        """Return the number of placeholder tokens of an image file in a prompt. Reads only the file's header.
 
-        ``content`` is the file's bytes or path. ``where`` names the image in errors. Raises `ValueError` if
+        ``content`` is the file's bytes or path. ``where`` names the image in error messages. Raises `ValueError` if
         Pillow cannot read the header, or the image is too large or too narrow.
         """
         width, height = _size(content, where)
@@ -177,7 +177,7 @@ class ImageReader:
     def image(self, content: bytes, where: str) -> Image:
         """Decode an image file, resize it within the limits and cut it into patches.
 
-        ``content`` is the bytes of the file. ``where`` names the image in errors.
+        ``content`` is the bytes of the file. ``where`` names the image in error messages.
 
         Raises:
             ValueError: Pillow cannot read the bytes as an image, or the image is too large or too narrow.
@@ -189,7 +189,7 @@ class ImageReader:
             with Pillow.open(io.BytesIO(content)) as opened:
                 rgb = opened.convert("RGB")
         except OSError as error:
-            raise ValueError(f"{where} cannot be decoded ({error}), expected a whole image file") from error
+            raise ValueError(f"{where} cannot be decoded ({error}), expected a complete image file") from error
         made = self._processor(rgb, do_rescale=False, do_normalize=False, size=self._limits, return_tensors="np")
         form, (grid,) = self.format, made["image_grid_thw"].tolist()
         frames = np.asarray(made["pixel_values"]).reshape(-1, 3, form.temporal_patch_size, form.patch_size**2)
@@ -203,19 +203,22 @@ class ImageReader:
         )
 
     def images_in(self, messages: Sequence[Mapping[str, Any]]) -> list[Image]:
-        """Decode all images in chat messages of OpenAI's form, in their order. Raises the errors of `image`."""
+        """Decode all images in chat messages of OpenAI's format, in the order of the messages.
+
+        Raises the errors of `image`.
+        """
         return [self.image(read_bytes(source, where), where) for source, where in sources_in(messages)]
 
     def placed(self, token_ids: np.ndarray, images: Sequence[Image], where: str) -> tuple[PlacedImage, ...]:
         """Find the placeholder tokens of each image in ``token_ids``, [T] ints.
 
-        Returns each image with the index of its first placeholder token. `place_images` describes the errors.
+        Returns each image with the index of the image's first placeholder token. Raises the errors of `place_images`.
         """
         return place_images(token_ids, images, self.token_id, where)
 
 
 def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
-    """Return an `ImageReader` for the model in a folder; None if the learner cannot train a vision tower of the model.
+    """Return an `ImageReader` for the model in a folder, or None if the learner cannot train the model's vision tower.
 
     ``max_pixels`` is the largest number of pixels of a resized image.
     """
@@ -225,11 +228,12 @@ def image_reader(model_path: str, *, max_pixels: int) -> ImageReader | None:
 async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[PlacedImage, ...]:
     """Decode the images of a prompt in a thread, and find the placeholder tokens of each image.
 
-    Returns each image with the index of its first placeholder token in the prompt. Returns () without a reader or
-    without images.
+    Returns each image with the index of the image's first placeholder token in the prompt. The result is empty if
+    ``reader`` is None or the prompt has no images.
 
     Raises:
-        ValueError: an image cannot be decoded, or does not fit its placeholders. The message names the prompt group.
+        ValueError: an image cannot be decoded, or the prompt's placeholder tokens do not match the images. The message
+            names the prompt group.
     """
     if reader is None or next(sources_in(prompt.messages), None) is None:
         return ()
@@ -242,7 +246,7 @@ async def prompt_images(reader: ImageReader | None, prompt: Prompt) -> tuple[Pla
 
 
 def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str]]:
-    """Yield a pair per image in chat messages: its bytes, path or text (see `source_of`), and a name for errors.
+    """Yield a pair for each image in chat messages: the result of `source_of`, and a name for error messages.
 
     Example of a name: ``messages[0].content[2]``.
     """
@@ -256,19 +260,19 @@ def sources_in(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[Any, str
 def place_images(token_ids: np.ndarray, images: Sequence[Image], token_id: int, where: str) -> tuple[PlacedImage, ...]:
     """Find the placeholder tokens of each image in a sequence of token ids.
 
-    The placeholder tokens of one image must follow each other, without other tokens between them. Returns each image
-    with the index of its first placeholder token, in the order of ``images``. ``token_id`` is the id of the
-    placeholder. ``where`` names ``token_ids`` in error messages.
+    The placeholder tokens of an image must be adjacent. Returns each image with the index of the image's first
+    placeholder token, in the order of ``images``. ``token_id`` is the id of the placeholder. ``where`` names
+    ``token_ids`` in error messages.
 
     Raises:
-        ValueError: the placeholders do not fit the images.
+        ValueError: the placeholders do not match the images.
     """
     places = np.flatnonzero(np.asarray(token_ids) == token_id)
     needed = sum(image.num_tokens for image in images)
     if len(places) != needed:
         raise ValueError(
             f"{where}: {len(images)} images need {needed} placeholder tokens (id {token_id}), got {len(places)}; text "
-            "must not contain the placeholder"
+            "must not contain the placeholder token"
         )
     placed, done = [], 0
     for image in images:
@@ -300,13 +304,13 @@ def with_placeholders(token_ids: Sequence[int], counts: Sequence[int], token_id:
 
 
 def placeholder_ids(model_path: str) -> tuple[int, int]:
-    """Return two token ids from a model's ``config.json``: the placeholder of images and the placeholder of videos."""
+    """Return a pair of token ids from a model's ``config.json``: the placeholders of images and of videos."""
     settings = json.loads(Path(model_path, "config.json").read_text())
     return settings["image_token_id"], settings["video_token_id"]
 
 
 def load_processor(model_path: str) -> Any:
-    """Load the image processor of the model in a folder: transformers' class for Qwen that uses Pillow and numpy.
+    """Load the image processor of the model in a folder. It is the Qwen class of transformers for Pillow and numpy.
 
     Raises:
         ValueError: the image processor is not Qwen's, or cannot be loaded.
@@ -330,7 +334,7 @@ def load_processor(model_path: str) -> Any:
 
 
 def _size(content: bytes | Path, where: str) -> tuple[int, int]:
-    """Return width and height of an image file. Reads only the header."""
+    """Return a pair, the width and the height of an image file. Reads only the file's header."""
     from PIL import Image as Pillow
 
     try:
@@ -343,7 +347,7 @@ def _size(content: bytes | Path, where: str) -> tuple[int, int]:
         raise ValueError(f"{where} has {width} × {height} pixels, expected at most {MAX_SOURCE_PIXELS}; shrink it")
     if max(width, height) > MAX_ASPECT_RATIO * min(width, height):
         raise ValueError(
-            f"{where} has {width} × {height} pixels, expected a ratio of at most {MAX_ASPECT_RATIO}; crop it"
+            f"{where} has {width} × {height} pixels, expected an aspect ratio of at most {MAX_ASPECT_RATIO}; crop it"
         )
     return width, height
 

@@ -56,7 +56,7 @@ class Image:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlacedImage:
-    """An image, and its place in a sequence: ``offset`` is the index of the image's first placeholder token."""
+    """An image at a position in a sequence. ``offset`` is the index of the image's first placeholder token."""
 
     image: Image
     offset: int
@@ -75,8 +75,8 @@ def moved(images: Iterable[PlacedImage], by: int) -> tuple[PlacedImage, ...]:
 def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> tuple[np.ndarray, int]:
     """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
-    On all axes, the position of a text token is one more than the largest earlier position. An image token has,
-    on each axis, its index in the image's grid plus the position of a text token at the image's start.
+    On all axes, the position of a text token is one more than the largest earlier position. The position of an image
+    token on an axis is its index in the image's grid, plus the position that a text token in place of the image has.
 
     Args:
         start: Position of the first token.
@@ -140,7 +140,7 @@ class GroupImages:
         return len(self.grids)
 
     def pixels_of(self, index: int) -> np.ndarray:
-        """Return the pixels of the image at ``index``: [P, 3 · patch size²] uint8 for its P patches, a view."""
+        """Return a view of the pixels of the image at ``index``: [P, 3 · patch size²] uint8 for its P patches."""
         return self.pixels[self._first_patches[index] : self._first_patches[index + 1]]
 
     @cached_property
@@ -173,7 +173,7 @@ def group_columns(
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Convert the images of a prompt group's turns to columns.
 
-    Equal images are stored once. Each argument has one entry per turn (a sequence of tokens in a tree of turns).
+    Equal images are stored once. A turn is a sequence of tokens with one origin. Each argument has one entry per turn.
 
     Args:
         lengths: Number of tokens of each turn.

@@ -21,33 +21,33 @@ class Restartable(Protocol):
     """A component that `keep_up` restarts. `keep_up` calls one method at a time."""
 
     async def begin(self) -> None:
-        """Start the component, and return when it is ready."""
+        """Start the component, and wait until it is ready."""
         ...
 
     async def watch(self) -> None:
-        """Wait until the component fails, and raise its error. Return when the component's work is done."""
+        """Wait until the component fails, and raise its error. Return without an error after the component finishes."""
         ...
 
     async def end(self, fault: Exception) -> float:
         """Record ``fault``, the error of the component, and clean up after the component.
 
-        Returns the seconds to pause before the next start. Raises an error if the component must not be restarted.
+        Returns the pause before the next start, in seconds. Raises an error if the component must not be restarted.
         """
         ...
 
 
 async def keep_up(part: Restartable, *, has_begun: bool = True) -> None:
-    """Watch a component, and restart it after each failure, until its work is done.
+    """Watch a component, and restart it after each failure, until the component has finished.
 
-    A failure is any exception of the component's `begin` or `watch`. With ``has_begun``, the component runs already.
-    Raises the errors of the component's `end`.
+    A failure is any exception of the component's `begin` or `watch`. If ``has_begun`` is true, the component already
+    runs. Raises the errors of the component's `end`.
     """
     while True:
         try:
             if not has_begun:
                 await answered(part.begin())
             return await answered(part.watch())
-        except Exception as error:  # noqa: BLE001 - after any error, the next life may succeed
+        except Exception as error:  # noqa: BLE001 - a restart can help after any error
             fault = error
         await asyncio.sleep(await part.end(fault))
         has_begun = False

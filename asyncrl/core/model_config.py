@@ -10,9 +10,9 @@ from typing import Any
 def model_settings(path: str) -> dict[str, Any]:
     """Read the ``config.json`` in a model folder as a dict.
 
-    For a multimodal model, values in ``text_config`` replace values of the same name. transformers leaves out default
-    values of ``text_config``, and this function adds these defaults. GPT-2's ``n_positions`` is called
-    ``max_position_embeddings``, as in other models.
+    For a multimodal model, values in ``text_config`` replace values of the same name. The function adds the default
+    values that transformers leaves out of ``text_config``. It renames GPT-2's ``n_positions`` to
+    ``max_position_embeddings``, the name in other models.
     """
     settings = json.loads(Path(path, "config.json").read_text())
     text = settings.get("text_config", {})

@@ -15,30 +15,30 @@ from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, W
 
 
 class RolloutBuffer(Protocol):
-    """What a rollout worker can ask the replay buffer. Every call has the deadline of the buffer's client.
+    """The calls of a rollout worker to the replay buffer. The buffer's client sets a deadline for each call.
 
     Attributes:
-        count_generated: A function that the worker sets. It returns how many policy tokens this worker has
-            generated so far, including tokens of unfinished samples.
+        count_generated: A function that the worker sets. The function returns the number of policy tokens that this
+            worker has generated so far, including tokens of unfinished samples.
     """
 
     count_generated: Callable[[], int]
 
     async def enter(self) -> str:
-        """Connect to the buffer and start heartbeats. Return the worker's name, which `ControlBuffer.bury` takes."""
+        """Connect to the buffer and start heartbeats. Return the worker's name, an argument of `ControlBuffer.bury`."""
         ...
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait until this worker may generate at least one prompt group; return up to ``max_groups`` leases.
 
         A lease is the right to generate one group. ``engine_version`` is the policy version that the worker's engine
-        serves. If the server's waiting period ends before a group may be generated, the list is empty. Then call
-        this method again.
+        serves. If the server's time limit passes before a group is available, the list is empty. Then call this
+        method again.
         """
         ...
 
     async def renew(self, leases: Sequence[Lease]) -> None:
-        """Extend those leases (rights to generate a group) that are still valid. Ignore the invalid leases.
+        """Extend the leases (rights to generate a group) that are still valid. Ignore the other leases.
 
         `revocation` reports the leases that the buffer has revoked.
         """
@@ -72,15 +72,15 @@ class RolloutBuffer(Protocol):
                 attempts.
 
         Returns:
-            Whether the buffer has dropped the group.
+            True if the buffer has dropped the group.
         """
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
         """Return the unfinished group that was saved for this prompt by `save_progress`; None if none was saved.
 
-        Call this once per lease, before generating. The later `put` or `release` must count the tokens of the saved
-        group too.
+        Call this method once per lease, before the generation. A later `put` or `release` must also count the tokens
+        of the saved group.
         """
         ...
 
@@ -95,17 +95,17 @@ class RolloutBuffer(Protocol):
         ...
 
     async def revocation(self) -> tuple[int, int]:
-        """Wait until the buffer revokes a lease of this worker, and return the lease's (group id, attempt number).
+        """Wait until the buffer revokes a lease of this worker. Return a pair: the lease's group id and attempt number.
 
         The worker must stop generating this group.
         """
         ...
 
     async def hand_on_request(self) -> list[tuple[int, int]]:
-        """Wait for groups of this worker that another worker would finish sooner.
+        """Wait until the buffer names groups of this worker that another worker would finish sooner.
 
-        Returns the (group id, attempt number) of each group. The worker must save these groups with `save_progress` and
-        give up their leases with `release`. The buffer then leases the groups to a faster worker.
+        Returns a pair per group: group id and attempt number. The worker must save these groups with `save_progress`
+        and give up their leases with `release`. The buffer then leases the groups to a faster worker.
         """
         ...
 
@@ -133,12 +133,12 @@ class RolloutBuffer(Protocol):
 
 
 class WeightLog(Protocol):
-    """How learner rank 0 tells the replay buffer that it has published weights. All methods are thread-safe."""
+    """The calls with which learner rank 0 reports published weights to the replay buffer. All are thread-safe."""
 
     def offer(self, offer: WeightOffer) -> int:
         """Tell the engines that a new policy version is ready, and where to load the version.
 
-        Returns the oldest version that engines may still load, so that the caller can delete older versions.
+        Returns the oldest version that an engine can still load. The caller can delete all earlier versions.
         """
         ...
 
@@ -151,7 +151,7 @@ class WeightLog(Protocol):
 
 
 class LearnerBuffer(WeightLog, Protocol):
-    """What a learner rank can ask the replay buffer."""
+    """The calls of a learner rank to the replay buffer."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return prompt groups of a planned batch, in the order of ``group_ids``.
@@ -166,7 +166,7 @@ class LearnerBuffer(WeightLog, Protocol):
 
 
 class ControlBuffer(Protocol):
-    """What the controller (the run's main process) can ask the replay buffer."""
+    """The calls of the controller (the run's main process) to the replay buffer."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts for the rollout workers. Wait while the queue is full.
@@ -180,14 +180,14 @@ class ControlBuffer(Protocol):
         ...
 
     async def plan(self, version: int) -> Plan:
-        """Wait until the batch for learner step ``version`` can be chosen, and return a plan: the groups in the batch.
+        """Wait until the buffer can choose the batch for learner step ``version``. Return a plan with these groups.
 
         A second call with the same version returns the same plan.
         """
         ...
 
     async def commit(self, version: int) -> BufferStats:
-        """Report that the learner has trained on the batch of ``version``. Return the buffer's counts.
+        """Report that the learner has finished the step on the batch of ``version``. Return the buffer's counts.
 
         The learner version is then ``version + 1``. A repeated call has no effect.
         """
@@ -238,39 +238,39 @@ class ControlBuffer(Protocol):
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report groups of planned batches whose trajectories are lost, because a store of the buffer restarted.
 
-        The buffer queues the prompts of these groups again, with the reason ``store_lost``. The buffer also chooses the
+        The buffer queues the prompts of these groups again, with the reason ``store_lost``. The buffer also plans the
         affected batches, and all later batches, again.
         """
         ...
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
-        """Set the buffer back after the learner has restarted from a checkpoint of learner version ``version``.
+        """Tell the buffer that the learner has restarted from a checkpoint of learner version ``version``.
 
         ``incarnation`` counts these restarts. The buffer no longer offers the old learner's weights to engines. It
         revokes all leases, and drops finished and unfinished groups with a token of a version after ``version``. The
-        engines get new leases after they load weights of the new learner. The caller must enqueue again the prompts of
-        groups that finished after the checkpoint. A repeated call has no effect.
+        engines get new leases after they load weights of the new learner. The caller must enqueue the prompts of groups
+        that finished after the checkpoint again. A repeated call has no effect.
         """
         ...
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
-        """Set the buffer of a new ``asyncrl train`` process to the checkpoint from which the process resumes.
+        """Tell the buffer of a new ``asyncrl train`` process from which checkpoint the process resumes.
 
         A repeated call has no effect.
 
         Args:
             version: Learner version of the checkpoint.
-            key: Random name that `checkpoint` got when the checkpoint was written.
-            tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the restored
-                account lacks count as dropped for the reason ``resume``.
+            key: Random name of the checkpoint, the argument of the earlier call of `checkpoint`.
+            tokens_generated: Number of policy tokens that the run generated up to the checkpoint. Tokens that are
+                missing in the restored account count as dropped for the reason ``resume``.
         """
         ...
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> Any:
-        """Write the buffer's part of a checkpoint to ``folder``, an absolute path. Return after the folder is complete.
+        """Write the buffer's state for a checkpoint to ``folder``, an absolute path. Wait until the folder is complete.
 
         The batches of all steps before ``version`` must be planned or committed. ``key`` is a random name for the
-        checkpoint. `resume` must get the same name.
+        checkpoint. A later call of `resume` needs the same name.
         """
         ...
 
@@ -280,7 +280,7 @@ class ControlBuffer(Protocol):
 
 
 class LearnerPort(Protocol):
-    """What the controller can ask the learner's ranks. The ranks execute calls in the order of the calls.
+    """The calls of the controller to the learner's ranks. The ranks execute the calls one after the other, in order.
 
     ``checkpoints`` is the folder of the checkpoints.
     """
@@ -326,9 +326,9 @@ class LearnerPort(Protocol):
         Args:
             version: Learner version of the weights.
             run: State of the controller, stored in the checkpoint.
-            wait: Whether the awaitable waits until the checkpoint is complete.
+            wait: If true, the awaitable is done only after the checkpoint is complete.
             parts: Names of folders in the checkpoint that other processes write. The checkpoint is complete only after
-                these folders exist too.
+                these folders also exist.
 
         Returns:
             An awaitable of the checkpoint's path.
@@ -336,7 +336,7 @@ class LearnerPort(Protocol):
         ...
 
     async def withdraw(self) -> Sequence[int]:
-        """After a `BatchLost`, discard the batch, and wait until the ranks have skipped the calls queued for the batch.
+        """Discard the batch that raised `BatchLost`. Wait until the ranks have skipped the calls queued for this batch.
 
         Returns the ids of the groups whose trajectories are lost. Raises `LearnerDiedError` if the ranks cannot
         continue.
@@ -378,7 +378,7 @@ class FleetCounts:
 
 
 class FleetPort(Protocol):
-    """What the controller can ask the rollout fleet. The engines load new weights without the controller."""
+    """The calls of the controller to the rollout fleet. The engines load new weights without the controller."""
 
     def engines(self) -> Sequence[str]:
         """Return the names of the current engines. Example: ``"0"``."""
@@ -400,7 +400,7 @@ class ColocatedFleetPort(FleetPort, Protocol):
         """Wait until running groups end. Then free the engines' GPU memory until new weights are offered.
 
         No engine starts before `take_device`. ``incarnation`` counts the learner's restarts from a checkpoint. If
-        ``incarnation`` is given, the engines later refuse weights from before this restart.
+        ``incarnation`` is given, the engines later refuse weights that were published before this restart.
         """
         ...
 
@@ -410,19 +410,19 @@ class ColocatedFleetPort(FleetPort, Protocol):
 
 
 class PromptSource(Protocol):
-    """The endless sequence of the run's prompts."""
+    """The source of the run's prompts, an endless sequence."""
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the summaries that `note` receives may change the order of the prompts."""
+        """True if the summaries that `note` receives can change the order of the prompts."""
         ...
 
     def take(self, count: int) -> Sequence[Prompt]:
-        """Return the next ``count`` prompts of the endless order."""
+        """Return the next ``count`` prompts of the endless sequence."""
         ...
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
-        """Receive summaries (rewards, lengths) of finished groups, which may change the order of later prompts."""
+        """Receive summaries (rewards, lengths) of finished groups. These can change the order of later prompts."""
         ...
 
     def state(self) -> Mapping[str, Any]:

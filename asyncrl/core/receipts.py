@@ -1,6 +1,7 @@
-"""Writes receipts to the run's folder ``receipts/``: one JSON line for each `Act`, such as the load of new weights.
+"""Writes receipts to the run's folder ``receipts/``. A receipt is a JSON line about one `Act` of a process.
 
-A process calls `start` once, and then `note` for each act. ``asyncrl audit`` compares the lines of all processes.
+A process calls `start` once, and then `note` for each act, such as the load of new weights. ``asyncrl audit`` compares
+the lines of all processes.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ DIGEST_BITS = 62
 
 
 class Act(StrEnum):
-    """What a process of the run has done.
+    """The acts of a process that the run records in receipts.
 
-    - ``published``: learner rank 0 offers a policy version to the engines. The line has the digest of its manifest.
+    - ``published``: learner rank 0 offers a policy version to the engines. The line has the digest of the manifest.
     - ``loaded``: an engine has loaded a version, and has checked its bytes against the digests in the manifest.
     - ``sampled``: a rollout worker stores a prompt group with the tokens that its engine has sampled.
-    - ``planned``: the controller gives the batch of a learner step to the learner's ranks.
+    - ``planned``: the controller sends the batch of a learner step to the learner's ranks.
     - ``trained``: a data-parallel rank has finished a learner step on its part of the batch.
     - ``committed``: the controller counts a learner step as finished.
     """
@@ -49,9 +50,9 @@ _unwritten: list[bytes] = []
 
 
 def start(run_dir: Path, process: str) -> None:
-    """Enable `note` in this process: later calls append to a file of this process in the run's folder ``run_dir``.
+    """Enable `note` in this process. Later calls of `note` append lines to a file in the run's folder ``run_dir``.
 
-    ``process`` is the name of the process, and of the file. The first line creates the file.
+    The file has the name of the process, ``process``. The first line creates the file.
     """
     global _path
     _path = run_dir / FOLDER / f"{process}.jsonl"
@@ -85,7 +86,7 @@ def note(act: Act, **values: Any) -> None:
 def _append(path: Path, lines: bytes) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        if (written := os.write(descriptor, lines)) < len(lines):  # the disk is full: remove the partial line
+        if (written := os.write(descriptor, lines)) < len(lines):  # remove the partial line, because the disk is full
             os.ftruncate(descriptor, os.fstat(descriptor).st_size - written)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     finally:

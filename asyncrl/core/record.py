@@ -1,7 +1,9 @@
-"""Records what a process does, for the profile of a run: spans (intervals), levels (counts), stamps (group events).
+"""Records what a process does, for the profile of a run.
 
-Each record has a *lane*: the name of the process, or of a part of it such as ``learner-0/publish``. `span`, `level` and
-`stamp` are thread-safe. A separate thread writes the records every 50 ms.
+A *span* is an interval of one activity. A *level* is a count that changes over time. A *stamp* is an event of a prompt
+group. Each record belongs to a *lane*, a row of the profile's timeline. A lane has the name of a process, or of a part
+of a process such as ``learner-0/publish``. `span`, `level` and `stamp` are thread-safe. A separate thread writes the
+records every 50 ms.
 
 The file ``<process>@<host>-<pid>.msgpack`` is a stream of msgpack arrays. The first item of each array is its `Tag`.
 Times are integer nanoseconds of the process's monotonic clock. `clock` records the offset to the buffer server's clock.
@@ -31,7 +33,7 @@ from asyncrl.core import receipts, stacks
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""Number in a record that has no policy version, learner step or prompt group."""
+"""Value of the policy version, learner step or prompt group in a record that has none."""
 SCHEMA = 1
 _WRITE_EVERY_S = 0.05
 _MAX_UNWRITTEN_BYTES = 8 << 20
@@ -60,17 +62,17 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         if negative := [step for step in self.torch_steps if step < 0]:
-            raise ValueError(f"profile.torch_steps must be learner steps >= 0, got {negative}; the first step is 0")
+            raise ValueError(f"profile.torch_steps must list learner steps >= 0, got {negative}; the first step is 0")
         if self.max_file_bytes < 1 << 20:
             raise ValueError(f"profile.max_file_bytes must be >= 1048576, got {self.max_file_bytes}; 1 GiB is usual")
         if self.torch_steps and not self.enabled:
             raise ValueError(
-                "profile.torch_steps needs profile.enabled=true, got false; enable it, or leave torch_steps empty"
+                "profile.torch_steps needs profile.enabled=true, got false; set it to true, or leave torch_steps empty"
             )
 
 
 class Pool(StrEnum):
-    """Groups of processes of a run. The records of a process name its group."""
+    """The groups of processes of a run. The header of a process's records names the group of the process."""
 
     controller = "controller"
     buffer = "buffer"
@@ -81,71 +83,71 @@ class Pool(StrEnum):
 class SpanKind(StrEnum):
     """The activity of a lane during an interval. A lane is a process or a part of a process.
 
-    Spans of a lane may overlap. `asyncrl.profile.attribution` then chooses one of the spans for each point in time.
+    Spans of a lane can overlap. `asyncrl.profile.attribution` then chooses one of the spans for each point in time.
     """
 
-    # Controller: lanes ``controller``, ``controller/plan``, ``controller/complete``, ``controller/publish``
-    step = "step"  # from the end of the previous step, or the start of training, until the controller commits the step
+    # The controller records these activities on its lanes ``controller``, ``controller/plan``, ``controller/complete``.
+    step = "step"  # one learner step, from the commit of the previous step (or the start) to the commit of this step
     plan_wait = "plan_wait"  # the controller waits until the buffer has enough groups for a batch
-    dispatched = "dispatched"  # from sending a batch to the learner's ranks until they have finished the step
-    evaluation = "evaluation"  # a held-out evaluation; also on the lanes of the engines that answer its prompts
-    checkpoint = "checkpoint"  # a checkpoint is saved; also on the lanes of ranks that are blocked by it
-    # Engines: lane ``engine-0``
-    start = "start"  # from the start of the engine until its first weights are verified
+    dispatched = "dispatched"  # the learner's ranks work on a batch that the controller has sent
+    evaluation = "evaluation"  # a held-out evaluation runs; the engines that answer its prompts record this span too
+    checkpoint = "checkpoint"  # the run saves a checkpoint; ranks that cannot compute meanwhile record this span too
+    # An engine records these activities on its lane, such as ``engine-0``.
+    start = "start"  # the engine starts; the span ends after the engine has verified its first weights
     down = "down"  # the engine has failed, is restarting, or is not allowed to serve
     stage = "stage"  # new weights are copied to the engine's host while the engine generates
-    pause = "pause"  # generation is paused for new weights
-    load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
-    re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
+    pause = "pause"  # the engine does not generate, because it loads new weights
+    load_stage = "load_stage"  # one phase of loading weights; the lane is ``engine-0/load``, ``cause`` names the phase
+    re_prefill = "re_prefill"  # the engine continues after a pause; the span ends at the next token of a running sample
     released = "released"  # the learner uses the GPU that it shares with the engine
-    # Members: lane ``engine-0/worker`` for the state in the controller, ``engine-0/member`` for the state in the worker
+    # The controller records a member on the lane ``engine-0/worker``, the worker on the lane ``engine-0/member``.
     member = "member"  # the member is in the `MemberState` that ``cause`` names
-    # Rollout workers: lane ``engine-0/reward``
+    # A rollout worker records this activity on a lane such as ``engine-0/reward``.
     reward = "reward"
-    # Learner: lane ``learner-0`` per rank, ``learner-0/publish`` for its publisher thread
-    update = "update"  # a rank's whole step
+    # A learner rank records on a lane such as ``learner-0``, its publisher thread on ``learner-0/publish``.
+    update = "update"  # the rank computes a learner step
     score = "score"
-    fetch = "fetch"  # the rank waits for its batch; on ``learner-0/prepare``: the download of the batch
-    prepare = "prepare"  # on lane ``learner-0/prepare``: the batch of the next step is fetched and packed
+    fetch = "fetch"  # the rank waits for its batch; the lane ``learner-0/prepare`` shows the download of the batch
+    prepare = "prepare"  # a thread fetches and packs the batch of the next step; the lane is ``learner-0/prepare``
     forward = "forward"
     backward = "backward"
     optimizer = "optimizer"
     offload = "offload"
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
-    publish_copy = "publish_copy"  # the rank copies its weights and is blocked
-    publish = "publish"  # in the background: the copied weights are written or sent, until engines can load them
-    publish_stage = "publish_stage"  # a phase of a publish or of its preparation; ``cause`` names the phase
+    publish_copy = "publish_copy"  # the rank copies its weights for a publish, and cannot compute meanwhile
+    publish = "publish"  # the publisher thread writes or sends the copied weights, until engines can load them
+    publish_stage = "publish_stage"  # one phase of preparing or executing a publish; ``cause`` names the phase
 
 
 class LevelName(StrEnum):
     """The name of a count that changes over time. A recorded value is valid until the next value."""
 
-    # Per engine, in samples. ``capacity`` is the worker's current limit of samples on the engine.
-    # Samples in ``running`` and ``parked`` use capacity, and so do single answers in ``tail``.
-    # The used capacity may exceed the limit after the limit has shrunk, or if many environments request turns at once.
-    # Samples in ``settling``, ``tool`` and ``environment`` use no capacity, and neither do episodes in ``tail``.
-    # The worker counts samples that use no capacity only up to the unused capacity.
-    capacity = "capacity"
-    running = "running"  # requests that the engine has not answered; each request samples one turn
-    tail = "tail"  # finished samples of groups with unfinished samples
-    settling = "settling"  # samples of groups that the worker scores, stores or gives back
-    tool = "tool"  # episodes without a running turn, in which a tool runs
-    environment = "environment"  # episodes without a running turn, in which no tool runs
-    parked = "parked"  # unfinished turns without a request: their group waits for new weights, or leaves the worker
-    asking = "asking"  # 1 while the worker waits for permission to generate further groups
-    version = "version"  # policy version of the engine; on the buffer's lane, the learner's policy version
-    # Buffer: lane ``buffer``, in groups unless another unit is given
+    # The levels of an engine are numbers of samples. Some samples use the engine's capacity, and other samples do not.
+    # Samples in ``running`` and ``parked`` use capacity. Single-turn samples in ``tail`` also use capacity.
+    # The used capacity can exceed the limit after the limit is lowered, or if many environments request turns at once.
+    # Samples in ``settling``, ``tool`` and ``environment``, and episodes in ``tail``, do not use capacity.
+    # The recorded numbers of samples without use of capacity are limited: their sum is at most the unused capacity.
+    capacity = "capacity"  # the largest number of samples that the worker currently gives to the engine
+    running = "running"  # number of requests that the engine has not answered yet; each request samples one turn
+    tail = "tail"  # number of finished samples whose group has unfinished samples
+    settling = "settling"  # number of samples whose group the worker scores, stores or releases
+    tool = "tool"  # number of episodes that wait for a tool
+    environment = "environment"  # number of episodes that wait for their environment while no tool runs
+    parked = "parked"  # number of unfinished turns without a request: the group waits for weights or leaves the worker
+    asking = "asking"  # 1 while the worker waits for permission to generate further groups, else 0
+    version = "version"  # policy version of the engine; on the lane ``buffer``, policy version of the learner
+    # The levels of the buffer are on the lane ``buffer``. They are numbers of groups, except ``full`` and ``bytes``.
     queued = "queued"
     leased = "leased"
     stored = "stored"
     planned = "planned"
-    budget = "budget"  # number of groups that workers may start now
-    full = "full"  # 1 while workers may not start groups, because one more group may exceed the buffer's limit on bytes
-    bytes = "bytes"  # bytes of stored trajectories and of saved unfinished groups
-    # Per member, on the lanes of `SpanKind.member`
-    epoch = "epoch"  # number of faults so far
-    # Per process, on its own lane, once per step
-    cpu = "cpu"  # microseconds of processor time since the start
+    budget = "budget"  # number of groups that workers are allowed to start now
+    full = "full"  # 1 while workers must not start groups, because the buffer has too few free bytes; else 0
+    bytes = "bytes"  # number of bytes of stored trajectories and of saved unfinished groups
+    # The level of a member is on the lanes of `SpanKind.member`.
+    epoch = "epoch"  # number of faults of the member so far
+    # Each process records its processor time on its own lane, once per step.
+    cpu = "cpu"  # microseconds of processor time since the start of the process
 
 
 class GroupEvent(StrEnum):
@@ -165,17 +167,17 @@ class GroupEvent(StrEnum):
 class Tag(IntEnum):
     """The type of a record: first item of its msgpack array. Each comment lists the items after the tag."""
 
-    header = 0  # a map: schema, process, pool, host, pid, clock, started_ns, wall_ns
-    open = 1  # id, lane, kind, start, version, step, group, cause
-    close = 2  # id, end
-    level = 3  # name, lane, time, value
-    stamp = 4  # event, group, attempt, lane, time, version, details
-    clock = 5  # reference clock, time, offset, error
-    dropped = 6  # number of records lost since the previous record of this type
+    header = 0  # item: a dict with the keys schema, process, pool, host, pid, clock, started_ns and wall_ns
+    open = 1  # items of a new span: id, lane, kind, start, version, step, group, cause
+    close = 2  # items at the end of a span: id of the span, end
+    level = 3  # items: name of the count, lane, time, value
+    stamp = 4  # items: event, group id, attempt, lane, time, version, details
+    clock = 5  # items: name of the other clock, time, offset, largest error of the offset
+    dropped = 6  # item: number of records lost since the previous record of this type
 
 
 class OpenSpan:
-    """An interval that has begun. `close` or the end of a ``with`` block ends the interval.
+    """A span (an interval of one activity) that has begun. `close` or the end of a ``with`` block ends the span.
 
     Further calls of `close` have no effect.
     """
@@ -187,7 +189,7 @@ class OpenSpan:
         self._number = number
 
     def close(self) -> None:
-        """Record the end of the interval: now."""
+        """Record that the span ends now."""
         recorder, self._recorder = self._recorder, None
         if recorder is not None:
             recorder.end_span(self._number)
@@ -212,9 +214,9 @@ class Recorder:
     Args:
         directory: Folder of the file; created if it is missing.
         process: Name of the process, and the default lane. Example: ``learner-0``.
-        pool: The part of the run to which the process belongs.
+        pool: The group of processes to which the process belongs.
         max_file_bytes: Maximum size of the file, in bytes.
-        clock: A function that returns monotonic nanoseconds.
+        clock: Function that returns the time in monotonic nanoseconds.
 
     Raises:
         OSError: the file cannot be created.
@@ -272,17 +274,17 @@ class Recorder:
         cause: str = "",
         start: int | None = None,
     ) -> OpenSpan:
-        """Record the begin of a span, an interval of one activity, and return an object that ends the span.
+        """Record the start of a span (an interval of one activity), and return an object that ends the span.
 
         Args:
             kind: The activity, a `SpanKind`.
             lane: Name of the lane; empty for the process's lane. A name with a leading slash is appended to the
-                process's lane. Example: ``/reward``.
+                name of the process's lane. Example: ``/reward``.
             version: Related policy version.
             step: Related learner step.
             group: Id of the related prompt group.
             cause: Further detail of the activity. Example: the name of a phase.
-            start: When the span began, in monotonic nanoseconds; None for now.
+            start: Start of the span in monotonic nanoseconds; None for now.
         """
         with self._lock:
             self._num_spans += 1
@@ -292,17 +294,17 @@ class Recorder:
         return OpenSpan(self if is_kept else None, number)
 
     def end_span(self, number: int, end: int | None = None) -> None:
-        """Record the end of a span. Callers use `OpenSpan.close`.
+        """Record the end of a span. Users of the recorder call `OpenSpan.close` instead.
 
-        ``number`` identifies the span. The spans of a process are numbered from 1, in the order in which the process
-        opens them. ``end`` is in monotonic nanoseconds. None means now.
+        ``number`` identifies the span. A process numbers its spans from 1, in the order of their starts. ``end`` is in
+        monotonic nanoseconds; None means now.
         """
         self._add(Tag.close, number, self._clock() if end is None else end)
 
     def level(self, name: str, value: int, *, lane: str = "") -> None:
         """Record the new value of a count, such as the number of stored groups. An unchanged value is ignored.
 
-        ``name`` is a `LevelName`. ``lane`` names the part of the run, as in `span`.
+        ``name`` is a `LevelName`. ``lane`` names the process or the part of a process, as in `span`.
         """
         lane = self._whole(lane)
         if self._levels.get((name, lane)) != value and self._add(Tag.level, name, lane, self._clock(), value):
@@ -311,18 +313,18 @@ class Recorder:
     def stamp(
         self, event: str, group: int, *, attempt: int = 0, version: int = NONE, lane: str = "", **details: Any
     ) -> None:
-        """Record that something happened to a prompt group now; ``details`` are values that msgpack can encode.
+        """Record an event of a prompt group that happens now.
 
-        ``attempt`` counts the times that a worker began to generate the group; it is -1 if the event does not belong
-        to one attempt. ``event`` is a `GroupEvent`. Each event has its own details:
+        ``event`` is a `GroupEvent`. ``attempt`` is the number of earlier attempts to generate the group, or -1 for an
+        event that belongs to no attempt. ``details`` are values that msgpack can encode. Each event has its own:
 
-        - lease: ``version`` of the engine when the worker may start, ``deadline``: the latest learner version that may
-          train on the group, ``inherited``: number of tokens that an earlier attempt has saved.
+        - lease: ``version`` of the engine when the worker gets the lease, ``deadline``: the latest learner version that
+          can train on the group, ``inherited``: number of tokens that an earlier attempt has saved.
         - first_token, last_token, reward: ``version`` of the engine, on the engine's lane. For a continued group,
           first_token is the first token of this attempt.
-        - stored: ``version`` of the oldest token, ``newest`` of the newest, and ``learner``: the learner's version.
-          Also ``tokens`` of the policy, ``prompt_tokens``, ``lengths`` [G] of the responses, ``rewards`` [G],
-          ``bytes``.
+        - stored: ``version`` of the oldest token, ``newest``: version of the newest token, ``learner``: version of the
+          learner, ``tokens``: number of sampled tokens, ``prompt_tokens``, ``lengths`` [G] of the responses,
+          ``rewards`` [G], ``bytes``.
         - planned, trained: ``version`` of the step.
         - requeued, dropped: ``reason``; for a finished group also the details of ``stored``, for a released group
           ``tokens``.
@@ -330,14 +332,14 @@ class Recorder:
         self._add(Tag.stamp, event, group, attempt, self._whole(lane), self._clock(), version, details)
 
     def clock(self, reference: str, *, offset_ns: int, error_ns: int) -> None:
-        """Record that another clock is ``offset_ns`` nanoseconds ahead of this process's clock.
+        """Record that the clock ``reference`` is ``offset_ns`` nanoseconds ahead of this process's clock.
 
-        ``reference`` is the other clock's name, from `clock_id`. The true offset differs by at most ``error_ns``.
+        ``reference`` is a name that `clock_id` returned. The true offset differs by at most ``error_ns``.
         """
         self._add(Tag.clock, reference, self._clock(), offset_ns, error_ns)
 
     def close(self) -> None:
-        """Write the queued records and close the file; later records are dropped. Further calls have no effect."""
+        """Write the queued records and close the file. Later records are dropped. Further calls have no effect."""
         with self._lock:
             self._is_closing = True
         self._ends.set()
@@ -392,9 +394,9 @@ _recorder: Recorder | None = None
 def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
     """Start to record spans, counts and events of this process to a file in ``config.directory``.
 
-    Record nothing if the options disable recording. If this process records already, go on with that recording. If the
-    folder is not writable, log a warning and record nothing. In each case, if ``config.directory`` is set, also enable
-    the receipts and the stack files of this process (modules `receipts` and `stacks`).
+    If the options disable recording, or the folder is not writable, the process records nothing. If the process
+    records already, the running recorder continues. In each case, if ``config.directory`` is set, the function also
+    enables the receipts and the stack files of this process (modules `receipts` and `stacks`).
     """
     global _recorder
     if config.directory:
@@ -411,7 +413,7 @@ def start(config: ProfileConfig, *, process: str, pool: Pool) -> None:
 
 
 def stop() -> None:
-    """Write the queued records and stop recording. Also stop the receipts and the stack files of this process."""
+    """Write the queued records and stop recording. Also disable the receipts and the stack files of this process."""
     global _recorder
     recorder, _recorder = _recorder, None
     if recorder is not None:
@@ -426,7 +428,7 @@ def current() -> Recorder | None:
 
 
 def span(kind: str, **of: Any) -> OpenSpan:
-    """Record the begin of a span, an interval of one activity, and return an object that ends the span.
+    """Record the start of a span (an interval of one activity), and return an object that ends the span.
 
     ``kind`` is a `SpanKind`. ``of`` has the keyword arguments of `Recorder.span`. If this process does not record, the
     returned object records nothing.
@@ -437,7 +439,7 @@ def span(kind: str, **of: Any) -> OpenSpan:
 def level(name: str, value: int, *, lane: str = "") -> None:
     """Record the new value of a count, such as the number of stored groups, if this process records.
 
-    ``name`` is a `LevelName`. ``lane`` names the part of the run; empty for this process.
+    ``name`` is a `LevelName`. ``lane`` names a process or a part of a process; empty for this process.
     """
     if _recorder is not None:
         _recorder.level(name, value, lane=lane)
@@ -449,25 +451,26 @@ def cpu() -> None:
 
 
 def stamp(event: str, group: int, **of: Any) -> None:
-    """Record that something happened to a prompt group now. Do nothing if this process has no recorder.
+    """Record an event of a prompt group that happens now. Do nothing if this process has no recorder.
 
-    ``event`` is a `GroupEvent`. ``group`` is the group's id. ``of`` are further arguments of `Recorder.stamp`.
+    ``event`` is a `GroupEvent`. ``group`` is the group's id. ``of`` has further arguments of `Recorder.stamp`.
     """
     if _recorder is not None:
         _recorder.stamp(event, group, **of)
 
 
 def clock(reference: str, *, offset_ns: int, error_ns: int) -> None:
-    """Record that another clock is ``offset_ns`` nanoseconds ahead of this process's clock, if this process records.
+    """Record that the clock ``reference`` is ``offset_ns`` nanoseconds ahead of this process's clock.
 
-    ``reference`` is the other clock's name, from `clock_id`. The true offset differs by at most ``error_ns``.
+    ``reference`` is a name that `clock_id` returned. The true offset differs by at most ``error_ns``. Do nothing if
+    this process has no recorder.
     """
     if _recorder is not None:
         _recorder.clock(reference, offset_ns=offset_ns, error_ns=error_ns)
 
 
 def torch_trace_name(step: int, role: str, rank: int | str) -> str:
-    """Return the file name of the trace that torch.profiler writes of one learner step in one process.
+    """Return the file name of a trace of torch.profiler. The trace shows one learner step of one process.
 
     ``role`` is the process's role, such as ``actor``. Example: ``torch-step10-actor-0.json.gz``.
     """

@@ -42,7 +42,7 @@ class Registry(Generic[T]):
         return sorted(self._entries)
 
     def get(self, name: str) -> T:
-        """Return the function or class of a name. If the name contains a file or module of the user, import it.
+        """Return the function or class with this name. If the name contains a Python file or a module, import it.
 
         Args:
             name: A registered name, or ``file.py:name`` or ``module:name``. The text after the colon is a function of
@@ -83,7 +83,7 @@ class Registry(Generic[T]):
 
 
 def absolute_name(name: str) -> str:
-    """Return the name ``file.py:function`` with an absolute path, for processes with another working directory.
+    """Make the path in a name ``file.py:function`` absolute, for processes with another working directory.
 
     Other names are returned unchanged.
     """
@@ -94,13 +94,13 @@ def absolute_name(name: str) -> str:
 def _import_file(path: Path) -> ModuleType:
     """Import a file once per process. The file can import other files of its folder.
 
-    The module has the file's name, so the processes that the file starts with `multiprocessing` can import the module
-    too. If another module has this name, a hash of the path is added to the name.
+    The module has the file's name, so that processes that the file starts with `multiprocessing` can also import the
+    module. If another module has this name, the function adds a hash of the path to the name.
     """
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
     name, spec = path.stem, None
-    with suppress(ValueError):  # a module of this name is loaded and has no spec, such as __main__
+    with suppress(ValueError):  # find_spec raises ValueError for a loaded module without a spec, such as __main__
         spec = importlib.util.find_spec(name) if "." not in name else None
     if spec is None or spec.origin is None or Path(spec.origin).resolve() != path.resolve():
         name = f"{name}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"

@@ -30,7 +30,8 @@ class WorkerIdentity:
         group: Name of the worker group.
         rank: Rank of the worker in its group.
         node: Address of the worker's node.
-        last_words: Function that returns the path of the worker's log and its last lines; None if there is no log.
+        last_words: Function that returns a text with the path and the last lines of the worker's log; None if there is
+            no log.
     """
 
     group: str
@@ -51,7 +52,7 @@ identities: dict[str, WorkerIdentity] = {}
 
 
 def fetch(refs: Sequence[Any], timeout_s: float | None = None, what: str = "results") -> list[Any]:
-    """Return the values of Ray object references, like ``ray.get``. ``what`` names the results in the error.
+    """Return the values of Ray object references, like ``ray.get``. ``what`` names the results in the error message.
 
     Raises:
         DeadlineError: a result is missing after ``timeout_s`` seconds. The message names the late workers.
@@ -139,7 +140,7 @@ class StepDeadline:
     """A deadline for repeated calls, such as learner steps. Each kind of call has its own deadline.
 
     The first call of a kind may take ``limit_s``. Later calls may take ``factor`` times the longest call so far, at
-    least ``floor_s`` and at most ``limit_s``. This detects a hanging rank earlier than a fixed deadline.
+    least ``floor_s`` and at most ``limit_s``. This rule detects a hanging rank earlier than a fixed deadline.
     """
 
     def __init__(self, limit_s: float, *, floor_s: float = 120.0, factor: float = 10.0) -> None:
@@ -157,9 +158,9 @@ class StepDeadline:
     async def within(self, pending: Awaitable[T], kind: str, what: str, option: str) -> T:
         """Await and return the result of a call, with the deadline for calls of this kind. Measure the call's duration.
 
-        The duration is measured from the time when the call was queued (``pending.queued_s``), or from now if that time
-        is unknown. A measurement from a late await would be too short, and so would the next deadlines.
-        The function `within` describes ``what``, ``option`` and the `DeadlineError`.
+        The duration begins when the call was queued (``pending.queued_s``), because callers may await the call much
+        later. If that time is unknown, the duration begins now. The function `within` describes ``what``, ``option``
+        and the `DeadlineError`.
         """
         began_s = getattr(pending, "queued_s", time.monotonic())
         timeout_s = self.seconds(kind)
@@ -188,20 +189,20 @@ def translated(error: Exception) -> Exception:
 
 def raised_in_worker(error: BaseException) -> BaseException:
     """Return the exception that a worker's method raised, without Ray's wrapper. Return other errors unchanged."""
-    while isinstance(inside := getattr(error, "cause", None), BaseException):  # Ray's wrapper, a RayTaskError
+    while isinstance(inside := getattr(error, "cause", None), BaseException):  # unwrap Ray's RayTaskError
         error = inside
     return error
 
 
 def death_of(identity: WorkerIdentity, reason: str) -> WorkerDiedError:
-    """Return the exception for a worker's death. Its message has the worker, ``reason``, and the end of the log."""
+    """Return the exception for a worker's death. The message names the worker and ``reason``, and ends with its log."""
     return WorkerDiedError(f"worker of {identity} died. {reason.strip()}{identity.log_tail()}")
 
 
 def late_workers(refs: Sequence[Any]) -> str:
-    """Return a text for an error: which workers' results are missing, and the end of the first such worker's log.
+    """Return a text for an error message that names the workers whose results are missing.
 
-    ``refs`` are Ray object references.
+    The text ends with the last lines of the first of these workers' logs. ``refs`` are Ray object references.
     """
     import ray
 
@@ -220,7 +221,7 @@ _TAIL_BYTES = 16_384
 
 
 async def process_end(pid: int) -> None:
-    """Wait until the process ``pid`` of this machine, a child or not, has ended. A zombie counts as ended."""
+    """Wait until the process with the id ``pid`` on this machine has ended. A zombie process counts as ended."""
     try:
         descriptor = os.pidfd_open(pid)
     except ProcessLookupError:
@@ -236,7 +237,7 @@ async def process_end(pid: int) -> None:
 
 
 def wait_for_first_end(pids: Sequence[int]) -> int:
-    """Block until one of these processes of this machine has ended, and return its id."""
+    """Block until one of the processes with the ids ``pids`` has ended. Return the id of the ended process."""
     with ExitStack() as opened:
         waiting = select.poll()
         pid_of = {}
@@ -274,7 +275,7 @@ def on_own_thread(work: Callable[[], T]) -> Future[T]:
             return
         try:
             future.set_result(work())
-        except Exception as error:  # noqa: BLE001 - the task that awaits the future gets it
+        except Exception as error:  # noqa: BLE001 - the task that awaits the future gets the error
             future.set_exception(error)
 
     threading.Thread(target=run, name="abandonable", daemon=True).start()

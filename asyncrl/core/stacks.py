@@ -33,10 +33,10 @@ _asked_s = -_REST_S
 
 
 def listen(run_dir: Path, process: str) -> None:
-    """From now on, write the stacks of all threads of this process to a file whenever SIGUSR2 arrives.
+    """Make this process write the stacks of all its threads to a file whenever it receives SIGUSR2.
 
-    The file is in ``run_dir``, the run's folder, and ``process`` is part of its name. A second call has no effect. If
-    the folder is not writable, the function only logs a warning.
+    The file is in the run's folder, ``run_dir``. Its name begins with ``process``. A second call has no effect. If the
+    folder is not writable, the function only logs a warning.
     """
     global _file
     if _file is not None:
@@ -69,8 +69,8 @@ def stop() -> None:
 def missed(message: str, details: str = "") -> DeadlineError:
     """Make all processes of the run on this host write their stacks. Return a `DeadlineError` for a missed deadline.
 
-    The error's message has ``message``, the folder with the stacks, and ``details``. In a process that did not call
-    `listen`, no stacks are written. Stacks are written at most every 10 s.
+    The error's message has ``message``, the folder with the stacks, and ``details``. If this process has not called
+    `listen`, the function only returns the error. The processes write stacks at most every 10 s.
     """
     global _asked_s
     if _file is None:
@@ -84,7 +84,7 @@ def missed(message: str, details: str = "") -> DeadlineError:
 
 
 def _ask(folder: Path, message: str) -> list[str]:
-    """Ask every process for its stacks. Return the processes that did not answer."""
+    """Make every process of the run on this host write its stacks. Return the processes that did not write."""
     asked = {path: _pid_of(path) for path in sorted(folder.glob("*.log")) if _is_written_by(path, _pid_of(path))}
     sizes = {}
     for path, pid in asked.items():
@@ -110,7 +110,7 @@ def _pid_of(path: Path) -> int:
 
 
 def _is_written_by(path: Path, pid: int) -> bool:
-    """Return whether the process has the file open. If not, ``pid`` may belong to a new process."""
+    """Return whether the process ``pid`` has the file open. If not, the id possibly belongs to a new process."""
     with suppress(OSError):
         return any(link.readlink() == path for link in Path(f"/proc/{pid}/fd").iterdir())
     return False

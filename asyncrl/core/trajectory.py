@@ -98,7 +98,7 @@ class Trajectory:
         reward: Reward of the whole trajectory.
         turn_rewards: Additional rewards of single turns, by index in ``turns``.
         metrics: Numbers to report in the run's metrics, by name.
-        baseline: True for a trajectory that is not trained on: the greedy answer of ReMax (arXiv 2310.10505).
+        baseline: True for ReMax's greedy answer (arXiv 2310.10505). The learner does not train on this trajectory.
     """
 
     turns: tuple[Turn, ...]
@@ -115,8 +115,8 @@ class Branch:
     Attributes:
         trajectory: Index of the trajectory in its group.
         turns: Indices of the turns in the group, from the root to the leaf.
-        trained: The sampled turns that are not in an earlier branch; none for a baseline. The loss mask includes only
-            these turns.
+        trained: The sampled turns that are not in an earlier branch. The loss mask includes only these turns. Empty
+            for ReMax's greedy answer, which is not trained on.
     """
 
     trajectory: int
@@ -126,18 +126,18 @@ class Branch:
 
 @dataclass(frozen=True, kw_only=True)
 class TrajectoryGroup:
-    """G trajectories of one prompt, as arrays. M is the number of turns, N the number of tokens in all turns.
+    """G trajectories of one prompt, as arrays. M is the number of turns, and N is the number of tokens in all turns.
 
     The prompt is one of the turns.
 
     Attributes:
         group_id: The prompt's index in the run's prompt order.
-        attempt: How many times workers had begun to generate the group before this attempt.
+        attempt: Number of earlier attempts to generate the group.
         turns: [M] of `TURN_DTYPE`. The turns of a trajectory are adjacent, parents before children.
         token_columns: [N, …] arrays by name. Required: ``token_ids`` int32, ``logprobs`` float32 (0 where not sampled)
             and ``versions`` int32 (-1 where not sampled).
-        trajectory_columns: [G, …] arrays by name. Required: ``rewards`` float32. If a trajectory is a baseline (a
-            greedy answer that is not trained on), ``baseline`` bool is required too.
+        trajectory_columns: [G, …] arrays by name. Required: ``rewards`` float32. If a trajectory is ReMax's greedy
+            answer, ``baseline`` bool is also required.
         turn_columns: [M, …] arrays by name. Example: ``turn_rewards`` float32.
         image_columns: The distinct images of the group; empty without images.
     """
@@ -160,7 +160,7 @@ class TrajectoryGroup:
             raise ValueError(f"prompt group {group_id} has no trajectories; it needs at least one")
         prompt = trajectories[0].turns[0]
         skeleton = [_skeleton_of(prompt, SHARED, ROOT)]
-        turns, earned = [prompt], [np.nan]  # NaN for a turn without a reward
+        turns, earned = [prompt], [np.nan]  # NaN means that the turn has no reward
         is_earned = any(trajectory.turn_rewards for trajectory in trajectories)
         for index, trajectory in enumerate(trajectories):
             own = trajectory.turns[0]
@@ -276,9 +276,11 @@ class TrajectoryGroup:
                 raise ValueError(f"{where}: sampled turn {index} must have a parent, got none")
             last = trajectory
         if total != len(self.token_ids):
-            raise ValueError(f"{where}: the turns have {total} tokens, the columns {len(self.token_ids)}")
+            raise ValueError(f"{where}: the turns have {total} tokens, but the columns have {len(self.token_ids)}")
         if missing := {*range(num_trajectories)} - {row[0] for row in rows}:
-            raise ValueError(f"{where}: trajectory {min(missing)} must have a turn after the prompt; leave it out")
+            raise ValueError(
+                f"{where}: trajectory {min(missing)} must have a turn after the prompt; leave this trajectory out"
+            )
         if not any(row[3] and row[2] for row in rows):
             raise ValueError(f"{where}: must have at least one sampled token, got none")
 
@@ -314,12 +316,12 @@ class TrajectoryGroup:
 
     @cached_property
     def is_baseline(self) -> np.ndarray:
-        """Whether each trajectory is a baseline (a greedy answer that is not trained on), [G] bool."""
+        """[G] bool. True for ReMax's greedy answer, which is not trained on; False for other trajectories."""
         return self.trajectory_columns.get("baseline", np.zeros(self.num_trajectories, dtype=bool))
 
     @property
     def policy_versions(self) -> np.ndarray:
-        """Policy version of each sampled token, [n] int32, without the tokens of baselines (greedy answers)."""
+        """Policy version of each sampled token, [n] int32, without the tokens of ReMax's greedy answer."""
         # The prompt's turn has the trajectory index -1 (`SHARED`), which selects the appended False.
         is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
@@ -329,7 +331,7 @@ class TrajectoryGroup:
     def branches(self) -> tuple[Branch, ...]:
         """All paths from the root of a turn tree to a leaf, for all trajectories. A path is one input of the model.
 
-        Each sampled turn is trained in exactly one path. Turns of a baseline (a greedy answer) are not trained.
+        Each sampled turn is trained in exactly one path. Turns of ReMax's greedy answer are not trained.
         """
         if self._is_flat(len(self.token_ids), self.num_trajectories) and not self.is_baseline.any():
             return _flat_branches(self.num_trajectories)
@@ -364,7 +366,7 @@ class TrajectoryGroup:
         return self._apart(np.concatenate(spans), branches)
 
     def trained_mask(self, branch: Branch) -> np.ndarray:
-        """Return the loss mask of a branch (a path of turns), [T] bool: True at tokens that count in its loss."""
+        """Return the loss mask of a branch (a path of turns), [T] bool. It is True at tokens in the branch's loss."""
         return self.trained_masks([branch])[0]
 
     def trained_masks(self, branches: Sequence[Branch]) -> list[np.ndarray]:
@@ -406,7 +408,7 @@ class TrajectoryGroup:
 
     @cached_property
     def previous_turns(self) -> list[int]:
-        """For each of the M turns, the index of the turn's nearest sampled ancestor in the tree; `ROOT` without one."""
+        """For each of the M turns, the index of the turn's nearest sampled ancestor in the tree, or `ROOT`."""
         previous: list[int] = []
         for _, parent, _, _, _ in self._rows:
             is_given = parent != ROOT and not self._rows[parent][3]
@@ -489,7 +491,7 @@ class TrajectoryGroup:
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token of the group. Tokens of baselines count too."""
+        """The oldest policy version that sampled a token of the group, including tokens of ReMax's greedy answer."""
         return int(np.minimum.reduce(self.versions.view(np.uint32)))  # as uint32, `UNVERSIONED` is the largest value
 
     @cached_property
@@ -542,7 +544,7 @@ class TrajectoryGroup:
         return any(chain != chains[0] for chain in chains)
 
     def _counts(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-        """Return per trajectory [G]: tokens after the prompt, tokens of all branches, and number of branches.
+        """Return three tuples of G numbers: tokens after the prompt, tokens of all branches, number of branches.
 
         The second and the third tuple are empty if each trajectory has a single branch.
         """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class FinishReason(StrEnum):
-    """Why the generation of a turn ended. ``unfinished`` occurs only in saved parts of unfinished groups."""
+    """Why the generation of a turn ended. ``unfinished`` occurs only in unfinished groups that a worker has saved."""
 
     stop = "stop"
     length = "length"
@@ -61,7 +61,7 @@ class AnsweredPrompt:
         greedy: Reward of the greedy answer; None without a greedy answer.
         response_lengths: Number of tokens of each answer; the greedy answer comes last.
         num_truncated: Number of answers that reached the length limit.
-        reward_failure: Why the reward function failed; empty if it succeeded. A failure leaves no rewards.
+        reward_failure: Why the reward function failed; empty if it succeeded. After a failure there are no rewards.
     """
 
     group_id: int
@@ -98,17 +98,17 @@ class GroupSummary:
         group_id: The prompt's index in the run's prompt order.
         attempt: How many leases for this prompt were given before the lease that produced the group.
         response_lengths: [G] ints, number of tokens after the prompt, from the policy and from the environment.
-        num_tokens: Number of tokens that the policy sampled in all trajectories.
+        num_tokens: Number of tokens that the policy sampled, except the tokens of ReMax's greedy answer.
         oldest_version: Policy version of the group's oldest token.
         newest_version: Policy version of the group's newest token.
         rewards: [G] floats: per trajectory, the reward of the outcome plus the rewards of its turns.
         branch_tokens: [G] ints, number of tokens in all branches (root-to-leaf paths of turns) of each trajectory,
             with the prompt in each branch. Empty if every trajectory has a single branch.
         num_branches: [G] ints, number of branches of each trajectory; empty if ``branch_tokens`` is empty.
-        num_truncated: Number of trajectories with a turn that reached the length limit, without greedy baselines.
-        metrics: (name, mean over the trajectories without greedy baselines) of each reported number.
+        num_truncated: Number of trajectories with a turn that reached the length limit, except ReMax's greedy answer.
+        metrics: Pairs of a reported number's name and its mean over the trajectories, except ReMax's greedy answer.
         has_unlike_turns: True if turns have rewards, and the trajectories differ in these rewards or have branches.
-        digest: `receipts.token_digest` of the tokens that the policy sampled, without greedy baselines.
+        digest: `receipts.token_digest` of the tokens that ``num_tokens`` counts.
         num_uses: Number of earlier learner steps that trained on the group.
     """
 
@@ -131,12 +131,12 @@ class GroupSummary:
 
     @property
     def is_scored(self) -> bool:
-        """Whether every reward of the group is finite. A reward model may return NaN or infinity."""
+        """True if every reward of the group is finite. A reward model can return NaN or infinity."""
         return all(map(math.isfinite, self.rewards))
 
     @property
     def has_equal_rewards(self) -> bool:
-        """Whether all trajectories of the group have the same total reward, and the same rewards of single turns."""
+        """True if all trajectories of the group have the same total reward, and the same rewards of single turns."""
         return len(set(self.rewards)) == 1 and not self.has_unlike_turns
 
 
@@ -155,10 +155,10 @@ class Plan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenAccount:
-    """Where the sampled tokens of a run are: generated = trained + dropped + buffered + in_flight.
+    """Counts of the sampled tokens of a run: generated = trained + dropped + buffered + in_flight.
 
-    A token is in flight until its worker stores or gives up its group. It counts as trained when the learner first
-    trains on its group. Further uses count in ``reused``, outside of this sum.
+    A token is in flight until its worker stores or gives up the token's group. The token counts as trained after the
+    learner first trains on the group. Further uses of the group count only in ``reused``, which is not in the sum.
     """
 
     generated: int

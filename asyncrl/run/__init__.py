@@ -4,7 +4,7 @@ import os
 import secrets
 
 # Disable Ray's signal handler, which would replace the run's SIGTERM handler and might abort the process.
-# Ray reads this variable when it is imported, and a run imports Ray after this package.
+# Ray reads the environment variable when it is imported, and a run imports Ray after this package.
 os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
 
 

@@ -1,6 +1,6 @@
 """The audit of a run. It compares the receipts (records about trained tokens) that the run's processes wrote.
 
-A run that was continued has several lives: one per ``asyncrl train`` process. The audit covers all of them.
+A run that was continued has several lives: one per ``asyncrl train`` process. The audit covers all lives.
 
 For every trained token the audit needs these receipts (`asyncrl.core.receipts.Act`):
 
@@ -92,7 +92,7 @@ class LifeReceipts:
                 self.sampled[line["group"]].append(line)
             case Act.trained:
                 self.trained[line["step"]][line["rank"]] = line
-            case Act.planned:  # a new plan of a step replaces the plans of this and later steps
+            case Act.planned:  # a new plan of a step replaces the plans of this step and of later steps
                 self._planned = {step: own for step, own in self._planned.items() if step < line["step"]}
                 self._planned[line["step"]] = line
             case Act.committed:
@@ -102,7 +102,7 @@ class LifeReceipts:
                 self.committed[step] = self._planned.pop(step, {"groups": []})
 
     def commit_before(self, step: int) -> None:
-        """Count the planned steps before ``step`` as committed, even without a receipt (a record) of their commit."""
+        """Count the planned steps before ``step`` as committed, even if there are no receipts of these commits."""
         for made in [made for made in self._planned if made < step]:
             self.committed[made] = self._planned.pop(made)
 
@@ -121,9 +121,9 @@ class LifeReceipts:
         return read_options(self.folder, "buffer.max_lag")["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
-        """Return the groups that the ranks trained on in a step, by group id.
+        """Return a dict by group id of the groups that the ranks trained on in a step.
 
-        Each value is a mapping with the group's ``attempt`` (the number of the try that generated it), ``digest``,
+        Each value is a dict with the group's ``attempt`` (number of the attempt that generated the group), ``digest``,
         ``in_loss`` (number of tokens in the loss) and ``versions`` (number of tokens per policy version).
         """
         found: dict[int, dict[str, Any]] = {}
@@ -138,7 +138,7 @@ class LifeReceipts:
 
 @dataclass(kw_only=True)
 class Audit:
-    """The result of an audit: bad receipts, and texts that say what was compared and what could not be compared."""
+    """The result of an audit: bad receipts, texts about what was compared, and texts about what was not compared."""
 
     bad: list[BadReceipt] = field(default_factory=list)
     checked: list[str] = field(default_factory=list)
@@ -157,15 +157,16 @@ def audited_lives(run_dir: Path) -> list[Life]:
     folder, first = found[0]
     if first.resumed:
         raise ValueError(
-            f"{folder} continues {first.resumed}: {first.before} must have its life.json, got none; restore it"
+            f"{folder} continues {first.resumed}: {first.before} must have its life.json, got none; restore the file"
         )
     return [life_of(folder, record) for folder, record in found]
 
 
 def lives_beside(lives: Sequence[Life]) -> list[Life]:
-    """Return the lost lives, oldest first: other lives that continued from a checkpoint of ``lives`` or of a lost life.
+    """Return the lost lives, oldest first.
 
-    The steps of a lost life are not part of the audited run. But its engines may have sampled groups that stayed in the
+    A lost life is another life that continued from a checkpoint of ``lives`` or of a lost life. The steps of a lost
+    life are not part of the audited run. But engines of the lost life may have sampled groups that stayed in the
     buffer's files on disk. A later life of ``lives`` may have trained on these groups. So the audit needs the receipts
     that the engines of the lost life wrote.
 
@@ -195,8 +196,8 @@ def audit(lives: Sequence[Life]) -> Audit:
     for one in own:
         if not (one.folder / FOLDER).is_dir():
             raise ValueError(
-                f"{one.folder / FOLDER} must hold the receipts of this train process, and does not exist; the process "
-                "made no step, or an earlier version of asyncrl ran it"
+                f"{one.folder / FOLDER} must hold the receipts of this train process, got no such folder; the process "
+                "finished no step, or was of an earlier version of asyncrl"
             )
     for one, after in pairwise(own):
         one.commit_before(after.began_at)
@@ -228,8 +229,8 @@ def audit(lives: Sequence[Life]) -> Audit:
 def _steps_faults(lives: Sequence[LifeReceipts], kept: Mapping[int, LifeReceipts]) -> Iterator[BadReceipt]:
     """Find missing steps, and groups whose uses (steps that trained on the group) are wrong.
 
-    The uses of a group are wrong if they are more than ``max_uses``, if a ``planned`` receipt counts them differently,
-    or if a later use has another attempt or digest.
+    The uses of a group are wrong if there are more than ``max_uses``, if a ``planned`` receipt has another count of
+    uses, or if a later use has another attempt or digest.
     """
     for step in sorted({*range(max(kept, default=-1) + 1)} - kept.keys()):
         before = [life for life in lives if life.began_at <= step]

@@ -1,4 +1,4 @@
-"""Starts or joins the Ray cluster of a run, and reserves places there. A place has the CPUs and GPUs of a worker."""
+"""Starts or joins the Ray cluster of a run, and reserves CPUs and GPUs of the cluster for the run's workers."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ T = TypeVar("T")
 
 @asynccontextmanager
 async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.info) -> AsyncIterator[RunConfig]:
-    """Start or join Ray, resolve the run's devices, and check that the run fits. Stop or leave Ray at the end.
+    """Start or join a Ray cluster, and check that the run fits into the cluster. Stop or leave the cluster at the end.
 
     Yields:
         The configuration, with ``cpu`` or ``cuda`` instead of the device ``auto``.
 
     Raises:
-        ClusterDiedError: Ray does not start, or cannot be joined.
+        ClusterDiedError: the cluster does not start, or this process cannot join the cluster.
         DeadlineError: the cluster does not answer within ``ray.start_timeout_s``.
         ValueError: the run needs more resources than the cluster has.
     """
@@ -72,8 +72,8 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
             await asyncio.wait_for(asyncio.shield(starting), config.ray.start_timeout_s)
         except TimeoutError:
             raise missed(
-                f"Ray {where} did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s; raise it, "
-                "or look into Ray's session logs"
+                f"Ray {where} did not come up within ray.start_timeout_s={config.ray.start_timeout_s:g} s; raise the "
+                "option, or look into Ray's session logs"
             ) from None
         except Exception as error:
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
@@ -116,7 +116,8 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 
     Otherwise return an empty string.
     """
-    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"  # `ray.init` sets the mode if it finds a token
+    # `ray.init` sets the variable RAY_AUTH_MODE if it finds a token.
+    is_open = os.environ.get("RAY_AUTH_MODE", "").lower() != "token"
     if not (config.ray.address and config.placement.num_nodes > 1 and is_open):
         return ""
     return (
@@ -127,9 +128,9 @@ def warning_of_open_cluster(config: RunConfig) -> str:
 
 
 def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
-    """Resolve the devices, and check a joined cluster.
+    """Replace the device ``auto`` by ``cpu`` or ``cuda``. Check that the run fits into the cluster that it joined.
 
-    With ``placement.autoscale``, nodes may join later, so the cluster is not checked. The device ``auto`` is then
+    With ``placement.autoscale``, there is no such check, because nodes can join later. The device ``auto`` is then
     ``cuda`` if any node has a GPU.
     """
     nodes = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
@@ -162,7 +163,7 @@ async def gpu_of_this_node(config: RunConfig) -> AsyncIterator[str]:
     if not resources.get("GPU"):
         raise ValueError(
             "this node must have a GPU for the warm start with learner.device=cuda, got none; start the run on a node "
-            "with a GPU, or run asyncrl sft on such a node first and name its result in model.path"
+            "with a GPU, or run asyncrl sft on such a node first and set model.path to the result"
         )
     actor_class: Any = ray.remote(_GpuHolder)
     here = NodeAffinitySchedulingStrategy(node_id=own, soft=False)
@@ -184,7 +185,7 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
     """Check that a run fits into the nodes of its cluster.
 
     ``nodes`` maps the address of each node to the node's Ray resources. Raises `ValueError` if nodes or resources are
-    missing, or if a share of `node_shares` does not fit on any node. A share is what must be on one node.
+    missing, or if processes that must be on the same node (`node_shares`) do not fit on any node.
     """
     if len(nodes) < config.placement.num_nodes:
         raise ValueError(
@@ -199,17 +200,17 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
         have = {address: {kind: node.get(kind, 0) for kind in ("CPU", "GPU")} for address, node in nodes.items()}
         largest = max(shares, key=lambda share: (share.get("GPU", 0.0), share["CPU"]))
         raise ValueError(
-            f"each share of the run must fit on one of the placement.num_nodes={config.placement.num_nodes} nodes (a "
-            "share has the learner ranks, or the engines, that one node gets); the largest share needs "
-            f"{largest}, and the nodes have {have}; lower placement.ranks_per_node or placement.engines_per_node, or "
-            "raise placement.num_nodes"
+            "the learner ranks, or engines, that share a node must fit on one of the "
+            f"placement.num_nodes={config.placement.num_nodes} nodes; the largest group of them needs {largest}, but "
+            f"the nodes have {have}; lower placement.ranks_per_node or placement.engines_per_node, or raise "
+            "placement.num_nodes"
         )
 
 
 def node_shares(config: RunConfig) -> list[dict[str, float]]:
-    """Return the CPUs and GPUs that the run needs, one mapping per share. Each share must fit on one node.
+    """Return the CPUs and GPUs that the run needs, as one dict for each group of processes that must share a node.
 
-    A share has the learner ranks, or the engines, that the configuration puts on one node.
+    Such a group has the learner ranks, or the engines, that the configuration puts on one node.
     """
     placement, fleet = config.placement, config.rollout_fleet
     gpus_per_rank = 1 if config.learner.device == "cuda" else 0
@@ -225,7 +226,7 @@ def node_shares(config: RunConfig) -> list[dict[str, float]]:
 
 
 def learner_layout(config: RunConfig) -> ResourcePoolManager:
-    """Make the Ray resource pools of the learner's roles, such as actor and critic. Returns the pools' manager."""
+    """Make the Ray resource pools of the learner's roles, such as actor and critic. Return the manager of the pools."""
     placement = config.placement
     cpus = placement.cpus_per_learner_rank
     with_engine = cpus + placement.cpus_per_engine / config.rollout_fleet.sglang.tp_size
@@ -237,7 +238,7 @@ def learner_layout(config: RunConfig) -> ResourcePoolManager:
         mapping={Role.from_string(role): pool for role, pool in learner_roles(config).items()},
         use_gpu=config.learner.device == "cuda",
         num_cpus_per_process=cpus,
-        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # engines share only this pool's devices
+        own_options={LEARNER_POOL: shared} if placement.colocated else {},  # other pools share no devices with engines
         apart=placement.strategy is Strategy.spread,
         labels=_labels(config, placement.learner_labels),
         timeout_s=config.ray.start_timeout_s,
@@ -286,9 +287,9 @@ def _pool_of_engines(config: RunConfig, **options: Any) -> RayResourcePool:
 
 
 def _labels(config: RunConfig, labels: Mapping[str, str]) -> dict[str, str]:
-    """Return the labels that a node must have to get workers of the run: usually ``labels``.
+    """Return the labels of the nodes on which Ray may start workers of the run: usually ``labels``.
 
-    If a run with one node joins a cluster, only the controller's node may get workers.
+    If a run with one node joins a cluster, the labels select only the controller's node.
     """
     if config.placement.num_nodes > 1 or not config.ray.address:
         return dict(labels)
@@ -321,7 +322,8 @@ def learner_env(config: RunConfig) -> dict[str, str]:
 async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
     """Call ``work`` in a thread and return its result.
 
-    The thread uses Ray, and the caller may stop Ray next. So a cancelled call waits up to ``timeout_s`` for the thread.
+    After a cancellation, the call waits up to ``timeout_s`` for the thread, because the thread uses Ray and the caller
+    may stop Ray next.
     """
     working = asyncio.create_task(asyncio.to_thread(work))
     try:
@@ -332,7 +334,7 @@ async def finished_in_thread(work: Callable[[], T], timeout_s: float) -> T:
 
 
 class EnginePlaces:
-    """The places (reserved CPUs and GPUs) of the rollout workers, by rank.
+    """The reservations (CPUs and GPUs) of the rollout workers, by rank.
 
     The workers that start with the run share one reservation of Ray until the run ends. Each worker that joins later
     has a separate reservation.
@@ -344,7 +346,7 @@ class EnginePlaces:
     def __init__(
         self, config: RunConfig, *, worker: RayClassWithInitArgs, logs: Path, pool: RayResourcePool | None = None
     ) -> None:
-        """Start the first workers in a new pool, or on the devices of ``pool``."""
+        """Start the first workers on the devices of ``pool``, or in a new pool if ``pool`` is None."""
         self._config = config
         self._worker = worker
         in_process = config.rollout_fleet.engine is EngineKind.transformers
@@ -372,8 +374,8 @@ class EnginePlaces:
     async def node_of(self, rank: int, wanted: str = "") -> str:
         """Wait until Ray has reserved CPUs and GPUs for the worker of a rank. Returns the id of the node.
 
-        If ``wanted`` is not empty, a new reservation is on the node with this id. If a node dies, Ray moves its
-        reservations to another node with enough free resources. There is no deadline.
+        If ``wanted`` is not empty, a new reservation is on the node with this id. If a node dies, Ray moves the node's
+        reservations to another node with enough free resources. The wait has no deadline.
         """
         if rank in self._groups or rank < self._num_first:
             group, index = self._group_of(rank)
@@ -397,11 +399,11 @@ class EnginePlaces:
             group.replace_worker(index, **changed)
             return
         worker = RayClassWithInitArgs(self._worker.cls, *self._worker.args, **{**self._worker.kwargs, **changed})
-        nowhere = {"master_addr": "none", "master_port": "0"}  # not used, because rollout workers form no process group
+        nowhere = {"master_addr": "none", "master_port": "0"}  # rollout workers do not use a process group
         self._groups[rank] = RayWorkerGroup(self._pools[rank], worker, first_rank=rank, **nowhere, **self._options)
 
     def close(self, rank: int) -> None:
-        """Kill the worker of a rank if there is one. If it joined a running fleet, also release its reservation."""
+        """Kill the worker of a rank if there is one. Also release the reservation of a worker that joined later."""
         self._nodes.pop(rank, None)
         if rank < self._num_first:
             self.first.kill_worker(rank)

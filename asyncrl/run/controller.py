@@ -1,9 +1,9 @@
 """The training loops of a run, in one asyncio process. Sampled tokens and weights do not pass through this process.
 
-The five loops of `Controller`, what each waits for, and who wakes it (B is ``algorithm.groups_per_step``)::
+`Controller` has five loops. This list shows what each loop waits for (B is ``algorithm.groups_per_step``)::
 
     feed      waits for room in the buffer's queue    ── woken by the buffer, when a worker takes a group
-    plan      waits for a place in the pipeline       ── woken by complete, after the commit of a step
+    plan      waits for a free slot in the pipeline   ── woken by complete, after the commit of a step
               then for the next batch                 ── woken by the buffer, when B groups are stored
               then for the reward model, if any       ── woken by the learner ranks
     complete  waits for the oldest queued step        ── woken by the learner ranks
@@ -26,7 +26,7 @@ may begin a group) slows generation down.
 A deadlock needs a cycle of waits. These are the waits:
 
 - feed, plan and follow wait for the buffer. plan waits there for finished groups.
-- plan also waits for a place in the pipeline, and for the scores of a reward model. Neither wait needs
+- plan also waits for a free slot in the pipeline, and for the scores of a reward model. Neither wait needs
   a later batch: complete and the learner finish the steps that are already queued.
 - complete waits for the learner. If no step is queued, complete and the learner wait for a batch from plan.
 - examine waits for the buffer and for the answers of engines. An answering engine does not wait for a loop.
@@ -185,13 +185,13 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
             if self._stopping.is_set():
                 self.stop()
             await asyncio.gather(*(tasks.create_task(loop()) for loop in self.step_loops()))
-            await asyncio.gather(*following, return_exceptions=True)  # the task group raises the errors of these tasks
+            await asyncio.gather(*following, return_exceptions=True)  # the task group raises the errors of the loops
             feeding.cancel()
 
     def stop(self) -> None:
         """End the training early: do not plan another batch.
 
-        `train` then returns when the queued steps are committed and reported.
+        `train` then returns after all queued steps are committed and reported.
         """
         self._stopping.set()
         for task in self._beside:
@@ -199,7 +199,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def is_stopped(self) -> bool:
-        """Whether `stop` was called."""
+        """True after a call of `stop`."""
         return self._stopping.is_set()
 
     @property
@@ -209,7 +209,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @property
     def has_all_steps(self) -> bool:
-        """Whether the last step of the run has been queued on the ranks."""
+        """True if the last step of the run has been queued on the ranks."""
         return self._queued_version == self._versions.stop
 
     async def save_stopped(self) -> str:
@@ -221,7 +221,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step. Return the checkpoint's folder when it is complete."""
+        """Save a checkpoint with the next learner step. Wait until it is complete, and return its folder."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
@@ -241,7 +241,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._checkpointer.newest(folder)
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Set the buffer and this controller back to a checkpoint.
+        """Make the buffer and this controller go back to a checkpoint.
 
         ``incarnation`` is the number of restarts of the learner so far. If the checkpoint has steps that the buffer has
         not committed, the buffer first commits these steps. Returns the ids of the groups that are finished at the
@@ -288,13 +288,13 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     def step_loops(self) -> Sequence[Loop]:
         """Return the coroutine functions that make the learner steps.
 
-        They end after the last step of the run. After `stop`, they end earlier.
+        The coroutines end after the last step of the run. After `stop`, they end earlier.
         """
 
     def following_loops(self) -> Sequence[Loop]:
-        """Return the coroutine functions that run in parallel with the steps. `stop` cancels them.
+        """Return the coroutine functions that run in parallel with the steps. `stop` cancels the coroutines.
 
-        They end when the engines serve the final version and the last evaluation during training has ended.
+        They end after the engines serve the final version and the last evaluation during training has ended.
         """
         return ()
 
@@ -305,7 +305,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
-        """Return the next version after ``after`` to evaluate during training; None if there is none."""
+        """Return the next version after ``after`` that the run evaluates during training, or None."""
         steps = self._config.evaluation.every_steps
         if not (steps and self._config.evaluation.enabled) or self._evaluate is None:
             return None
@@ -351,7 +351,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             dispatched = record.span(record.SpanKind.dispatched, lane="/complete", step=version)
             try:
                 plan = await self._learner.scored(plan)
-            except BatchLost as lost:  # `_complete` commits the earlier steps, then raises this error
+            except BatchLost as lost:  # `_complete` commits the earlier steps, and then raises the error
                 await self._steps.put(lost)
                 return
             self._queued_version = version + 1
@@ -363,7 +363,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 dispatched=dispatched,
                 update=self._learner.update(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # after the publish, which does not need the critic
+                critic=self._learner.update_critic(plan),  # queue the critic's step after the publish of the weights
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -379,7 +379,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed()
             self._places.release()
             if step.weights is not None:
-                await step.weights  # returns when the ranks have copied the weights, before engines can load them
+                await step.weights  # wait until the ranks have copied the weights, but not until engines can load them
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):
@@ -398,7 +398,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             await self._follow_fleet()
 
     async def _examine(self) -> None:
-        """Evaluate the due versions, one at a time."""
+        """Evaluate the versions that are due, one at a time."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:
@@ -410,13 +410,13 @@ class Controller(_Training[LearnerPort, FleetPort]):
 
 
 class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
-    """The controller for a learner and engines that share devices and take turns. The engines have the first turn."""
+    """The controller for a learner and engines that share devices. They use the devices alternately, engines first."""
 
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
     """A trained step that is not reported yet: (its plan, seconds that the loop waited for this plan, its metrics)."""
 
     def step_loops(self) -> Sequence[Loop]:
-        """Return the one coroutine function in which engines and learner take turns."""
+        """Return one coroutine function, in which engines and learner use the devices alternately."""
         return (self._take_turns,)
 
     async def save_stopped(self) -> str:
@@ -430,7 +430,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
         return await super().save_stopped()
 
     async def rewind(self, state: RunState, *, incarnation: int) -> Sequence[tuple[int, int]]:
-        """Set the buffer and this controller back to a checkpoint. Then let the engines free their devices.
+        """Make the buffer and this controller go back to a checkpoint. Then let the engines free their devices.
 
         The new ranks need these devices. ``incarnation`` is the number of restarts of the learner so far. Returns the
         ids of the groups that are finished at the checkpoint, as sorted ranges [start, end).
@@ -461,7 +461,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 metrics = {**metrics, **await self._learner.update_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
-            if not self.is_stopped:  # after `stop`, the learner keeps the devices for the final checkpoint
+            if not self.is_stopped:  # after `stop`, the learner keeps the devices to save the final checkpoint
                 await self._learner.rollout_mode(version + 1)
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)

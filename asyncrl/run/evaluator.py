@@ -53,12 +53,12 @@ A pinned engine stays on one policy version until the evaluation of this version
 
 
 def num_pinned_engines(share: float, num_engines: int) -> int:
-    """Return the number of engines for an evaluation during training: ``share`` of all engines, at least one."""
+    """Return the number of engines for an evaluation during training: the fraction ``share`` of all, at least one."""
     return max(1, math.floor(share * num_engines))
 
 
 def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
-    """Return how many samples of an evaluation may run at the same time on one engine.
+    """Return the largest number of samples of an evaluation that run at the same time on one engine.
 
     The number is at least the number of samples of one prompt. The engine is pinned: it stays on the evaluated version.
     """
@@ -69,7 +69,7 @@ def slots_of_evaluation(config: RunConfig, num_engines: int) -> int:
 
 
 class HeldOutEvaluator:
-    """Evaluates versions on held-out prompts. If an engine is lost, other engines answer its prompts."""
+    """Evaluates versions on held-out prompts. If an engine is lost, other engines answer the engine's prompts."""
 
     def __init__(self, config: RunConfig, *, fleet: AnsweringFleet, prompts: Sequence[Prompt]) -> None:
         self._config = config
@@ -88,16 +88,16 @@ class HeldOutEvaluator:
     async def evaluate_pinned(self, version: int, pinned: PinnedEngines) -> Evaluation | None:
         """Evaluate ``version`` during training, on engines that stay on this version (pinned engines).
 
-        ``pinned`` is a function whose argument is a set of engines. It waits until the set of pinned engines differs
-        from this argument, and returns the pinned engines. At most `slots_of_evaluation` samples run on an engine at
-        the same time. Returns None if no answer has a reward, or if the weights no longer exist.
+        ``pinned`` is a function whose argument is a set of engines. The function waits until the set of pinned engines
+        differs from this argument, and returns the pinned engines. At most `slots_of_evaluation` samples run on an
+        engine at the same time. Returns None if no answer has a reward, or if the weights no longer exist.
         """
         slots = slots_of_evaluation(self._config, len(self._fleet.engines()))
         per_call = max(1, slots // (_CALLS_PER_ENGINE * (self._config.evaluation.num_samples + 1)))
         calls = max(1, slots // (per_call * (self._config.evaluation.num_samples + 1)))
         try:
             engines = await pinned(())
-        except WeightsGone as gone:  # after a restart, the buffer no longer has this version
+        except WeightsGone as gone:  # the learner has restarted, so the buffer no longer has the version
             logger.warning("evaluation of version %d: %s", version, gone)
             return None
         return await self._evaluate(version, _Deal(self._prompts, size=per_call, calls=calls), engines, pinned)
@@ -141,13 +141,13 @@ class _Deal:
         self._changed = asyncio.Event()
 
     def join(self, engines: Collection[str]) -> None:
-        """Add engines. Lost engines get no prompts."""
+        """Add engines to the evaluation. Lost engines get no prompts."""
         for engine in sorted(engines):
             self._num_running.setdefault(engine, 0)
         self._changed.set()
 
     async def follow(self, engines: set[str], pinned: PinnedEngines) -> None:
-        with suppress(WeightsGone):  # the buffer no longer offers the version, so no more engines can load it
+        with suppress(WeightsGone):  # no other engine can load the version, because the buffer no longer offers it
             while True:
                 engines = await pinned(engines)
                 self.join(engines)

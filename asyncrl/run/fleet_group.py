@@ -1,6 +1,6 @@
 """The rollout fleet as the controller sees it (`ColocatedFleetPort`). Its members are rollout workers, one per engine.
 
-Members of an elastic fleet may join and leave. An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
+Members of an elastic fleet can join and leave. An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class FleetGroup:
     ) -> None:
         """Start the first workers on the devices of ``pool``, or in a new pool if ``pool`` is None.
 
-        `start` then starts their engines. ``supply`` copies a worker's files to the node with a given id, and returns
-        the model's path there. The learner begins at ``version``.
+        `start` then starts the workers' engines. ``supply`` is a function that copies a worker's files to the node with
+        a given id, and returns the model's path there. The learner begins at ``version``.
         """
         fleet = config.rollout_fleet
         self._config = config
@@ -103,9 +103,9 @@ class FleetGroup:
     async def start(self) -> None:
         """Start the first engines, and load the first published weights.
 
-        An elastic fleet also begins to start more engines. Raises `DeadlineError` if this takes too long, or
-        `WorkerDiedError` with the worker's log. At the start, a failed engine is not restarted, because the most likely
-        cause is the configuration.
+        An elastic fleet also begins to start more engines. Raises `DeadlineError` if an engine starts too slowly, or
+        `WorkerDiedError` with the log of a dead worker. At the start, a failed engine is not restarted, because the
+        most likely cause is the configuration.
         """
         first = list(self._members.values())
         if self._roster.num_free:
@@ -201,7 +201,7 @@ class FleetGroup:
 
     @property
     def _left(self) -> list[FleetMember]:
-        """The members that are not joining, leaving or failed."""
+        """The members that are neither joining nor leaving, and have not failed."""
         away = self._coming.keys() | self._leaving.keys()
         members = (member for rank, member in self._members.items() if rank not in away)
         return [member for member in members if member.member.state is not MemberState.failed]
@@ -209,7 +209,7 @@ class FleetGroup:
     # Joining and leaving
 
     async def join(self, num_engines: int, *, node: str = "") -> str:
-        """Add engines to the running fleet. Returns a message for the user when the engines serve.
+        """Add engines to the running fleet. Wait until the engines serve, and return a message for the user.
 
         Args:
             num_engines: Number of new engines.
@@ -221,7 +221,7 @@ class FleetGroup:
         self._check_open()
         ranks = self._roster.join(num_engines, in_kept_places=not node)
         coming = self._bring_up(ranks, waits=self._config.placement.autoscale, node=node)
-        await asyncio.wait(coming)  # not cancelled with the caller: if the client disconnects, the engines still join
+        await asyncio.wait(coming)  # if the client disconnects, this wait is cancelled, but the engines still join
         ended = await asyncio.gather(*coming, return_exceptions=True)
         failures = [str(raised_in_worker(end)) for end in ended if isinstance(end, BaseException)]
         joined = ", ".join(str(rank) for rank, end in zip(ranks, ended, strict=True) if isinstance(end, str))
@@ -236,14 +236,14 @@ class FleetGroup:
     def _bring_up(self, ranks: Sequence[int], *, waits: bool, node: str = "") -> list[asyncio.Task[str]]:
         """Start members in the background, one task per member.
 
-        With ``waits``, the members wait for free CPUs and GPUs without a deadline.
+        If ``waits`` is true, the members wait for free CPUs and GPUs without a deadline.
         """
         tasks = []
         for rank in ranks:
             member = self._members[rank] = FleetMember(rank, self._config, self._parts)
             limits = {} if waits else {"place_timeout_s": self._config.ray.start_timeout_s}
             task = self._coming[rank] = asyncio.create_task(self._come(member, member.join(node=node, **limits)))
-            # `_come` has reported the task's error. Read it, or asyncio would log it once more.
+            # `_come` has reported the task's error. Read the error here, because asyncio logs errors that are not read.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
             tasks.append(task)
         return tasks
@@ -275,8 +275,8 @@ class FleetGroup:
     async def leave(self, rank: int) -> str:
         """Remove a member (a rollout worker) from the running fleet.
 
-        The member gives its running groups back to the buffer, and ends. Returns a message for the user when the
-        member has ended.
+        The member gives its running groups back to the buffer, and ends. The method waits until the member has ended,
+        and returns a message for the user.
 
         Raises:
             MembershipRefused: the member does not exist, too few members would remain, or the run is not training now.
@@ -306,7 +306,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another run")
 
     def describe(self) -> str:
-        """Return a text for the user: one line per member with its state, then how many engines may join."""
+        """Return a text for the user: the state of each member on a line, then the number of engines that can join."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -343,7 +343,7 @@ class FleetGroup:
     async def drain(self) -> FleetCounts:
         """Abort running groups, and return the final counters of the fleet.
 
-        Also release the groups' leases (the workers' rights to generate them), cancel the joins in progress, and wait
+        Also release the leases (the workers' rights to generate the groups), cancel the joins in progress, and wait
         for the leaving members.
         """
         self._is_closing = True
@@ -403,7 +403,7 @@ class FleetGroup:
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
     """Carry out a request of ``asyncrl join`` or ``asyncrl leave``, and return the answer for the command.
 
-    An error becomes the text of the answer, and is not raised.
+    After an error, the answer has the error's text, and the function raises nothing.
     """
     try:
         if request.action is Action.describe:
@@ -435,7 +435,7 @@ def _node_id(config: RunConfig, address: str) -> str:
 
 @asynccontextmanager
 async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -> AsyncIterator[None]:
-    """Answer join and leave requests while the block runs. For a fleet of fixed size, do nothing."""
+    """Answer join and leave requests while the ``async with`` block runs. For a fleet of fixed size, do nothing."""
     if not config.rollout_fleet.is_elastic:
         yield
         return
@@ -451,7 +451,7 @@ async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -
 
 
 async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
-    """Answer the requests that a `FleetDesk` actor receives; the actor wakes this loop.
+    """Answer the requests that a `FleetDesk` actor receives. The actor wakes this loop for each request.
 
     If the actor dies, a new actor replaces it, and the pending requests fail.
     """

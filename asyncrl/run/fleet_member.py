@@ -1,9 +1,9 @@
-"""One member of the fleet: a rollout worker that is replaced when it dies or hangs.
+"""One member of the fleet: a rollout worker with its engine. If the worker dies or hangs, the member replaces it.
 
-A member has one worker process at a time. Ray wakes every call when the worker answers or dies. After the first failed
-call, the member stops the worker and starts a new one. A call that the worker should answer at once fails after
-``buffer.request_timeout_s``. Errors that every worker would raise (`RUN_ERRORS`) end the run instead. A restart waits
-for free resources without a deadline.
+A member has one worker process at a time. Ray ends a call when the worker answers or dies. After the first failed
+call (a *fault*), the member stops the worker and starts a new one. A call that the worker should answer at once fails
+after ``buffer.request_timeout_s``. Errors that every worker would raise (`RUN_ERRORS`) end the run instead. A restart
+waits for free resources without a deadline. The *epoch* of a member is its number of faults so far.
 """
 
 from __future__ import annotations
@@ -62,10 +62,12 @@ class MemberParts:
     Attributes:
         places: The reserved CPUs and GPUs of the workers.
         bury: `ControlBuffer.bury`, which tells the buffer that a worker is dead.
-        supply: Takes the id of a node, copies the files of a worker there, and returns the model's path on the node.
+        supply: Function that takes the id of a node, copies a worker's files to the node, and returns the path of the
+            model on the node.
         version: Number of committed learner steps when the run's process began.
-        on_change: Called when `FleetMember.is_serving` may have changed.
-        may_use_devices: Set while no learner rank uses the devices of the engines. A worker starts only then.
+        on_change: Function that is called when `FleetMember.is_serving` may have changed.
+        may_use_devices: Event that is set while no learner rank uses the devices of the engines. A worker starts only
+            while the event is set.
     """
 
     places: EnginePlaces
@@ -109,12 +111,12 @@ class FleetMember:
 
     @property
     def is_serving(self) -> bool:
-        """Whether the engine serves verified weights, so that the worker may generate groups."""
+        """True if the engine serves verified weights. Only then does the worker generate groups."""
         return self.member.may_lease
 
     @property
     def is_there(self) -> bool:
-        """Whether the member takes part in training. It has served, has not left or failed, and is not leaving.
+        """True if the member takes part in training. Then it has served, has not left or failed, and is not leaving.
 
         While a restart waits for free resources, the member does not take part.
         """
@@ -124,22 +126,22 @@ class FleetMember:
     async def start(self) -> None:
         """Start the worker and its engine.
 
-        Raises `DeadlineError` if this takes too long, or `WorkerDiedError` with the worker's log.
+        Raises `DeadlineError` if the engine starts too slowly, or `WorkerDiedError` with the log of a dead worker.
         """
         option = "rollout_fleet.start_timeout_s"
         self._worker = await within(self._call("start"), self._start_s, "the rollout engines", option)
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the worker has loaded the first published weights. After that, a dead worker is replaced."""
+        """Wait until the worker has loaded the first published weights. From then on, replace a dead worker."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Start the worker in a running fleet, with the newest weights. After that, a dead worker is replaced.
+        """Start the worker in a running fleet, with the newest weights. From then on, replace a dead worker.
 
         Args:
-            node: Id of the node; empty for any.
+            node: Id of the node; empty for any node.
             place_timeout_s: Longest wait, in seconds, for free CPUs and GPUs.
 
         Returns:
@@ -164,7 +166,7 @@ class FleetMember:
     async def run(self) -> None:
         """Let the worker generate rollouts until `drain` or `leave`, also after restarts of the worker.
 
-        Raises `EngineLost` if the worker has failed and may not restart.
+        Raises `EngineLost` if the worker has failed and no restart is allowed.
         """
         while (epoch := await self._ready()) is not None:
             if await self._tried(epoch, self._call("run")):
@@ -195,21 +197,21 @@ class FleetMember:
     async def counters(self) -> FleetCounters:
         """Return the sums of the counters of all worker processes that this member has had.
 
-        If the worker does not answer within `COUNTERS_S` seconds, the sums include its newest known counters.
+        If the worker does not answer within `COUNTERS_S` seconds, the sums include the worker's newest known counters.
         """
         if self.member.state is MemberState.ready and (self._counting is None or self._counting.done()):
             self._counting = asyncio.create_task(self._count(self.member.epoch))
         if self._counting is not None:
             done, _ = await asyncio.wait({self._counting}, timeout=COUNTERS_S)
             for counting in done:
-                if not counting.cancelled():  # `leave` and `stop` cancel the task
+                if not counting.cancelled():  # a task that `leave` or `stop` cancelled has no result
                     counting.result()
         return self.total
 
     async def _count(self, epoch: int) -> None:
         worker = self._worker
         found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
-        if found and self._worker == worker:  # a replaced worker's final counters are already in `_before`
+        if found and self._worker == worker:  # `_before` already has the final counters of a replaced worker
             self._last = found[0]
 
     @property
@@ -220,7 +222,7 @@ class FleetMember:
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups have finished. Then free the engine's GPU memory.
 
-        If the worker is starting, first wait for the end of its start. A worker that does not free its GPU memory is
+        If the worker is starting, first wait until it has started. A worker that does not free its GPU memory is
         killed. No new worker starts before `MemberParts.may_use_devices` is set. If ``incarnation`` (the number of
         restarts of the learner) is given, the engine then refuses weights of earlier incarnations.
         """
@@ -232,7 +234,7 @@ class FleetMember:
         is_watched = self.member.may_lease
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # during a start, `watch` does not run, so `end` does not free the device
+            if not is_watched:  # `end` does not free the device during a start, because `watch` does not run yet
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -244,9 +246,9 @@ class FleetMember:
         await self._notify()
 
     async def drain(self) -> FleetCounters:
-        """End `run`, and give back all groups that the worker generates. Returns the final counters.
+        """End `run`, and give all groups of the worker back to the buffer. Returns the final counters.
 
-        The worker stays up for `answer`.
+        The worker does not end, so it can still answer held-out prompts (`answer`).
         """
         while await self._is_up():
             if found := await self._tried(self.member.epoch, self._call("drain")):
@@ -255,12 +257,12 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Return whether the worker serves. Wait while it starts, but do not wait for free resources."""
+        """Return whether the worker serves. Wait while the worker starts, but do not wait for free resources."""
         await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
         return self.member.may_lease
 
     async def leave(self) -> None:
-        """Ask the worker to give its running groups back and to end. Returns when the worker has ended.
+        """Ask the worker to give its running groups back and to end. Wait until the worker has ended.
 
         `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
@@ -314,7 +316,7 @@ class FleetMember:
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
                     counters = await self._answer("counters", what)
-                    if self._worker == worker:  # a replaced worker's final counters are already in `_before`
+                    if self._worker == worker:  # `_before` already has the final counters of a replaced worker
                         self._last = counters
             return call.result()
         finally:
@@ -327,7 +329,7 @@ class FleetMember:
         self._has_served = True
 
     async def _ready(self) -> int | None:
-        """Wait until the worker serves, and return its epoch.
+        """Wait until the worker serves. Return the epoch (the member's number of faults so far).
 
         Returns None if the member has left. Raises `EngineLost` if the member has failed.
         """
@@ -343,7 +345,7 @@ class FleetMember:
     async def _keep(self) -> None:
         try:
             await keep_up(self)
-        except Exception as error:  # noqa: BLE001 - raised to the callers that wait for this member
+        except Exception as error:  # noqa: BLE001 - the callers that wait for this member get the error
             self.member.fail(str(raised_in_worker(error)))
             self._failure = error
             if self._shares_device:
@@ -361,16 +363,16 @@ class FleetMember:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Report ``error`` to `watch` if ``epoch`` (one worker process of this member) has not ended yet."""
+        """Report ``error`` to `watch`, unless the member had another fault since its number of faults was ``epoch``."""
         if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """Await a call to the worker process of ``epoch``, and return the answer in a tuple.
+        """Await a call to the worker, and return a tuple with the answer. Return None if the worker or the call fails.
 
-        Return None if the epoch ends first. If the call fails, end the epoch and return None. Errors of `RUN_ERRORS`
-        are raised instead. Before the first weights are loaded, every error is raised.
+        ``epoch`` is the member's number of faults at the start of the call. If the call fails, `watch` gets the error.
+        Errors of `RUN_ERRORS` are raised instead. Before the first weights are loaded, every error is raised.
         """
         call = asyncio.ensure_future(pending)
         ending = asyncio.create_task(self._until(lambda member: member.epoch > epoch))
@@ -401,7 +403,7 @@ class FleetMember:
     async def end(self, fault: Exception) -> float:
         """End the failed worker, and return the seconds to wait before a new worker starts.
 
-        Raises ``fault`` if another worker may not start, or if the cluster has died.
+        Raises ``fault`` if no other worker is allowed to start, or if the Ray cluster has died.
         """
         if isinstance(fault, ClusterDiedError):
             raise fault
@@ -412,7 +414,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._parts.say(words.partition("\n")[0])  # only the first line; the other lines quote the worker's log
+        self._parts.say(words.partition("\n")[0])  # leave out the other lines, which quote the worker's log
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
@@ -431,11 +433,11 @@ class FleetMember:
 
     async def _end_worker(self, failure: Exception) -> None:
         """Stop the worker and take its final counters. If the worker does not answer, declare it dead in the buffer."""
-        if isinstance(failure, EngineLost | RayTaskError):  # the worker itself raised the error, so it is alive
+        if isinstance(failure, EngineLost | RayTaskError):  # the worker raised the error itself, so it still runs
             try:
                 timeout_s, option = self._fleet.worker_stop_timeout_s, "rollout_fleet.stop_timeout_s"
                 last = await within(self._call("stop"), timeout_s, self.member.name, option)
-            except Exception as error:  # noqa: BLE001 - after any error the worker is declared dead
+            except Exception as error:  # noqa: BLE001 - after any error, declare the worker dead
                 logger.warning("%s did not stop: %s", self.member.name, error)
             else:
                 self._before.append(await self._closed(last or FleetCounters()))

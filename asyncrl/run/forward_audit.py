@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSample:
-    """A sample from `learner.trajectory_log`, with the learner step and the ``asyncrl train`` process that used it."""
+    """A sample of `learner.trajectory_log`. ``step`` and ``life`` name the step and the process that trained on it."""
 
     life: Life
     step: int
@@ -87,7 +87,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
 
 
 def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[float]:
-    """Return for each sample the mean absolute difference of behavior and recomputed log-probs, in nats."""
+    """Return for each sample the mean absolute difference between stored and recomputed log-probs, in nats."""
     logprobs = [np.zeros(len(sample.row["versions"]), dtype=np.float32) for sample in samples]
     for version in sorted({version for sample in samples for version in sample.versions}):
         with _model(stored[version]) as model:

@@ -97,7 +97,7 @@ def config_of_node(config: BufferConfig, address: str) -> BufferConfig:
         return own
     try:
         ip_address(own.host)
-    except ValueError:  # `host` is an interface or "*"; each node resolves it to its own address
+    except ValueError:  # each node resolves a `host` that is an interface or "*" to its own address
         return replace(own, advertised_host=address if own.advertised_host else "")
     return replace(own, host=address, advertised_host="")
 
@@ -107,9 +107,9 @@ class HostStores:
 
     Args:
         control: Client of the buffer; `stop` closes it.
-        make: Takes the id of a node and the number of the store, and makes the `NodeStore` actor there.
+        make: Function that takes the id of a node and the number of a store, and makes a `NodeStore` actor on the node.
         restarts: Largest number of times that a host's store is replaced.
-        say: Shows a line to the user.
+        say: Function that shows a line to the user.
 
     Attributes:
         num_restarts: Number of restarts of store servers so far.
@@ -137,8 +137,8 @@ class HostStores:
     async def watch(self) -> NoReturn:
         """Start a store on each host with rollout workers. Replace lost stores while restarts are left.
 
-        The groups of a lost store are generated again. Raises `WorkerDiedError` if the last store is lost and may not
-        be replaced.
+        The groups of a lost store are generated again. Raises `WorkerDiedError` if the last store is lost and no
+        restarts are left.
         """
         known: set[str] = set()
         async with asyncio.TaskGroup() as tasks:
@@ -195,7 +195,7 @@ class _HostStore:
             self._stores.say(line)
 
     async def end(self, fault: Exception) -> float:
-        """Drop the lost store, so that its groups are generated again."""
+        """Drop the lost store, so that the fleet generates the store's groups again."""
         stores, name = self._stores, f"store server {self._number}"
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:
@@ -239,5 +239,5 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
 
 
 def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Return the buffer's client for a rollout worker on this node. It puts groups into the store of the node."""
+    """Return the buffer's client for a rollout worker on this node. The client puts groups into the node's store."""
     return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

@@ -1,6 +1,6 @@
 """The learner as the controller sees it (`LearnerPort`). Each role (actor, critic, …) is a group of Ray workers.
 
-Every call waits for the ranks with a deadline. The call also ends if a rank dies.
+Every call waits for the ranks until a deadline. The call also ends if a rank dies.
 """
 
 from __future__ import annotations
@@ -83,13 +83,13 @@ class LearnerGroup:
         self.checkpoints = paths.checkpoints
         self._layout = learner_layout(config)
         for pool in self._layout.resource_pool_dict.values():
-            pool.enter()  # reserves the devices here, because restarted ranks use the same reservation
+            pool.enter()  # reserve the devices here, because restarted ranks use the same reservation
         self._begin(incarnation=0)
 
     def _begin(self, *, incarnation: int) -> None:
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
-        self._announced: dict[str, Awaitable[Any]] = {}  # the newest `announce` call of each role
+        self._announced: dict[str, Awaitable[Any]] = {}  # maps each role to the newest call of its method `announce`
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
         self.roles = RoleGroups(self._config, layout=self._layout, connect_buffer=buffer.sync_client, paths=self._paths)
@@ -104,11 +104,11 @@ class LearnerGroup:
     async def death(self) -> NoReturn:
         """Wait until the process of a rank ends, even if no call runs. Then raise `LearnerDiedError`.
 
-        Pending calls report the death in more detail, so this call first gives them time to fail.
+        Pending calls report the death in more detail, so this method first waits `_CALLS_FAIL_S` seconds.
         """
         try:
             death: Exception = await self.roles.death()
-        except Exception as error:  # noqa: BLE001 - without a watch a death would go unnoticed
+        except Exception as error:  # noqa: BLE001 - report every error, because nothing else watches for deaths
             death = WorkerDiedError(f"the watch on the learner's ranks failed: {error!r}")
         await asyncio.sleep(_CALLS_FAIL_S)
         raise LearnerDiedError(str(death))
@@ -120,9 +120,9 @@ class LearnerGroup:
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
         """Start new ranks from the checkpoint of ``version``, and publish this version.
 
-        ``incarnation`` is the number of restarts of the learner so far. Later versions that the previous ranks
-        published are removed. Colocated engines must have freed the devices, and get them back after the publish.
-        Raises the errors of `init` and `load`.
+        ``incarnation`` is the number of restarts of the learner so far. The method removes later versions that the
+        previous ranks published. Colocated engines must have freed the devices. They get the devices back after the
+        publish. Raises the errors of `init` and `load`.
         """
         await finished_in_thread(partial(self._begin, incarnation=incarnation), self._config.ray.start_timeout_s)
         await asyncio.to_thread(remove_published, self._paths.snapshots, after=version)
@@ -253,9 +253,9 @@ class LearnerGroup:
     def save(self, version: int, run: Mapping[str, Any], *, wait: bool, parts: Sequence[str] = ()) -> Awaitable[str]:
         """Queue a checkpoint of ``version``. Await the result to get the checkpoint's folder.
 
-        ``run`` is the state of the run, which the checkpoint includes. With ``wait``, the result waits until the ranks
-        have written their files. ``parts`` names the folders that other processes write. The checkpoint is complete
-        when these folders exist too.
+        ``run`` is the state of the run, which the checkpoint includes. If ``wait`` is true, the result comes only after
+        the ranks have written their files. ``parts`` names the folders that other processes write. The checkpoint is
+        complete when these folders also exist.
         """
         critic = []
         if "critic" in self.roles:
@@ -299,7 +299,7 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """Return the batch of each data-parallel rank of a role. Roles of equal dp size get the same batches."""
+        """Return the batch of each data-parallel rank of a role. Roles with equally many ranks share the batches."""
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self.roles.dp_sizes[role]
@@ -321,12 +321,12 @@ class LearnerGroup:
         return ROLES[role].reads(self._config.algorithm)
 
     def _score(self, column: str, plan: Plan, unsent: list[Awaitable[Any]]) -> RemoteScores:
-        """Queue the call that computes the scores ``column``.
+        """Queue the call that computes the scores ``column``, such as ``values``.
 
-        A reader is a role (actor or critic) whose step uses the scores. If the processes of each reader compute the
-        scores of their own batches (`RoleGroups.keeps_scores_for`), the processes do not send the scores. No step then
-        awaits the call, so this method appends the call to the list ``unsent``. `update` awaits the calls in
-        ``unsent``, and raises the errors of these calls.
+        The steps of actor and critic read the scores. If the processes of these roles compute the scores of their own
+        batches (`RoleGroups.keeps_scores_for`), the processes do not send the scores. No step then awaits the call, so
+        this method appends the call to the list ``unsent``. `update` awaits the calls in ``unsent``, and raises the
+        errors of these calls.
         """
         role = scored_by(column, self._config.learner).name
         batches = self._shares(plan, role)
@@ -340,8 +340,8 @@ class LearnerGroup:
     def _step_arguments(self, role: str, plan: Plan) -> list[Sequence[Any]]:
         """Return the arguments of a role's step: the batches, then one list for each column that the role reads.
 
-        A column is a kind of scores, such as ``values``. Its list has the scores of each batch, or None for each batch
-        if the processes of the role already have the scores.
+        A column is a kind of scores, such as ``values``. The list of a column has the scores of each batch, or None for
+        each batch if the processes of the role already have the scores.
         """
         batches = self._shares(plan, role)
         arguments: list[Sequence[Any]] = [batches]
@@ -365,8 +365,8 @@ class LearnerGroup:
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
         """Await a call. Raises the errors of `_or_death`.
 
-        The deadline depends on the longest earlier call of this ``kind``. A call without a kind may queue behind a
-        step, so its deadline is twice ``learner.step_timeout_s``.
+        The deadline depends on the longest earlier call of this ``kind``. A call without a kind possibly waits for a
+        queued step, so its deadline is twice ``learner.step_timeout_s``.
         """
         option = "learner.step_timeout_s"
         if kind:
@@ -379,7 +379,7 @@ class LearnerGroup:
 async def _or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
-    After the death of a rank, calls on other ranks may fail before Ray reports the death. So after a failure, this
+    After the death of a rank, calls on other ranks can fail before Ray reports the death. So after a failure, this
     function waits up to `_DEATH_NOTICED_S` seconds for Ray's report of a death.
 
     Raises `LearnerDiedError` if a rank died, if the ranks missed the deadline, or if Ray itself failed. Otherwise
@@ -439,7 +439,7 @@ class RoleGroups:
             roles = [role for role, its_pool in self.pools.items() if its_pool == pool]
             classes = {role: _worker_class(role, options[role], config, connect_buffer, paths) for role in roles}
             env = learner_env(config)
-            if config.placement.num_nodes == 1:  # ranks on one node find each other through this file
+            if config.placement.num_nodes == 1:  # ranks on one node find each other through a rendezvous file
                 env |= {RENDEZVOUS_FILE: str(make_private_folder(paths.staging) / f"ranks-{uuid.uuid4().hex}")}
             host = RayWorkerGroup(
                 layout.get_resource_pool(Role.from_string(roles[0])),
@@ -481,7 +481,7 @@ class RoleGroups:
     def keeps_scores_for(self, role: str, reader: str) -> bool:
         """Return whether each process of ``reader`` also runs ``role`` on the same samples.
 
-        Then the process already has the log-probs or values of ``role``, and none are sent.
+        Then the process already has the log-probs or values of ``role``, and no process sends them.
         """
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 
@@ -502,7 +502,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
         # While engines serve version u and receive u + 1, the learner makes at most version u + max_lag + 1.
-        # The ranks hold the versions from u to u + max_lag + 1.
+        # While engines serve version u, the ranks hold the versions from u to u + max_lag + 1.
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),

@@ -36,7 +36,7 @@ MAX_REPLANS = 3
 class LearnerRestarts:
     """Restarts the learner of one run, at most ``learner.restarts`` times.
 
-    ``resumed`` is the checkpoint from which the run began. A restart uses it until the run has saved a checkpoint.
+    ``resumed`` is the checkpoint from which the run began. Restarts use ``resumed`` until the run saves a checkpoint.
 
     Attributes:
         num_restarts: Number of restarts of the learner so far; also the learner's incarnation.
@@ -65,9 +65,9 @@ class LearnerRestarts:
         self._replans_of = (-1, 0)
 
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Await ``work``. After a lost batch or a death of the learner, recover and repeat ``work``.
+        """Call and await ``work``. After a lost batch or a death of the learner, recover and call ``work`` again.
 
-        Raises `LearnerDiedError` if the learner may not start again. Other errors of ``work`` are raised unchanged.
+        Raises `LearnerDiedError` if the learner must not start again. Other errors of ``work`` are raised unchanged.
         """
         self._work = work
         await keep_up(self)
@@ -113,9 +113,9 @@ class LearnerRestarts:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks after a death, and return 0: the next ranks may start at once.
+        """Kill the remaining ranks after a death. Return 0, so that the next ranks start at once.
 
-        Raises ``fault`` if the learner did not cause it, and the errors of `_check`.
+        Raises ``fault`` if the learner did not cause the fault, and the errors of `_check`.
         """
         if (death := death_in(fault)) is None:
             raise fault
@@ -131,8 +131,8 @@ class LearnerRestarts:
         return 0.0
 
     async def begin(self) -> None:
-        """Start new ranks from the newest checkpoint, and set buffer and controller back to this checkpoint."""
-        found = self._newest()  # a checkpoint may have become complete after `end` searched for the newest
+        """Make buffer and controller go back to the newest checkpoint. Start new ranks from this checkpoint."""
+        found = self._newest()  # search again, because a newer checkpoint may be complete now
         assert found is not None, "complete checkpoints are kept"
         finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
         self._prompts.repeat_unfinished(finished)

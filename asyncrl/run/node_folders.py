@@ -73,7 +73,7 @@ class NodeFiles:
         }
 
     def make(self, folder: str, mode: int) -> str:
-        """Make a folder with the permissions ``mode``. Returns why this failed, or an empty text if it succeeded."""
+        """Make a folder with the permissions ``mode``. Returns an empty text, or the reason of a failure."""
         try:
             if mode == FOLDER_MODE:
                 make_private_folder(Path(folder))
@@ -84,7 +84,7 @@ class NodeFiles:
         return ""
 
     def hold(self, folder: str) -> str:
-        """Lock a folder until this process ends. Returns why this failed, or an empty text if it succeeded."""
+        """Lock a folder until this process ends. Returns an empty text, or the reason of a failure."""
         try:
             join_shared_folder(Path(folder))
         except (NotPrivate, OSError) as error:
@@ -148,10 +148,11 @@ class NodeFolders:
         known: Collection[str] = (),
         make: Callable[[str], tuple[str, Any]] | None = None,
     ) -> None:
-        """Take the nodes of the run; call `open` next.
+        """Store the nodes of the run. Call `open` next.
 
         ``nodes`` are `NodeFiles` actors by address. ``known`` are the ids of these nodes and of the controller's node.
-        ``make`` takes the id of a node that joined later, and returns the node's address and a new actor there.
+        ``make`` is a function for nodes that join later. It takes the id of a node, and returns a pair: the node's
+        address and a new actor on the node.
         """
         self._run_dir = run_dir
         self._nodes = dict(nodes)
@@ -169,7 +170,7 @@ class NodeFolders:
     async def open(self) -> None:
         """Find out which nodes see the run's folder of the controller.
 
-        Then lock another folder on each node: the run's folder in shared memory (`shared_folder`).
+        Then lock the run's folder in shared memory (`shared_folder`) on each node.
         """
         await self._enter(self._nodes)
 
@@ -177,7 +178,7 @@ class NodeFolders:
         """Send the models and the buffer's keys to every node. Check the folders that all nodes must share.
 
         Args:
-            config: The run.
+            config: The options of the run.
             keys: Directory of the buffer's keys; empty if there are none.
             resumes: Whether the run resumes from a checkpoint.
 
@@ -189,10 +190,9 @@ class NodeFolders:
                 little shared memory.
         """
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
-        # An image is a copy of the weights in the host's memory.
+        # Require room in shared memory for two images (copies of the weights) per host.
         # With `Carrier.host_stream`, a host needs two images: of the loaded version and of the next version.
-        # With files, each engine needs one image, but the number of engines per node may be unknown here.
-        # So this check requires room for two images in both cases.
+        # With files, each engine needs one image, but this method does not know the number of engines per node.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -226,7 +226,7 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        # The node may have left and come back, so its files are collected from their beginning.
+        # Collect the node's files from their beginning, because the node may have left and come back.
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
@@ -246,7 +246,7 @@ class NodeFolders:
             free = await self._ask(addresses, "free_bytes", str(shared_folder(self._run_dir)))
             if small := [f"{node} has {size >> 20}" for node, size in free.items() if size <= self._image_bytes]:
                 raise ValueError(
-                    "engines keep images of the weights in their host's shared memory, which needs "
+                    "engines keep copies of the weights in their host's shared memory, which needs "
                     f"{self._image_bytes >> 20} MiB free, got: {', '.join(small)} MiB; free shared memory on these "
                     "nodes, start their containers with a larger --shm-size, or set weights.transport=file with "
                     "weights.full_every=1 and weights.copy_to_memory=false"
@@ -267,7 +267,8 @@ class NodeFolders:
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
         """Make a folder of files, such as a model, available on the nodes ``to`` (None: all).
 
-        Returns ``folder`` if all these nodes have it, otherwise the path of a copy, ``name`` in the run's folder.
+        Returns ``folder`` if all these nodes have the same files there. Otherwise, the method makes copies and returns
+        their path: ``name`` in the run's folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):
@@ -293,9 +294,9 @@ class NodeFolders:
             )
 
     async def collect(self) -> None:
-        """Copy to the controller's node what other nodes wrote into the folders `COLLECTED` since the previous call.
+        """Copy new files and new lines of the folders `COLLECTED` from the other nodes to the controller's node.
 
-        Skip a node that does not answer.
+        The method copies only data that is new since the previous call. It skips a node that does not answer.
         """
         async with self._collecting:
             for address in list(self.apart):
@@ -312,11 +313,11 @@ class NodeFolders:
                 await self._read(address, name, 0, size, self._run_dir / name)
 
     async def close(self) -> None:
-        """Copy what other nodes wrote into the folders `COLLECTED` since `collect`, and remove the run's folders there.
+        """Copy the last new data from the other nodes, as `collect` does. Then remove the run's folders on these nodes.
 
         The copy and the removal may take at most `CLOSE_S` seconds per node. The run's folder in shared memory is
         removed on every other node. The run's folder on disk is removed on the nodes that do not see the controller's
-        folder. The copies of models that `bring` made are removed too.
+        folder. The copies of models that `bring` made are also removed.
         """
         for copy in self._copies:
             shutil.rmtree(copy, ignore_errors=True)
@@ -348,7 +349,7 @@ class NodeFolders:
     async def _collect_from(self, address: str) -> None:
         for name, size in (await self._sizes(address, COLLECTED)).items():
             path, begin = self._collected.get((address, name), (self._run_dir / name, 0))
-            # A worker that moved to another node writes files of the same names. Copy these under unused names.
+            # Use a new name if the file exists, because a worker that moved to another node writes the same file names.
             if (address, name) not in self._collected:
                 others = (path.with_name(f"{path.stem}-{count}{path.suffix}") for count in count_from(2))
                 path = next(free for free in chain([path], others) if not free.exists())
@@ -378,7 +379,8 @@ class NodeFolders:
         reasons = await self._ask(to, "make", str(folder), mode)
         if failed := [f"{address}: {reason}" for address, reason in reasons.items() if reason]:
             raise ValueError(
-                f"every node must have a folder {folder}, shared or of its own, got {'; '.join(failed)}; set "
+                f"every node must have a folder {folder}, shared or of its own, but cannot make it: "
+                f"{'; '.join(failed)}; set "
                 "output_dir to a path that every node can write"
             )
         for path in (folder / name for name in names):
@@ -388,7 +390,7 @@ class NodeFolders:
                 await self._ask(to, "write", str(path), offset, data, mode & 0o666)
 
     async def _ask(self, addresses: Iterable[str], method: str, *args: Any) -> dict[str, Any]:
-        """Call a method on nodes, and return the results by address. Dead nodes are left out."""
+        """Call a method on nodes, and return a dict of the results by address. Dead nodes are left out."""
         asked = [address for address in addresses if address in self._nodes]
         calls = [fetch_async([getattr(self._nodes[address], method).remote(*args)]) for address in asked]
         what = f"nodes {', '.join(asked)}, {method} {args[0]}"
@@ -406,7 +408,7 @@ class NodeFolders:
 
 @asynccontextmanager
 async def node_folders(config: RunConfig, run_dir: Path, say: Callable[[str], None]) -> AsyncIterator[NodeFolders]:
-    """Open the run's folder on the other nodes of the cluster. `NodeFolders.close` removes it there.
+    """Open the run's folder on the other nodes of the cluster. At the end, `NodeFolders.close` removes these folders.
 
     Raises `DeadlineError` if a node does not answer.
     """

@@ -58,12 +58,12 @@ class Reporter:
     """Makes a `StepRecord` of each finished learner step, and keeps the data for the summary.
 
     Args:
-        samples_per_prompt: Number of trained samples per group. A greedily decoded sample (baseline) does not count.
-        store_bytes: Largest number of bytes of groups that all stores may hold together.
-        on_step: Called with each new record.
+        samples_per_prompt: Number of trained samples per group. ReMax's greedy answer does not count.
+        store_bytes: Largest number of bytes of groups in all stores together.
+        on_step: Function that is called with each new record.
         version: The policy version that every engine serves at the beginning.
-        earlier: The buffer's counts at the start of this process, if it continues a run; None for a new run.
-        last: The newest record from before this process; its totals are continued. None for a new run.
+        earlier: The buffer's counts at the start of this process if the process continues a run; None for a new run.
+        last: The newest record of the earlier processes, whose totals this process continues. None for a new run.
 
     Attributes:
         engine_version: Every engine serves this policy version or a later one.
@@ -96,7 +96,7 @@ class Reporter:
         self._step_span = record.NO_SPAN
 
     def begin(self) -> None:
-        """Record that training begins, or begins again after `rewind`."""
+        """Record that training begins, or begins again after a call of `rewind`."""
         self._began_s = self._began_s or time.time()
         self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
 
@@ -113,7 +113,7 @@ class Reporter:
         receipts.note(receipts.Act.planned, step=plan.version, groups=[_planned(group) for group in plan.groups])
 
     def published(self, version: int, took_s: float) -> None:
-        """Record that every engine serves ``version``, ``took_s`` seconds after the start of the publish."""
+        """Record that every engine serves ``version``. The slowest engine took ``took_s`` seconds to load it."""
         self.engine_version = version
         self._publish_s = took_s
 
@@ -360,7 +360,7 @@ class Watching:
         return f"the dashboard did not start at {address}; the run continues without it; see {log}"
 
     def examine(self, record: StepRecord) -> StepRecord:
-        """Show the alarms that begin or end with a step.
+        """Show the alarms that begin or end at a step.
 
         Returns the record, with added metrics of the alarms and of the free disk space.
         """
@@ -390,7 +390,7 @@ class Watching:
     def go_on(self, history: History) -> None:
         """Send the steps and evaluations of the run's earlier processes to the trackers.
 
-        Show the alarms that have begun and not ended.
+        Show the alarms that are still active.
         """
         self._alarms.go_on(history)
         self._show(self._alarms.current)
@@ -410,7 +410,7 @@ class Watching:
             began_s = time.monotonic()
             try:
                 use: RunUse | None = await asyncio.to_thread(live.read)
-            except FileNotFoundError:  # with profile.enabled=false, no process writes its spans
+            except FileNotFoundError:  # there is nothing to read, because profile.enabled is false
                 return
             except Exception:
                 logger.exception("the use of the pools cannot be read")
@@ -422,10 +422,10 @@ class Watching:
 
 
 async def look_for_advice(run_dir: Path) -> None:
-    """Simulate a finished training with other options, for the report's advice and frontier.
+    """Simulate a finished training with other options. The run's report shows the results as advice and frontier.
 
-    The frontier is the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. A failure only
-    logs a warning.
+    The frontier is the best throughput for each lag. The simulation runs at nice 19 for at most 20 s. If it fails, the
+    function only logs a warning.
     """
     command = ["nice", "-n", "19", sys.executable, "-m", "asyncrl", "plan", str(run_dir)]
     with (run_dir / "logs" / "advice.log").open("ab") as log:

@@ -44,7 +44,7 @@ from learner.checkpoint_folder import (
 logger = logging.getLogger(__name__)
 
 BUFFER = "buffer"
-"""Name of the folder with the buffer's parts of the checkpoints. It is beside the checkpoints of the ranks."""
+"""Name of the folder with the buffer's parts of the checkpoints. It is next to the checkpoints of the ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +92,13 @@ class RunState:
 
 
 def learning_options(config: RunConfig) -> dict[str, str]:
-    """Return the options that influence learning: values as text, by dotted name."""
+    """Return the options that influence learning, as a dict from dotted name to value as text."""
     critic = config.learner.critic
     sections = {
         "model": config.model,
         "algorithm": config.algorithm,
         "learner.optimizer": config.learner.optimizer,
-        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # leaves out execution options such as sp_size
+        "learner.critic": replace(critic, **dict.fromkeys(critic.own)),  # drop execution options such as sp_size
         "learner.lora": config.learner.lora,
         "rollout_fleet.sampling": config.rollout_fleet.sampling,
     }
@@ -120,7 +120,7 @@ class Resumed:
     Attributes:
         checkpoint: Folder of the checkpoint.
         state: The run's state in the checkpoint.
-        earlier: The buffer's counts after `take_up` has set the buffer back to the checkpoint; None before.
+        earlier: The buffer's counts at the checkpoint. `take_up` sets this value; None before.
     """
 
     checkpoint: Path
@@ -136,7 +136,7 @@ class Resumed:
 class Checkpointer:
     """Saves the checkpoints of a run when they are due.
 
-    The buffer writes its parts of the checkpoints in the background. While it still writes `MAX_WRITING` parts, a due
+    The buffer writes its parts of the checkpoints in the background. While the buffer writes `MAX_WRITING` parts, a due
     checkpoint is postponed to a later step.
     """
 
@@ -173,10 +173,10 @@ class Checkpointer:
         self._answer_requests()
 
     async def requested(self) -> Path:
-        """Save a checkpoint with the next learner step. Return the checkpoint's folder when it is complete.
+        """Save a checkpoint with the next learner step. Wait until it is complete, and return its folder.
 
-        The call returns at the first commit after the ranks have written the checkpoint. Raises `CheckpointError` if
-        the nodes may not share the folder of the checkpoints.
+        The call returns at the latest at the first commit after the checkpoint is complete. Raises `CheckpointError`
+        if the run is on several nodes and the options do not say that all nodes share the folder of checkpoints.
         """
         if not self._config.shares_checkpoints:
             raise CheckpointError(
@@ -193,7 +193,7 @@ class Checkpointer:
             if folder.is_dir() and not missing_parts(folder):
                 self._copied.remove(copied)
                 for request in requests:
-                    if not request.done():  # a request is done already if its client has disconnected
+                    if not request.done():  # a request whose client has disconnected is already cancelled
                         request.set_result(folder)
 
     async def save_if_due(self, version: int) -> Awaitable[str] | None:
@@ -220,17 +220,18 @@ class Checkpointer:
     async def save(self, version: int, *, wait: bool) -> Awaitable[str]:
         """Queue a checkpoint of ``version``. Call this directly after the update that makes this version.
 
-        Await the result to get the checkpoint's folder. With ``wait``, the result also waits for the buffer's part.
+        Await the result to get the checkpoint's folder. If ``wait`` is true, the result comes only after the buffer has
+        written its part.
         """
         key = uuid.uuid4().hex
         part = part_of(checkpoint_path(self._learner.checkpoints, version), BUFFER)
         write = asyncio.ensure_future(self._buffer.checkpoint(part.absolute(), version, key=key))
-        # `committed` raises the error of this task. Read it here, or asyncio would log it once more.
+        # `committed` raises the error of this task. Read the error here, because asyncio logs errors that are not read.
         write.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._writes.add(write)
-        await asyncio.sleep(0)  # lets the task `write` send its request to the buffer before `stats` does
-        await self._buffer.stats()  # the buffer answers after it has counted the tokens of its part of the checkpoint
-        if self._prompts.wants_outcomes:  # the prompt sampler must have seen all groups in the buffer's part
+        await asyncio.sleep(0)  # let the task `write` send its request before `stats` sends the next request
+        await self._buffer.stats()  # wait until the buffer has counted the tokens of its part of the checkpoint
+        if self._prompts.wants_outcomes:  # show the sampler all groups that are in the buffer's part of the checkpoint
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,
@@ -243,7 +244,7 @@ class Checkpointer:
         requests, self._requests = self._requests, []
         saving = self._learner.save(version, state.to_dict(), wait=wait, parts=[BUFFER])
         copied = asyncio.ensure_future(self._copied_by(saving, requests, [write] if wait else []))
-        # The caller gets the error of this task when it awaits the task. Read it here, or asyncio might log it first.
+        # Read the error of the task here, because asyncio logs unread errors. A caller of `save` gets the error later.
         copied.add_done_callback(lambda done: done.cancelled() or done.exception())
         return copied
 
@@ -261,7 +262,7 @@ class Checkpointer:
     def newest(self, folder: Path) -> Resumed | None:
         """Return the newest complete checkpoint in ``folder`` that this process has saved, or None.
 
-        Other runs may save into the same folder.
+        Other runs possibly save checkpoints into the same folder.
         """
         for path in reversed(whole_checkpoints(folder)):
             if (state := self._queued.get(int(path.name[1:]))) is None:
@@ -280,8 +281,8 @@ class Checkpointer:
 def find_checkpoint(config: RunConfig) -> Resumed | None:
     """Return the checkpoint that the option ``checkpoint.resume`` names.
 
-    Returns None for ``never``, or if ``auto`` finds none. Raises `ValueError` if the path holds no checkpoint, or if
-    the checkpoint is already at the run's last step.
+    Returns None for ``never``, or if ``auto`` finds no checkpoint. Raises `ValueError` if the path holds no checkpoint,
+    or if the checkpoint is already at the run's last step.
     """
     choice = config.checkpoint.resume
     if choice == "never":
@@ -337,7 +338,7 @@ def check_beginning(config: RunConfig) -> None:
 
 
 def check_keys(folder: Path) -> None:
-    """Check that all keys in ``folder`` belong to one run. Without a ``server.json``, nothing is checked.
+    """Check that all keys in ``folder`` belong to one run. If there is no ``server.json``, check nothing.
 
     Raises `ValueError` if the keys are of different runs, because the server would not answer the clients.
     """
@@ -354,12 +355,12 @@ def check_keys(folder: Path) -> None:
 
 
 def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
-    """Return the buffer's options for a run that resumes from a checkpoint.
+    """Return options with which the buffer of a resumed run loads its earlier state.
 
-    The buffer begins with its part of the checkpoint. If the journal (the buffer's log on disk) of the earlier process
-    includes the checkpoint, the buffer begins with the journal instead. A run with a sampler never uses the journal,
-    because the restored sampler may choose other prompts. The folder of an unused journal is renamed. Raises
-    `ValueError` if the checkpoint has no part of the buffer.
+    The buffer loads its part of the checkpoint. If the earlier process left a journal (the buffer's log on disk) that
+    includes the checkpoint, the buffer loads the journal instead. A run with a prompt sampler never uses the journal,
+    because the restored sampler possibly chooses other prompts. The function renames the folder of an unused journal.
+    Raises `ValueError` if the checkpoint has no part of the buffer.
     """
     state, part = resumed.state, resumed.buffer_part
     if not part.is_dir():
@@ -371,7 +372,7 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
     kept = Path(options.directory)
     if options.durability is not Durability.disk or not kept.is_dir():
         return options
-    with suppress(ReplayBufferError, ValueError):  # the buffer left no journal, or another release of asyncrl wrote it
+    with suppress(ReplayBufferError, ValueError):  # there is no journal, or another release of asyncrl wrote it
         values = read_values(kept / LEDGER_PART)
         if state.key in (values.get(MARKS) or ()) and "sampler" not in state.prompts:
             return replace(options, checkpoint="", earlier_epoch=values["epoch"])
@@ -381,11 +382,11 @@ def begin_buffer_at(options: BufferConfig, resumed: Resumed) -> BufferConfig:
 
 
 async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
-    """Set the buffer of a resumed run back to the run's checkpoint. Call this before learner and engines run.
+    """Make the buffer of a resumed run go back to the run's checkpoint. Call this before learner and engines run.
 
     The buffer drops groups and saved prefixes (the first tokens of unfinished groups) with a token of a later version.
-    Returns a copy of ``resumed`` with the buffer's counts. Its ``state.tokens_generated`` is the buffer's count of
-    tokens.
+    Returns a copy of ``resumed`` with the buffer's counts. In the copy, ``state.tokens_generated`` is the buffer's
+    count of tokens.
     """
     state = resumed.state
     for version in range((await buffer.stats()).learner_version, state.version):
@@ -396,7 +397,7 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
 
 
 class RepeatedPrompts:
-    """The prompts of a run: first the unfinished earlier ones (`repeat_unfinished`), then the prompts of ``stream``.
+    """The prompts of a run: first the unfinished earlier prompts (`repeat_unfinished`), then those of ``stream``.
 
     The stream continues at its position in ``resumed``.
 
@@ -411,9 +412,10 @@ class RepeatedPrompts:
             stream.restore(resumed.prompts)
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Hand out again all earlier prompts that are not in ``finished``, sorted ranges [start, end) of group ids.
+        """Make `take` return all unfinished earlier prompts again.
 
-        The buffer skips prompts that it already has.
+        ``finished`` has the group ids of the finished prompts, as sorted ranges [start, end). The buffer skips prompts
+        that it already has.
         """
         self._again, start = [], 0
         for first, end in [*finished, (self._stream.state().get("position", 0),) * 2]:
@@ -427,11 +429,11 @@ class RepeatedPrompts:
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether the outcomes that `note` receives may change the order of the prompts."""
+        """True if the outcomes that `note` receives can change the order of the prompts."""
         return self._stream.wants_outcomes
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
-        """Receive the outcomes of finished groups. They may change the order of later prompts."""
+        """Receive the outcomes of finished groups. The outcomes can change the order of later prompts."""
         self._stream.note(groups)
 
     def state(self) -> Mapping[str, Any]:

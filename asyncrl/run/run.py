@@ -1,7 +1,7 @@
 """One run from start to stop: starts buffer, Ray, learner and fleet, trains, and stops them in reverse order.
 
-The buffer is restarted up to ``buffer.restarts`` times, and the learner's ranks up to ``learner.restarts`` times. After
-that, a death ends the run.
+The buffer is restarted up to ``buffer.restarts`` times, and the learner's ranks up to ``learner.restarts`` times. The
+next death ends the run.
 """
 
 from __future__ import annotations
@@ -74,9 +74,9 @@ class Run:
     ) -> None:
         """Keep the options, which the caller has checked.
 
-        ``prompts`` are the training prompts and the held-out prompts. ``warming`` makes the first policy. If the caller
-        has not begun ``warming``, the run begins it. After a fault, the run calls ``on_fault`` before it stops its
-        parts.
+        ``prompts`` are the training prompts and the held-out prompts. ``warming`` is the warm start, which makes the
+        first policy. If the caller has not begun the warm start, the run begins it. After a fault, the run calls
+        ``on_fault`` before it stops its parts.
         """
         config = with_time_to_read(config)
         self._config = replace(config, profile=replace(config.profile, directory=str(run_dir / "profile")))
@@ -132,7 +132,7 @@ class Run:
                 summary = await unless(work, watchers, on_death=partial(setattr, self, "_part_died", True))
             except BaseException as fault:
                 self._on_fault(fault)
-                await self._warming.stop()  # the warm start would slow down the stop of the other parts
+                await self._warming.stop()  # stop the warm start first, because it would slow down the other stops
                 raise
             self._view.say("stopping")
         self._view.summary(summary, self._run_dir)
@@ -236,7 +236,7 @@ class Run:
             await learner.finish_publish()
             return learner
 
-        async with asyncio.TaskGroup() as tasks:  # if one start fails, the other one is cancelled
+        async with asyncio.TaskGroup() as tasks:  # if the start of learner or fleet fails, cancel the other start
             starting, fleet = tasks.create_task(start_and_publish()), tasks.create_task(self._start_fleet(stack, make))
         return starting.result(), fleet.result()
 
@@ -268,7 +268,7 @@ class Run:
         return learner
 
     async def _warm_up(self) -> None:
-        """Begin the warm start. If it uses a GPU, wait for its end, because learner or engines may need this GPU."""
+        """Begin the warm start. If it uses a GPU, wait until it ends, because learner or engines may need this GPU."""
         if self._config.learner.device is Device.cpu or not needs_fine_tuning(self._config):
             self._warming.begin(self._config)
             return

@@ -33,7 +33,7 @@ _VERSION = re.compile(r"v\d{8,}")
 def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
     """Make the folder of a run, and return its path.
 
-    The folder has ``logs/`` and ``config.yaml`` with the text ``config_yaml``. Its path is the option ``run_dir``, or
+    The folder has ``logs/`` and ``config.yaml`` with the text ``config_yaml``. The path is the option ``run_dir``, or
     ``<output_dir>/<experiment>/<time>/``.
     """
     if config.run_dir:
@@ -55,7 +55,7 @@ def make_run_dir(config: RunConfig, config_yaml: str) -> Path:
             shutil.rmtree(run_dir, ignore_errors=True)
             raise OSError(error.errno, error.strerror, str(run_dir / "config.yaml")) from error
         return run_dir
-    raise FileExistsError(f"{base}/{stamp} and 98 more folders of this second exist; start fewer runs per second")
+    raise FileExistsError(f"{base}/{stamp} and 98 folders of the same second exist; start fewer runs per second")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class RunPaths:
 
 
 def has_begun_training(run_dir: Path) -> bool:
-    """Return whether a run has begun to train. From then on, a signal makes the run save a checkpoint."""
+    """Return whether a run has begun to train. After that, a signal makes the run save a checkpoint."""
     return (run_dir / "metrics.jsonl").is_file()
 
 
@@ -133,7 +133,8 @@ def hold_shared_folder(run_dir: Path) -> int | None:
                 continue
             shutil.rmtree(run_dir)  # the run has not started, so its folder has no results
             raise FileExistsError(
-                f"{folder} must not exist before the run, but another process made it; remove it, or change output_dir"
+                f"{folder} must not exist before the run, but another process made it; remove the folder, or change "
+                "output_dir"
             ) from None
         except OSError:
             return None
@@ -158,7 +159,7 @@ def join_shared_folder(folder: Path) -> int:
 
 
 def _locked(folder: Path) -> int | None:
-    """Lock a folder and return the descriptor that holds the lock. None: another run has removed the folder."""
+    """Lock a folder. Return the descriptor that holds the lock, or None if another run has removed the folder."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
     except FileNotFoundError:
@@ -198,7 +199,7 @@ def _is_swept(folder: Path) -> bool:
     """Remove a folder if it belongs to this user and is not locked. Return whether it was removed."""
     try:
         lock = os.open(folder, _FOLDER_ITSELF)
-    except OSError:  # not a folder of this user
+    except OSError:  # the path is not a folder, or it belongs to another user
         return False
     try:
         if os.fstat(lock).st_uid != os.geteuid():
@@ -266,8 +267,9 @@ def check_memory(config: RunConfig) -> None:
         raise ValueError(f"weights.transport=shared_memory needs room: {missing}; set weights.transport=file")
     if (images := num_images(config)) and (missing := _missing_memory(config, images)):
         raise ValueError(
-            f"engines keep {images} images of the weights in shared memory, and need room: {missing}; free some, or "
-            "set weights.transport=file with weights.full_every=1 and weights.copy_to_memory=false"
+            f"engines keep {images} images (complete copies) of the weights in shared memory, and need room: "
+            f"{missing}; free shared memory, or set weights.transport=file with weights.full_every=1 and "
+            "weights.copy_to_memory=false"
         )
 
 
@@ -289,12 +291,12 @@ def _num_versions(config: RunConfig) -> int:
 
     These versions are:
 
-    - ``keep_snapshots`` versions; or ``max_lag + 2`` if that is more, because engines may still load that many;
+    - ``keep_snapshots`` versions, or ``max_lag + 2`` if this number is larger, because engines may still load these;
     - up to ``full_every - 1`` versions before the oldest delta, from the full version on;
     - one version that is being written, and one that an engine still reads.
 
-    If hosts keep images (complete copies of the weights), the number of images plus two is added. With adapters, only
-    the frozen weights count, because adapters are small.
+    If hosts keep images (complete copies of the weights), the function adds the number of images plus two. With
+    adapters, only the frozen weights count, because adapters are small.
     """
     full_every = config.weights.full_every
     num_kept = max(config.learner.keep_snapshots, config.buffer.max_lag + 2) + full_every - 1

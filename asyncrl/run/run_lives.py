@@ -149,7 +149,7 @@ def _checkpoints(directory: Path) -> list[SavedCheckpoint]:
             num_bytes=_num_bytes([path, *parts.values()]),
             missing=[part for part, folder in parts.items() if not folder.is_dir()],
         )
-        if path.is_dir():  # a running training removes a checkpoint before its parts
+        if path.is_dir():  # skip a checkpoint that a running training has just removed
             found.append(one)
     return found
 

@@ -1,6 +1,6 @@
 """The Unix socket of a running training, for requests of ``asyncrl checkpoint RUN`` and ``asyncrl keys RUN``.
 
-Only the user of the run may open the socket's folder. A request is one line of JSON, and so is the answer.
+Only the user of the run may open the socket's folder. A request is one line of JSON. The answer is another line.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _CONNECT_S = 5.0
 
 @asynccontextmanager
 async def answered_requests(run_dir: Path, **work: Callable[[], Awaitable[Path]]) -> AsyncIterator[None]:
-    """Answer requests to the training while the block runs. If the host has no shared memory, do nothing.
+    """Answer requests to the training while the ``async with`` block runs. Do nothing on a host without shared memory.
 
-    ``work`` maps the name of a request to a function. The function carries out the request, and returns the folder that
-    the command shows to the user.
+    ``work`` maps the name of each request to the function that carries it out. The function returns the folder that
+    ``asyncrl checkpoint`` or ``asyncrl keys`` shows to the user.
     """
     if not SHARED_MEMORY.is_dir():
         yield
         return
     path = make_private_folder(shared_folder(run_dir)) / _NAME
-    path.unlink(missing_ok=True)  # a killed run in the same folder may have left its socket
+    path.unlink(missing_ok=True)  # remove the socket that a killed run in the same folder may have left
     pending: set[asyncio.Task[None]] = set()
 
     def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -83,11 +83,11 @@ async def _answer(
 
 
 def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for a checkpoint. Return the checkpoint's folder when it is complete.
+    """Ask the training in ``run_dir`` for a checkpoint. Wait until it is complete, and return its folder.
 
     Raises:
         ValueError: no training of this folder runs on this host.
-        DeadlineError: the checkpoint is not complete in time. The training continues, and still saves it.
+        DeadlineError: the checkpoint is not complete in time. The training still saves the checkpoint, and continues.
         AsyncRLError: the training did not save the checkpoint; the message has the reason.
     """
     return _ask(
@@ -102,7 +102,7 @@ def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
 def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
     """Ask the training in ``run_dir`` for new keys of the buffer. Return the folder of the new keys.
 
-    The call returns when the buffer refuses the old keys.
+    The call waits until the buffer refuses the old keys.
 
     Raises:
         ValueError: no training of this folder runs on this host.

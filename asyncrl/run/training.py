@@ -58,8 +58,8 @@ class Training:
     Args:
         learner: The learner. Its ranks have loaded the weights of the first policy version.
         fleet: The fleet. Its engines serve the first policy version.
-        writer: Writes the metrics. If the run is continued, the writer already has the records of earlier processes.
-        nodes: Collects samples and the policy from other nodes.
+        writer: Object that writes the metrics. In a continued run, it already has the records of earlier processes.
+        nodes: Object that collects samples and the policy from other nodes.
         resumed: The checkpoint that the run continues from; None for a new run.
         first: The state of the run when the training begins.
         count_restarts: Function that returns the number of restarts of buffer and stores, for the summary.
@@ -120,10 +120,10 @@ class Training:
             async with answered_requests(
                 self._run_dir, checkpoint=self._controller.checkpoint, keys=self._replace_keys
             ):
-                await asyncio.shield(training)  # a signal ends this wait, not the training; see `_keep`
+                await asyncio.shield(training)  # a signal cancels `run`, but must not cancel the training
             result = await self._controller.account()
             after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # before `_explain`, because the report of `_explain` shows the advice
+            await self._watching.last_advice()  # compute the advice first, because `_explain` puts it into the report
             overlap = await self._explain()
         except asyncio.CancelledError:
             if self._all_answer():
@@ -159,8 +159,8 @@ class Training:
         return directory
 
     async def _train_and_save(self) -> None:
-        """Train, and save the policy at once, so that a later fault cannot lose it."""
-        gc.freeze()  # full garbage collections then skip imported objects; scanning these takes a second
+        """Train, and then save the policy at once, so that a later fault cannot lose the policy."""
+        gc.freeze()  # exclude imported objects from full garbage collections, which would take a second longer
         telling = asyncio.create_task(self._tell_late_steps())
         try:
             await unless(self._controller.train(), [self._learner.death()])
@@ -170,7 +170,7 @@ class Training:
             await self._save_policy()
 
     async def _tell_late_steps(self) -> None:
-        """If no step finishes for `LATE_S` seconds, say what the run waits for; repeat when that time has doubled."""
+        """If no step finishes for `LATE_S` seconds, say what the run waits for. Repeat each time the wait doubles."""
         loop = asyncio.get_running_loop()
         self._stepped_s, due_s = loop.time(), LATE_S
         while True:
@@ -195,7 +195,7 @@ class Training:
         )
 
     async def _save_policy(self) -> None:
-        """Write ``policy/``. The folder gets this name when it is complete."""
+        """Write the policy into the folder ``policy/``. The folder gets this name when it is complete."""
         unfinished = self._run_dir / ".policy.partial"
         await self._learner.save_policy(unfinished)
         await self._nodes.fetch(unfinished)
@@ -204,8 +204,8 @@ class Training:
     async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
         """After a signal, finish the queued steps. Then save a checkpoint, the policy and the summary.
 
-        Save the checkpoint only if ``checkpoint.at_stop`` is set, all ranks share its folder, and steps remain. Save
-        policy and summary only if this life has finished a step.
+        Save the checkpoint only if ``checkpoint.at_stop`` is set, all ranks share the folder of checkpoints, and steps
+        remain. Save policy and summary only if this process has finished a step.
         """
         timeout_s = self._config.save_timeout_s
         self._controller.stop()
@@ -236,7 +236,7 @@ class Training:
         if not self._config.evaluation.enabled:
             return None
         if pinned is not None:
-            with suppress(WeightsGone):  # `evaluate_pinned` logs this error
+            with suppress(WeightsGone):  # `evaluate_pinned` gets the same error again, and logs it
                 await pinned(())  # wait until engines serve the version
         self._view.say(f"evaluating policy version {version} on the held-out prompts")
         evaluator = self._evaluator
@@ -319,7 +319,7 @@ async def unless(
 ) -> T:
     """Return the result of ``work``. If a watcher fails first, call ``on_death`` and raise the watcher's error.
 
-    ``watchers`` are coroutines that wait for faults. ``work`` and the other watchers are cancelled at the end.
+    ``watchers`` are coroutines that wait for faults. At the end, the function cancels the coroutines that still run.
     """
     task = asyncio.ensure_future(work)
     watching = {asyncio.ensure_future(watcher) for watcher in watchers}

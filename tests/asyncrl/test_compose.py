@@ -430,10 +430,10 @@ def test_a_model_path_without_a_model_is_refused(tmp_path):
 def test_a_placement_error_names_requested_and_available_resources():
     devices = ["learner.device=cuda", "rollout_fleet.device=cuda"]
     gpus = compose_run([*devices, "learner.num_ranks=8", "rollout_fleet.num_engines=4"])
-    with pytest.raises(ValueError, match=r"asks for 12 GPUs .* got 2"):
+    with pytest.raises(ValueError, match=r"asks for 12 GPUs .* only 2 are available"):
         check_placement(gpus, num_cpus=64, num_gpus=2)
     cpus = compose_run(["placement.oversubscribe=false", "learner.num_ranks=4", "rollout_fleet.num_engines=2"])
-    with pytest.raises(ValueError, match=r"asks for 6 CPUs .* got 2"):
+    with pytest.raises(ValueError, match=r"asks for 6 CPUs .* only 2 are available"):
         check_placement(cpus, num_cpus=2, num_gpus=0)
     check_placement(cpus, num_cpus=6, num_gpus=0)
 

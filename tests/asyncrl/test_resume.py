@@ -164,7 +164,7 @@ def test_a_buffer_begins_with_its_journal_if_the_journal_knows_the_checkpoint(tm
     ("option", "words"),
     [
         ("checkpoint.every_steps=-1", "checkpoint.every_steps must be >= 0, got -1"),
-        ("checkpoint.resume=''", "checkpoint.resume must be never, auto or a path"),
+        ("checkpoint.resume=''", "checkpoint.resume must be 'never', 'auto' or a path"),
     ],
 )
 def test_a_wrong_option_is_named(option, words):

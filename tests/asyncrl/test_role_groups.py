@@ -425,7 +425,7 @@ def test_adapters_make_the_actor_the_reference(start) -> None:
     ("overrides", "words"),
     [
         (["placement.critic=nowhere"], "placement.critic must name one of the pools"),
-        (["placement.pools={spare:1}"], r"got \['spare'\] without a role"),
+        (["placement.pools={spare:1}"], r"got \['spare'\], to which no role is assigned"),
         (["placement.pools={spare:0}"], "placement.pools.spare must be >= 1"),
         (["placement.pools={learner:2}"], "set its size with learner.num_ranks"),
         (

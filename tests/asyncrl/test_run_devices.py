@@ -298,7 +298,7 @@ async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus)
     asked = run("learner.num_ranks=4", "rollout_fleet.num_engines=4", f"ray.address={found}")
     config = await asyncio.to_thread(_checked_against_cluster, asked, print)
     assert (config.learner.device, config.rollout_fleet.device) == (Device.cuda, EngineDevice.cuda)
-    with pytest.raises(ValueError, match=r"asks for 9 GPUs .* got 8"):
+    with pytest.raises(ValueError, match=r"asks for 9 GPUs .* only 8 are available"):
         await asyncio.to_thread(
             _checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
             f"ray.address={found}"), print,
@@ -407,7 +407,7 @@ def test_a_dry_run_counts_visible_gpus(gpus, tmp_path):
     assert page.count("and 2") == 2
     page = preflight.dry_run(run(f"output_dir={tmp_path}", "learner.device=cuda", "learner.num_ranks=3")).page
     assert "asks for 3 GPUs" in page
-    assert "got 2" in page
+    assert "only 2 are available" in page
 
 
 @pytest.mark.parametrize("devices", ["", "3"])

@@ -143,7 +143,7 @@ def test_a_failing_disk_is_logged_once_and_later_records_are_dropped(tmp_path, m
 
 
 def test_profile_options_are_checked():
-    with pytest.raises(ValueError, match="torch_steps must be learner steps"):
+    with pytest.raises(ValueError, match="torch_steps must list learner steps"):
         ProfileConfig(torch_steps=[-1])
     with pytest.raises(ValueError, match=r"max_file_bytes must be >="):
         ProfileConfig(max_file_bytes=10)
