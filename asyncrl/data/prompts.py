@@ -194,8 +194,7 @@ class PromptStream:
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
         if missing := sorted(needed - set(state)):
             raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
-        # Compare the seed before the files. Another seed changes the files of the quickstart, and the error must name
-        # the seed.
+        # Compare the seed first. Another seed changes the files of the quickstart, and the error must name the seed.
         _check_same(state, now, seed="the seed", shuffle="data.shuffle", sampler="data.sampler")
         saved, files = state["files"], now["files"]
         if len(saved) != len(files):
@@ -395,7 +394,7 @@ def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) ->
 
 
 def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
-    """Read a column of mappings or of JSON texts of mappings. Null becomes {}. An empty ``key`` gives {} per row."""
+    """Read a column of mappings or of their JSON texts. Null becomes {}. An empty ``key`` gives {} for each row."""
     if not key:
         return [{}] * len(rows)
     values = [{} if value is None else value for value in rows.structures(key, is_json=True)]
