@@ -77,7 +77,7 @@ def test_the_metrics_page_and_the_code_have_the_same_metrics():
 
 
 def test_the_profiling_page_and_the_code_have_the_same_causes():
-    for title, causes in (("an engine's place", FleetCause), ("a rank", LearnerCause)):
+    for title, causes in (("an engine's slot", FleetCause), ("a rank", LearnerCause)):
         part = PAGES["profiling"].partition(f"## Why {title} was idle")[2].partition("\n## ")[0]
         rows = [row.split("|")[1] for row in part.splitlines() if row.startswith("| `")]
         assert [name for row in rows for name in re.findall(r"`(\w+)`", row)] == list(causes)

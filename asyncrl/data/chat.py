@@ -24,7 +24,7 @@ def read_messages(
 
     Each message has a role and a text as content. Only a message with tool calls may have no content. If
     ``has_images``, the content may also be a list of text and image parts. All other fields are kept for the chat
-    template. ``section`` is the section of the options' names in errors.
+    template. ``section`` is the section of the options that an error message names: ``data`` or ``sft``.
 
     Raises:
         ValueError: a value is not a list of messages, or begins with a system message although ``system_prompt`` is
@@ -82,7 +82,8 @@ def _part(part: Any, where: str) -> Message:
 def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
     """Return copies of a row's messages in which each mark ``<image>`` is replaced by the next entry of ``images``.
 
-    An entry is a path, bytes or base64 text; it is not read yet. ``where`` names the images in errors.
+    An entry is a path, bytes or base64 text. Image files are not read yet. ``where`` is the name of the images in error
+    messages.
 
     Raises:
         ValueError: the number of marks is not the number of images.
@@ -109,13 +110,13 @@ def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[M
 
 
 def images_of(messages: Sequence[Message]) -> list[Any]:
-    """Return the images in the messages of a row, in order, as they are given: paths, bytes or base64 texts."""
+    """Return the images in the messages of a row, in the order of the messages. An image is a path, bytes or base64."""
     contents = (message.get("content") for message in messages)
     return [part["image"] for content in contents if isinstance(content, list) for part in content if is_image(part)]
 
 
 def without_images(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages for a chat template: each image part is only ``{"type": "image"}``, without the image."""
+    """Return copies of the messages for a chat template. ``{"type": "image"}`` replaces each image part."""
     return [
         {**message, "content": [{"type": "image"} if is_image(part) else part for part in content]}
         if isinstance(content := message.get("content"), list)
@@ -125,9 +126,10 @@ def without_images(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message, ...]:
-    """Return copies of the messages in OpenAI's format, with each image as a data URL. Image files are read.
+    """Read the image files of messages. Return copies of the messages in OpenAI's format, with images as data URLs.
 
-    ``where`` names the messages in errors. Raises `ValueError` if an image is neither a file nor base64 text.
+    ``where`` is the name of the messages in error messages. Raises `ValueError` if an image is neither a file nor
+    base64 text.
     """
     return tuple(
         {
@@ -144,9 +146,9 @@ def with_loaded_images(messages: Sequence[Message], where: str) -> tuple[Message
 
 
 def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
-    """Return the tool schemas of each row, from the column ``key``: a tuple of dicts in OpenAI's format.
+    """Read the tool schemas of each row from the column ``key``. Return one tuple of dicts (OpenAI's format) per row.
 
-    A value in the column is a list of schemas or a JSON text of such a list; null means no tools.
+    A value in the column is a list of schemas, or a JSON text of such a list. Null means no tools.
 
     Raises:
         ValueError: a value is not a list of function schemas with names, or two of the functions have the same name.
@@ -175,7 +177,10 @@ def read_tools(rows: Rows, key: str) -> list[tuple[Message, ...]]:
 
 
 def check_template(section: str, tokenizer: Tokenizer) -> None:
-    """Raise `ValueError` if the tokenizer has no chat template. ``section`` names the options in the error."""
+    """Raise `ValueError` if the tokenizer has no chat template.
+
+    The error names the option ``chat_template`` of ``section``, which is ``data`` or ``sft``.
+    """
     if not getattr(tokenizer, "chat_template", None):
         raise ValueError(
             f"{section}.chat_template is true but the tokenizer of {getattr(tokenizer, 'name_or_path', '')!r} has no "

@@ -24,8 +24,8 @@ class DataConfig:
     Attributes:
         train_files: Parquet or jsonl files, read as one data set in this order.
         eval_files: Files of held-out prompts with the same columns.
-        prompt_key: Column of the prompt: a string, or with ``chat_template`` a list of messages {role, content,
-            tool_calls, …}.
+        prompt_key: Column of the prompt. A value is a string, or a list of messages {role, content, tool_calls, …} if
+            ``chat_template`` is true.
         ground_truth_key: Column of the expected answer for the reward function, or empty.
         data_source_key: Column of the task's name for the reward function, or empty.
         extra_keys: Names of further columns that the reward function gets. A row may lack a column or have null there.
@@ -51,8 +51,8 @@ class DataConfig:
             takes sources by ``source_weights``. ``difficulty`` also prefers rows whose success rate is near a
             target. Your own class is ``file.py:Class`` or ``module:Class``.
         sampler_options: Further arguments of the sampler. Example: ``{target: 0.3}``.
-        source_weights: Weight of each data source, by the names in ``data_source_key``; empty: equal weights. Example:
-            ``{gsm8k: 3, apps: 1}``.
+        source_weights: Weight of each data source. A key is a name in the column ``data_source_key``. If empty, all
+            weights are equal. Example: ``{gsm8k: 3, apps: 1}``.
     """
 
     train_files: list[str] = field(default_factory=list)
@@ -117,7 +117,7 @@ class DataConfig:
 
     @property
     def has_environments(self) -> bool:
-        """Whether a row of the data can choose its own environment, instead of the environment of the run."""
+        """True if a row of the data can choose its own environment, instead of the environment of the run."""
         return bool(self.environment_key or self.environment_by_source)
 
     @property

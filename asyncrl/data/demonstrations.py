@@ -19,8 +19,8 @@ class Demonstration:
 
     Attributes:
         token_ids: [T] int32.
-        learned: [T] bool, True at the tokens in the loss: the assistant's tokens with the end token. The first token is
-            never in the loss.
+        learned: [T] bool, True for each token in the loss: the tokens of the assistant, including the end token of an
+            answer. The first token of the example is never in the loss.
         where: Name of the example's row for error messages.
     """
 
@@ -31,7 +31,7 @@ class Demonstration:
 
 @dataclass(frozen=True, kw_only=True)
 class DemonstrationFormat:
-    """How to read an example from a row. The attributes are options of `asyncrl.config.WarmStartConfig`."""
+    """Says how to read an example from a row. The fields are options of `asyncrl.config.WarmStartConfig`."""
 
     prompt_key: str
     response_key: str
@@ -50,7 +50,7 @@ def load_demonstrations(files: Sequence[str], form: DemonstrationFormat, tokeniz
     same. ``tokenizer`` is the policy's Hugging Face tokenizer.
 
     Raises:
-        ValueError: a file, row or column does not match ``form``. The message names the place.
+        ValueError: a file, row or column does not match ``form``.
     """
     if form.chat_template:
         check_template("sft", tokenizer)
@@ -82,7 +82,7 @@ _Stretch = tuple[Sequence[int], bool]
 def _demonstration(parts: Sequence[_Stretch], where: str) -> Demonstration:
     token_ids = np.concatenate([np.asarray(ids, dtype=np.int32) for ids, _ in parts])
     learned = np.concatenate([np.full(len(ids), is_learned) for ids, is_learned in parts])
-    learned[:1] = False  # the model cannot predict the first token
+    learned[:1] = False  # exclude the first token, because the model cannot predict it
     if not learned.any():
         raise ValueError(f"{where}: must have a token to learn after the first token, got none; remove the row")
     return Demonstration(token_ids=token_ids, learned=learned, where=where)
@@ -108,7 +108,10 @@ def _stretches(
     tokenizer: Tokenizer,
     tools: Sequence[Message],
 ) -> list[tuple[str, bool]]:
-    """Render the conversation up to the last assistant turn. Split the text before and after each assistant turn."""
+    """Render a conversation up to its last assistant message.
+
+    Returns a list of (text, is_learned). The text of each assistant message is learned; the text between is not.
+    """
     kwargs = dict(form.chat_template_kwargs)
     done, stretches = "", []
     for turn, message in enumerate(messages):
@@ -124,7 +127,7 @@ def _stretches(
         stretches += [(asked[len(done) :], False), (answered[len(asked) :], True)]
         done = answered
     if not stretches:
-        raise ValueError(f"{where} has no assistant turn to learn; set sft.response_key, or fix the row")
+        raise ValueError(f"{where} has no assistant message to learn; set sft.response_key, or fix the row")
     return stretches
 
 

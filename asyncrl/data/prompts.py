@@ -54,10 +54,10 @@ class PromptStream:
         """Read and tokenize the training files.
 
         If ``has_environment``, all prompts have messages. ``images`` reads image files; it is None for a text model.
-        Image files are read twice: now, to count tokens, and when the stream returns the prompt.
+        An image file is read twice: once here, to count tokens, and once when the stream returns the prompt.
 
         Raises:
-            ValueError: a file, row or column does not match ``config``. The message names it.
+            ValueError: a file, row or column does not match ``config``.
         """
         if not config.train_files:
             raise ValueError("data.train_files must name at least one parquet or jsonl file, got none; name one")
@@ -98,7 +98,7 @@ class PromptStream:
 
     @property
     def environments(self) -> set[str]:
-        """Names of the environments that rows or data sources select; without the environment of the run."""
+        """Names of the environments that rows or data sources select. The run's own environment is not included."""
         return {prompt.environment for prompt in self._prompts} - {""}
 
     def take(self, count: int) -> list[Prompt]:
@@ -147,7 +147,7 @@ class PromptStream:
 
     @property
     def wants_outcomes(self) -> bool:
-        """Whether `note` has an effect: True if a sampler chooses the prompts."""
+        """True if a sampler chooses the prompts. If False, `note` does nothing."""
         return self._sampler is not None
 
     def note(self, groups: Sequence[GroupSummary]) -> None:
@@ -174,7 +174,7 @@ class PromptStream:
         return copy.deepcopy(state)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `state` returned, in this process or an earlier process.
+        """Restore a state that the method `state` returned in this process or in an earlier process.
 
         Raises the errors of `check`.
         """
@@ -194,7 +194,7 @@ class PromptStream:
         needed = set(now) if state.get("sampler", UNIFORM) == self._sampler_name else set(now) - _OF_SAMPLER
         if missing := sorted(needed - set(state)):
             raise ValueError(f"prompt stream: the saved state must have {missing}, got none; use the result of state()")
-        # Compare the seed before the files: the files of the quickstart depend on the seed, and the error must name it.
+        # Compare the seed first. Another seed changes the files of the quickstart, and the error must name the seed.
         _check_same(state, now, seed="the seed", shuffle="data.shuffle", sampler="data.sampler")
         saved, files = state["files"], now["files"]
         if len(saved) != len(files):
@@ -219,7 +219,10 @@ class PromptStream:
 
 
 def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any], **options: str) -> None:
-    """Raise `ValueError` if an option differs between two states. ``options`` are names for the error, by key."""
+    """Raise `ValueError` if a value differs between the saved state and the current state.
+
+    ``options`` maps each key to the name of its option, for the error message.
+    """
     for key, option in options.items():
         before, current = (values.get(key, UNIFORM) for values in (saved, now))
         if before != current:
@@ -232,10 +235,11 @@ def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any], **options: str
 def load_eval_prompts(
     config: DataConfig, tokenizer: Tokenizer, *, has_environment: bool = False, images: ImageReader | None = None
 ) -> list[Prompt]:
-    """Read and tokenize the held-out prompts of ``config.eval_files``: the first ``eval_max_prompts``, or all if 0.
+    """Read the held-out prompts of ``config.eval_files``. Return the first ``eval_max_prompts`` of them, tokenized.
 
-    A prompt's group id is its index in the list. If ``has_environment``, all prompts have messages. ``images`` reads
-    image files; it is None for a text model. Raises the errors of `PromptStream`.
+    If ``eval_max_prompts`` is 0, return all prompts. A prompt's group id is its index in the list. If
+    ``has_environment``, all prompts have messages. ``images`` reads image files; it is None for a text model. Raises
+    the errors of `PromptStream`.
     """
     if not config.eval_files:
         return []
@@ -267,7 +271,7 @@ class _PromptReader:
         self._images = images
 
     def read(self, paths: Sequence[str]) -> tuple[list[Prompt], list[list[str]], int]:
-        """Read files. Return the prompts, the path and the digest of each file, and the number of filtered prompts."""
+        """Read files. Return a triple: the prompts, [path, digest] of each file, and the number of skipped prompts."""
         prompts: list[Prompt] = []
         files: list[list[str]] = []
         num_filtered = 0
@@ -322,7 +326,7 @@ class _PromptReader:
     def _rendered(
         self, rows: Rows, tools: Sequence[tuple[Message, ...]]
     ) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """Return the messages and the rendered text of each row."""
+        """Render conversations. Return a pair: the messages of each row, and the rendered text of each row."""
         config = self._config
         messages: Sequence[tuple[Message, ...]] = read_messages(
             rows, config.prompt_key, system_prompt=config.system_prompt, has_images=self._images is not None
@@ -347,14 +351,20 @@ class _PromptReader:
         return messages, texts
 
     def _plain(self, rows: Rows, environments: Sequence[str]) -> tuple[Sequence[tuple[Message, ...]], list[str]]:
-        """Return the messages and the text of rows of plain text. A row without an environment has no messages."""
+        """Read prompts that are plain text. Return a pair: the messages of each row, and the text of each row.
+
+        A row with an environment has its text as one user message. A row without an environment has no messages.
+        """
         texts = [_text(value, self._place(rows, row)) for row, value in enumerate(rows.column(self._config.prompt_key))]
         asks = zip(texts, environments, strict=True)
         has_environment = self._has_environment
         return [({"role": "user", "content": text},) if has_environment or own else () for text, own in asks], texts
 
     def _token_ids(self, rows: Rows, row: int, ids: Sequence[int], messages: Sequence[Message]) -> np.ndarray:
-        """Return the tokens of a prompt, with placeholders for its images: read-only [prompt length] int32."""
+        """Return the token ids of a prompt as a read-only array, [prompt length] int32.
+
+        Placeholder tokens stand for the images.
+        """
         where = self._place(rows, row)
         if not len(ids):
             shown = rows.column(self._config.prompt_key)[row]
@@ -369,7 +379,10 @@ class _PromptReader:
 
 
 def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) -> list[str]:
-    """Read a column of strings. An empty ``key`` gives empty strings. Null gives an empty string if ``may_be_null``."""
+    """Read a column of strings. If ``key`` is empty, all strings are empty. If ``may_be_null``, null becomes "".
+
+    ``expected`` is the description of a valid value for the error message.
+    """
     if not key:
         return [""] * len(rows)
     values = rows.column(key) if may_be_null else rows.serializable_column(key)
@@ -381,7 +394,7 @@ def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) ->
 
 
 def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
-    """Read a column of mappings, or of their JSON texts. A null gives {}. An empty ``key`` gives {} for all rows."""
+    """Read a column of mappings or of their JSON texts. Null becomes {}. An empty ``key`` gives {} for each row."""
     if not key:
         return [{}] * len(rows)
     values = [{} if value is None else value for value in rows.structures(key, is_json=True)]

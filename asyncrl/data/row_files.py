@@ -26,9 +26,9 @@ class Rows:
 
     Attributes:
         path: Path of the file.
-        unit: What ``numbers`` count: each ``row`` of a parquet file (from 0), or ``line`` of a jsonl file (from 1).
-        numbers: Row or line number of each entry of ``values``, for error messages.
-        values: The rows, each as a dict by column.
+        unit: ``row`` for a parquet file, ``line`` for a jsonl file.
+        numbers: Position of each entry of ``values`` in the file, for error messages. Rows count from 0, lines from 1.
+        values: One mapping per row, from column names to values.
         digest: Hexadecimal digest of the file's bytes.
     """
 
@@ -47,7 +47,9 @@ class Rows:
         return f"{self.path}, {self.unit} {self.numbers[index]}"
 
     def column(self, key: str) -> list[Any]:
-        """Return one value per row: the column ``key``. In ``outer.inner``, ``inner`` is a field of the outer column.
+        """Return the values of the column ``key``, one per row.
+
+        The key ``outer.inner`` names the field ``inner`` of the column ``outer``.
 
         Raises:
             ValueError: a row does not have this column.
@@ -58,7 +60,7 @@ class Rows:
         """Return one value per row, like `column`, after a check that msgpack can encode all values.
 
         Raises:
-            ValueError: a value is missing or null, or msgpack cannot encode it. Example: a date.
+            ValueError: a value is missing or null, or msgpack cannot encode a value, such as a date.
         """
         values = self.column(key)
         if None in values:
@@ -124,13 +126,15 @@ class Rows:
 
 
 def read_rows(path: str, keys: Iterable[str], *, optional: Iterable[str] = (), section: str = "data") -> Rows:
-    """Read all rows of a parquet or jsonl file into memory. From a parquet file, read only the columns of ``keys``.
+    """Read all rows of a parquet or jsonl file into memory.
+
+    From a parquet file, the function reads only the columns of ``keys`` and ``optional``.
 
     Args:
         path: Path with the suffix ``.parquet`` or ``.jsonl``; ``~`` is the home directory.
         keys: Required columns; dots separate the names of nested columns.
         optional: Further columns, which the file or some rows may lack.
-        section: Section of the options, for messages.
+        section: Section of the options that error messages name: ``data`` or ``sft``.
 
     Raises:
         ValueError: the file is missing, empty, damaged or of another type, or a parquet file lacks a column.

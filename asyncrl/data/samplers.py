@@ -1,4 +1,4 @@
-"""Samplers choose which row of the training files becomes the next prompt. ``data.sampler`` is a name in `SAMPLERS`.
+"""Samplers choose which row of the training files becomes the next prompt. ``data.sampler`` names the sampler.
 
 A sampler must not use a clock, and the seed must determine all random numbers. Checkpoints hold the sampler's state.
 """
@@ -36,7 +36,7 @@ class Sampler(Protocol):
         ...
 
     def note(self, row: int, group: GroupSummary) -> None:
-        """Receive the result of a prompt: ``group`` has the rewards of all its samples.
+        """Receive the result of a prompt: ``group`` has the rewards of all samples of the prompt.
 
         ``row`` is the index of the prompt's row. Results of groups that a filter dropped arrive too. A result can be
         lost if the buffer server restarts. A result arrives again if workers generate the group again.
@@ -48,17 +48,20 @@ class Sampler(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the values that `state` returned, in this process or an earlier process."""
+        """Restore the values that the method `state` returned in this process or in an earlier process."""
         ...
 
 
 SAMPLERS: Registry[Any] = Registry("data.sampler")
-"""The sampler classes by name. `UNIFORM` is not among them, because it needs no class."""
+"""The sampler classes by name. The registry does not include `UNIFORM`, which needs no class."""
 
 
 @SAMPLERS.register("weighted")
 class WeightedSampler:
-    """Takes data sources in proportion to their weights. Each source has its own epochs and shuffled order."""
+    """Takes rows from the data sources in proportion to the weights of the sources.
+
+    Each source has its own epochs, that is, passes over its rows. If ``shuffle``, each epoch has a new order.
+    """
 
     def __init__(self, sources: Sequence[str], *, seed: int, shuffle: bool, weights: Mapping[str, float]) -> None:
         self._rows: dict[str, list[int]] = {name: [] for name in weights}
@@ -71,14 +74,14 @@ class WeightedSampler:
         self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
 
     def choose(self) -> int:
-        """Return the index of the next row, from the data source that is furthest below its share of the prompts."""
+        """Return the next row's index. Choose from the source with the fewest prompts in proportion to its weight."""
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:
         """Do nothing: this sampler does not use rewards."""
 
     def _next_source(self) -> str:
-        """Choose the source that is furthest below its share of prompts. In a tie, choose the first source."""
+        """Choose the source with the fewest prompts in proportion to its weight. In a tie, choose the first source."""
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -100,7 +103,7 @@ class WeightedSampler:
         return {"num_chosen": self._num_chosen, "num_in_order": self._num_in_order}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the counts that `state` returned."""
+        """Restore the counts that the method `state` returned."""
         self._num_chosen, self._num_in_order = dict(state["num_chosen"]), dict(state["num_in_order"])
 
 
@@ -110,13 +113,13 @@ class DifficultySampler(WeightedSampler):
 
     A data source has a *pool* of rows with an estimated success rate within ``width`` of ``target``. A finished group
     updates the estimate of its row, and the row enters or leaves the pool. A chosen row leaves the pool until its group
-    is finished. A share ``explore`` of the prompts comes from all rows of the source in order. While the pool is empty,
-    all prompts come from these rows.
+    is finished. A fraction ``explore`` of the prompts comes from all rows of the source in order. While the pool is
+    empty, all prompts come from these rows.
 
     Args:
         target: Preferred success rate, in [0, 1]. Rows near 0.5 teach most.
         width: Largest difference between ``target`` and a success rate in the pool; > 0.
-        explore: Share of the prompts that come from all rows in order, in (0, 1].
+        explore: Fraction of the prompts that come from all rows in order, in (0, 1].
         success: Smallest reward with which a trajectory counts as a success.
         memory: Weight of the old estimate when a result updates the success rate of a row, in [0, 1).
     """
@@ -148,10 +151,11 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """Return the index of the next row, from the data source that is furthest below its share of the prompts.
+        """Return the index of the next row, from the data source with the fewest prompts in proportion to its weight.
 
         Usually, the sampler takes the row that has been in the source's pool for the longest time. If the pool is
-        empty, or the prompt belongs to the share ``explore``, the sampler takes the source's next row in order.
+        empty, the sampler takes the source's next row in order. It also does so for a fraction ``explore`` of the
+        prompts.
         """
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]
@@ -165,7 +169,7 @@ class DifficultySampler(WeightedSampler):
     def note(self, row: int, group: GroupSummary) -> None:
         """Update the estimated success rate of a row from the rewards of a finished group.
 
-        Ignore a group without rewards or with a reward that is not finite.
+        The method ignores a group that has no rewards, and a group with a reward that is not finite.
         """
         if not group.rewards or not group.is_scored:
             return
@@ -178,7 +182,7 @@ class DifficultySampler(WeightedSampler):
             pool.pop(row, None)
 
     def state(self) -> dict[str, Any]:
-        """Return as JSON values: how many rows were taken from each source, the rows' success rates, and the pools.
+        """Return the state as JSON values: rows taken per data source, success rates of the rows, and the pools.
 
         The pool of a source is a list of its rows with a success rate near ``target``.
         """
@@ -186,7 +190,7 @@ class DifficultySampler(WeightedSampler):
         return super().state() | {"rates": [list(item) for item in self._rates.items()], "pools": pools}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the values that `state` returned."""
+        """Restore the values that the method `state` returned."""
         super().restore(state)
         self._rates = {int(row): rate for row, rate in state["rates"]}
         self._pools = {name: OrderedDict.fromkeys(rows) for name, rows in state["pools"].items()}
@@ -208,7 +212,7 @@ def make_sampler(
         sources: [N] names: the data source of each training row.
         seed: The run's seed.
         shuffle: Whether rows are taken in random order.
-        weights: Weight of each data source; empty: equal weights.
+        weights: Weight of each data source. An empty mapping means equal weights.
         options: Further arguments of the class.
 
     Raises:

@@ -78,7 +78,7 @@ async def fine_tune(config: RunConfig) -> Path:
     """Fine-tune ``model.path`` on ``sft.train_files``, or reuse an earlier result. Return the policy's directory.
 
     Raises:
-        ValueError: an option or a file is wrong. The message names it.
+        ValueError: an option or a file is wrong. The message names the option or the file.
     """
     began_s = time.monotonic()
     if (known := finished_warm_start(config)) is not None:
@@ -115,10 +115,10 @@ async def _update(
     kept: Path,
     began_s: float,
 ) -> SftEvaluation:
-    """Update until the last step or an early stop, on all ranks. Return the evaluation of the chosen policy.
+    """Update the policy until ``sft.max_steps`` or an early stop. Return the evaluation of the chosen policy.
 
     The chosen policy is the best policy if ``sft.patience`` is above 0, else the final policy. Rank 0 writes the chosen
-    policy to ``kept``.
+    policy to ``kept``. All ranks must call this function.
     """
     history: list[SftEvaluation] = []
     for step in range(1, sft.max_steps + 1):
@@ -139,7 +139,7 @@ async def _update(
 
 
 def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluation:
-    """Return the evaluation with the best value of ``metric``. Of several equally good ones, return the first."""
+    """Return the evaluation with the best value of ``metric``. If several are equally good, return the first."""
     if metric is StopMetric.val_loss:
         losses = [math.inf if one.val_loss is None or math.isnan(one.val_loss) else one.val_loss for one in history]
         return history[losses.index(min(losses))]
@@ -147,10 +147,10 @@ def best_of(history: Sequence[SftEvaluation], metric: StopMetric) -> SftEvaluati
 
 
 def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
-    """Return whether fine-tuning ends after the newest evaluation, which is the last item of ``history``.
+    """Return True if fine-tuning must end now. The last item of ``history`` is the newest evaluation.
 
-    Fine-tuning ends if this evaluation reaches a target of ``sft``. It also ends if the best evaluation is
-    ``sft.patience`` evaluations older.
+    Fine-tuning ends if the newest evaluation reaches ``sft.target_accuracy`` or ``sft.target_val_loss``. It also ends
+    if ``sft.patience`` evaluations followed the best one. A patience of 0 means no limit.
     """
     last = history[-1]
     if last.accuracy is not None and last.accuracy >= sft.target_accuracy:
@@ -162,7 +162,7 @@ def should_stop(history: Sequence[SftEvaluation], sft: WarmStartConfig) -> bool:
 
 
 def read_demonstrations(config: RunConfig, tokenizer: Any) -> tuple[list[TokenSequence], list[TokenSequence]]:
-    """Read the demonstrations. Returns the training sequences and the validation sequences.
+    """Read the demonstrations. Return a pair: the training sequences and the validation sequences.
 
     The loss includes only tokens of the assistant.
 
@@ -210,12 +210,15 @@ def _held_out_prompts(config: RunConfig, tokenizer: Any) -> list[Prompt]:
 
 
 def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenSequence]:
-    """Return this rank's share of the sequences. All ranks of a sequence-parallel group have the same share."""
+    """Return the sequences for this rank. All ranks of a sequence-parallel group get the same sequences."""
     return list(sequences[mesh.dp_rank :: mesh.num_ranks // mesh.sp_size])
 
 
 def _learner_config(config: RunConfig) -> LearnerConfig:
-    """Return the learner's options for fine-tuning: with the optimizer of ``sft``, and the ranks and device in use."""
+    """Return the learner's options for fine-tuning.
+
+    The optimizer options come from ``sft``, the number of ranks and the device from the running processes.
+    """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
     device = config.learner.device
@@ -246,7 +249,7 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Yield this rank's share of each batch, without end, in a new seeded order per epoch."""
+    """Yield this rank's sequences of each batch, endlessly. Each pass over ``sequences`` has a new seeded order."""
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:
@@ -257,7 +260,10 @@ def _batches(
 
 
 class GreedyAccuracy:
-    """Measures the accuracy of the current weights with greedy decoding, on rank 0. All ranks get the result."""
+    """Measures the accuracy of the current weights with greedy decoding.
+
+    Rank 0 generates and scores the answers. All ranks get the result.
+    """
 
     def __init__(self, config: RunConfig, held_out: Sequence[Prompt]) -> None:
         device = EngineDevice(_learner_config(config).device.value)  # the engine runs on the device of rank 0
@@ -285,8 +291,8 @@ class GreedyAccuracy:
     async def accuracy(self, trainer: Trainer, step: int) -> float:
         """Return the mean reward of greedy answers to the held-out prompts.
 
-        All ranks call this, and get the same result. ``step`` is the number of updates so far, and also the policy
-        version.
+        All ranks must call this method, and get the same result. ``step`` is the number of updates so far, and also
+        the policy version.
         """
         if self._publisher is None:
             directory = _first_of([self._directory.name], trainer.mesh)
@@ -304,5 +310,5 @@ class GreedyAccuracy:
 
 
 def _first_of(value: list[Any], mesh: LearnerMesh) -> Any:
-    """Return the first value of rank 0's list to all ranks. All ranks must call this."""
+    """Return the first value of rank 0's list, on all ranks. All ranks must call this function."""
     return gather_values(value[0], type(value[0]), dist.group.WORLD if mesh.num_ranks > 1 else None)[0]

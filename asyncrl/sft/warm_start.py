@@ -37,7 +37,7 @@ RESULT = "sft.json"
 
 
 def warm_start_path(config: RunConfig) -> Path:
-    """Return the folder of the fine-tuned policy: ``sft.output_path``, or a folder named by the settings' digest."""
+    """Return the folder of the fine-tuned policy: ``sft.output_path``, or a folder named after `settings_digest`."""
     if config.sft.output_path:
         return Path(config.sft.output_path).expanduser().resolve()
     return Path(config.output_dir, config.experiment, "sft", settings_digest(config)).resolve()
@@ -114,7 +114,10 @@ def settings_digest(config: RunConfig) -> str:
 
 
 def _evaluation_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of evaluations, because evaluations decide when fine-tuning stops early."""
+    """Return the options of evaluations and the digests of their files.
+
+    These settings affect the fine-tuned policy, because an evaluation can stop fine-tuning early.
+    """
     if not config.sft.eval_prompts:
         return {}
     data = {name: value for name, value in asdict(config.data).items() if not name.endswith("_files")}
@@ -145,12 +148,12 @@ class WarmStart:
 
     @property
     def has_begun(self) -> bool:
-        """Whether `begin` was called."""
+        """True if `begin` was called."""
         return self._task is not None
 
     @property
     def is_done(self) -> bool:
-        """Whether `policy` returns without waiting."""
+        """True if the warm start has ended. `policy` then returns or raises without waiting."""
         return self._task is not None and self._task.done()
 
     def begin(self, config: RunConfig, visible_devices: str = "") -> None:
@@ -187,7 +190,7 @@ async def warm_start(
 
     If ``sft.enabled``, fine-tune the policy first, or reuse a policy that was made with the same settings.
     ``overrides`` is the command line of the run. ``visible_devices`` names the GPUs for ``asyncrl sft``, as in
-    ``CUDA_VISIBLE_DEVICES``; empty for none. The output of ``asyncrl sft`` goes to ``log_path``.
+    ``CUDA_VISIBLE_DEVICES``. An empty text means the CPU. The output of ``asyncrl sft`` goes to ``log_path``.
 
     Raises:
         ValueError: ``sft.output_path`` contains other files, or a policy that was made with other settings.
@@ -199,7 +202,7 @@ async def warm_start(
         return policy
     if (known := finished_warm_start(config)) is None:
         async with _lock(policy, config.sft.progress_timeout_s, say) as report_progress:
-            known = finished_warm_start(config)  # another run may have made the policy in the meantime
+            known = finished_warm_start(config)  # check again: another run may have made the policy in the meantime
             if known is None:
                 devices = {"CUDA_VISIBLE_DEVICES": visible_devices} if visible_devices else NO_GPUS
                 scratch = log_path.with_name("sft-scratch")
@@ -215,7 +218,7 @@ async def warm_start(
                 try:
                     await _relay(process, config, log_path, say, report_progress)
                 finally:
-                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process leaves its temporary files
+                    shutil.rmtree(scratch, ignore_errors=True)  # a killed process does not remove its temporary files
                 return policy
     measured = [f"{name} {known[name]:.3f}" for name in ("accuracy", "val_loss") if known[name] is not None]
     say(f"warm start: reusing {policy} ({', '.join(measured)})")
@@ -224,7 +227,7 @@ async def warm_start(
 
 @asynccontextmanager
 async def _lock(policy: Path, timeout_s: float, say: Callable[[str], None]) -> AsyncIterator[Callable[[], None]]:
-    """Lock the policy's path, so that only one run at a time makes the policy. Yields a function to report progress.
+    """Lock the policy's path, so that only one run at a time makes the policy. Yields a function that reports progress.
 
     Each report sets the modification time of the lock file. A waiting run reads this time.
 
@@ -273,7 +276,10 @@ async def _relay(
     say: Callable[[str], None],
     report_progress: Callable[[], None],
 ) -> None:
-    """Relay the lines of ``asyncrl sft`` until it has written the policy. Then kill the process if it still runs."""
+    """Copy the output of the process ``asyncrl sft`` to the log until the process has written the policy.
+
+    Then kill the process if it still runs.
+    """
     result, timeout_s = policy_path(config) / RESULT, config.sft.progress_timeout_s
     lines: deque[str] = deque(maxlen=20)
     assert process.stdout is not None
@@ -297,7 +303,7 @@ async def _relay(
             "sft.eval_every, or raise sft.progress_timeout_s"
         ) from None
     finally:
-        if process.stdout.at_eof():  # the process is about to exit
+        if process.stdout.at_eof():  # the process is about to exit without being killed
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
         with suppress(ProcessLookupError):

@@ -97,7 +97,7 @@ def test_tool_calls_are_learned_and_tools_and_the_system_prompt_are_not(tokenize
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"messages": [turn("user", "a")]}, "line 1: column 'messages' has no assistant turn"),
+        ({"messages": [turn("user", "a")]}, "line 1: column 'messages' has no assistant message"),
         ({"messages": "a"}, r"expected a list of \{role, content\} messages"),
         ({"messages": [{"role": "user"}, turn("assistant", "b")]}, "message 0 has content"),
     ],
