@@ -78,7 +78,7 @@ class Transport(StrEnum):
     shared_memory = "shared_memory"
     file = "file"
     collective = "collective"
-    tensor = "tensor"  # no longer supported: `asyncrl.config.WeightsConfig` refuses it
+    tensor = "tensor"  # `asyncrl.config.WeightsConfig` refuses the transport ``tensor``, because it was removed
 
 
 class CollectiveInto(StrEnum):
