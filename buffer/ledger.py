@@ -75,8 +75,8 @@ class Ledger:
         history: Attempts and groups that ended.
         marks: The checkpoints that the learner may go back to.
         options: Options that must stay the same if a later server continues the journal of this ledger.
-        log: Records every command before the command changes the state; None records nothing. Commands that change
-            nothing are not recorded.
+        log: Records each command before the command changes the state, if its outcome `is_recorded`. None records
+            nothing.
         on_applied: Called with every command and its outcome, after the outcome was applied.
     """
 
@@ -147,7 +147,7 @@ class Ledger:
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, Call(now, sender))
-        if self.log is not None and _has_effect(self, outcome):
+        if self.log is not None and outcome.is_recorded:
             is_dropped = is_put and outcome.result is not outcomes.PutResult.stored
             self.log.record(command, outcome, {} if is_dropped or frames is None else frames)
         self.enact(command, outcome)
@@ -289,23 +289,6 @@ class Ledger:
         self.history.restore(values["history"])
         self.account.restore(values["account"])
         self.marks.restore(values["marks"])
-
-
-_EFFECTS = ("group_ids", "leases", "unsent", "missing", "is_new", "was_running", "was_owed")
-"""An outcome changes the state only if one of these fields is true. `_has_effect` has the exceptions."""
-
-
-def _has_effect(ledger: Ledger, outcome: Any) -> bool:
-    match outcome:
-        case outcomes.PutOutcome() | outcomes.Saved():
-            return True
-        case outcomes.Planned() if outcome.version in ledger.groups.plans:
-            return False
-        case outcomes.Reserved():
-            return bool(outcome.evicted) or not ledger.room.is_shared
-        case outcomes.TakenBack() if outcome.num_lost is not None:
-            return True
-    return any(getattr(outcome, name, False) for name in _EFFECTS)
 
 
 # Prompts and leases
@@ -472,7 +455,8 @@ def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> ou
     if group is None:  # the worker has lost the lease, so a later put of this attempt will be refused
         return outcomes.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
-    return ledger.room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
+    store, evicted = ledger.room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
+    return outcomes.Reserved(store=store, evicted=evicted, is_choice=not ledger.room.is_shared)
 
 
 def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: outcomes.Reserved) -> None:
@@ -627,16 +611,13 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: outc
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> outcomes.Planned:
-    """Decide the groups of a batch. A planned batch keeps its groups.
-
-    The outcome has no groups if the batch cannot be made yet. Raises the error of `Ledger.check_plan`.
-    """
+    """Decide the groups of a batch. A planned batch keeps its groups. Raises the error of `Ledger.check_plan`."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:
-        return outcomes.Planned(version=version, group_ids=groups.plans[version])
+        return outcomes.Planned(version=version, group_ids=groups.plans[version], is_new=False)
     if not ledger.can_plan():
-        return outcomes.Planned(version=version, group_ids=())
+        return outcomes.Planned(version=version, group_ids=(), is_new=False)
     given_up = groups.leases.last(ledger.missing(), version=version)
     due = dict(groups.open_by_deadline)
     for group in given_up:
@@ -652,7 +633,7 @@ def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) 
 
 
 def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outcomes.Planned) -> None:
-    if not outcome.group_ids or outcome.version in ledger.groups.plans:
+    if not outcome.is_new:
         return
     for group_id in outcome.given_up:
         ledger.attempts.give_up(ledger.groups[group_id], is_dropped=outcome.is_dropped, reason=STALE)

@@ -31,6 +31,11 @@ class Queued(LedgerOutcome, frozen=True):
 
     group_ids: tuple[int, ...] = ()
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if the queue has a new prompt."""
+        return bool(self.group_ids)
+
 
 class GrantedLease(Row, frozen=True, kw_only=True):
     """A granted lease (a worker's right to generate a group).
@@ -65,6 +70,11 @@ class Granted(LedgerOutcome, frozen=True, kw_only=True):
 
     leases: tuple[GrantedLease, ...]
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if a lease is granted."""
+        return bool(self.leases)
+
 
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
     """The new expiry time of the renewed leases.
@@ -75,9 +85,19 @@ class Renewed(LedgerOutcome, frozen=True, kw_only=True):
     expires_at: float
     lost: tuple[Key, ...] = ()
 
+    @property
+    def is_recorded(self) -> bool:
+        """False: a restarted server renews all leases."""
+        return False
+
 
 class Saved(LedgerOutcome, frozen=True, kw_only=True):
     """The saved prefix (tokens of a running group so far) is accepted."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """True: the prefix belongs to the state."""
+        return True
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
@@ -86,10 +106,18 @@ class Reserved(LedgerOutcome, frozen=True, kw_only=True):
     Attributes:
         store: Number of the store.
         evicted: Ids of the groups that lose their trajectories or saved prefix, because the store needs their room.
+        is_choice: Whether the ledger chose among several stores. A restarted server must know the chosen store, because
+            the worker may have sent the trajectories there. With a single store, the put repeats the reservation.
     """
 
     store: int
     evicted: tuple[int, ...] = ()
+    is_choice: bool = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a restarted server must know the evicted groups or the chosen store."""
+        return bool(self.evicted) or self.is_choice
 
 
 class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
@@ -106,6 +134,11 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
     reason: str = ""
     refusal: str = ""
 
+    @property
+    def is_recorded(self) -> bool:
+        """True, also for a refused put: the account counts its tokens."""
+        return True
+
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
     """The effect of a `Release`, a worker's report about an attempt without a result.
@@ -120,6 +153,11 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
     was_owed: bool
     is_dropped: bool = False
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if the ledger did not know the end of the attempt."""
+        return self.was_running or self.was_owed
+
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
     """Revoked leases: the leases have expired, or the worker that holds the leases is silent or dead.
@@ -133,6 +171,11 @@ class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
     group_ids: tuple[int, ...]
     num_lost: int | None = None
     dropped: tuple[int, ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a lease is revoked or a worker died."""
+        return bool(self.group_ids) or self.num_lost is not None
 
 
 class Lost(LedgerOutcome, frozen=True, kw_only=True):
@@ -152,12 +195,22 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
     unsent: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if a group or a batch is lost."""
+        return bool(self.group_ids or self.dissolved or self.unsent or self.missing)
+
 
 class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
     """The number of a store that joins. ``is_new`` is false if the store had joined before."""
 
     store: int
     is_new: bool
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the store is new."""
+        return self.is_new
 
 
 class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
@@ -170,18 +223,30 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
     group_ids: tuple[int, ...] = ()
     reserved: tuple[int, ...] = ()
 
+    @property
+    def is_recorded(self) -> bool:
+        """True if the loss of the store is new."""
+        return self.is_new
+
 
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
     """A batch: the groups of the learner step ``version``, in order.
 
     The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
-    Otherwise the plan queues their prompts again.
+    Otherwise the plan queues their prompts again. ``is_new`` is false if the batch was planned before, or cannot be
+    made yet. A batch that cannot be made yet has no groups.
     """
 
     version: int
     group_ids: tuple[int, ...]
     given_up: tuple[int, ...] = ()
     is_dropped: bool = False
+    is_new: bool = True
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the batch is new."""
+        return self.is_new
 
 
 class Committed(LedgerOutcome, frozen=True, kw_only=True):
@@ -194,6 +259,11 @@ class Committed(LedgerOutcome, frozen=True, kw_only=True):
     version: int
     group_ids: tuple[int, ...]
     again: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a group is consumed now."""
+        return bool(self.group_ids)
 
 
 class Rewound(LedgerOutcome, frozen=True, kw_only=True):
@@ -218,6 +288,11 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
     moved: tuple[tuple[int, int, float], ...] = ()
 
     @property
+    def is_recorded(self) -> bool:
+        """True if the return to the checkpoint is new."""
+        return self.is_new
+
+    @property
     def dropped(self) -> tuple[int, ...]:
         """Ids of the groups that lost their trajectories or saved prefix."""
         return tuple(dict.fromkeys((*self.group_ids, *self.missing, *self.unfit)))
@@ -227,3 +302,8 @@ class Marked(LedgerOutcome, frozen=True, kw_only=True):
     """A remembered checkpoint. ``is_new`` is false if the ledger remembered this checkpoint before."""
 
     is_new: bool
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the checkpoint is new."""
+        return self.is_new

@@ -51,7 +51,20 @@ class Answer(Row, frozen=True, tag=_wire_name):
 
 
 class LedgerOutcome(Answer, frozen=True):
-    """The ledger's decision about a command. Some outcomes are also answers to clients."""
+    """The ledger's decision about a command. Some outcomes are also answers to clients.
+
+    Every subclass declares `is_recorded`. Raises `TypeError` at the definition of a subclass without it.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "is_recorded" not in vars(cls):
+            raise TypeError(f"the outcome {cls.__name__} must declare the property is_recorded")
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the journal records the command, because a restarted server must apply this outcome."""
+        raise NotImplementedError
 
 
 class Push(Answer, frozen=True):

@@ -587,7 +587,6 @@ class LedgerNotes:
     def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
         self._ledger = ledger
         self._recorder = recorder
-        self._planned: dict[int, tuple[int, ...]] = {}
 
     def note(self, command: Any, outcome: Any) -> None:
         """Record in the profile which groups changed their state by a command. ``outcome`` is the ledger's decision."""
@@ -615,18 +614,14 @@ class LedgerNotes:
 
     def _note_batch(self, outcome: Any) -> None:
         match outcome:
-            case outcomes.Planned():  # a repeated plan has the same batch, except after a loss of groups
-                if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
-                    self._planned[outcome.version] = outcome.group_ids
-                    self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
-                    event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
-                    self._stamp_all(event, outcome.given_up, reason=STALE)
+            case outcomes.Planned(is_new=True):
+                self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
+                event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
+                self._stamp_all(event, outcome.given_up, reason=STALE)
             case outcomes.Committed():
-                self._planned.pop(outcome.version, None)
                 self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
                 self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
             case outcomes.Rewound():
-                self._planned.clear()
                 ended = dict.fromkeys((*outcome.dropped, *outcome.revoked))
                 self._stamp_requeued(ended, reason=REWOUND)
 

@@ -23,8 +23,9 @@ from buffer import account, commands, outcomes
 from buffer.account import IdSet
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
+from buffer.records import LedgerOutcome, leaves
 from buffer.rule import StalenessRule
-from tests.support.ledgers import DrivenLedger, ledger, summary_of
+from tests.support.ledgers import DrivenLedger, RecordedCommands, ledger, summary_of
 
 
 def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
@@ -423,3 +424,27 @@ def test_a_batch_whose_group_is_missing_may_be_committed():
     of.apply(commands.LoseGroups(group_ids=(), missing=(0,)))
     assert of.commit(0) == [0, 1]
     assert of.account.tokens_dropped == {}
+
+
+def test_an_outcome_declares_whether_the_journal_records_it():
+    kinds = [kind for kind in leaves(LedgerOutcome) if kind.__module__.startswith("buffer.")]
+    assert len(kinds) > 10
+    assert all("is_recorded" in vars(kind) for kind in kinds)
+    with pytest.raises(TypeError, match="Undecided must declare the property is_recorded"):
+        type("Undecided", (LedgerOutcome,), {}, frozen=True)
+
+
+def test_the_ledger_records_an_outcome_that_changes_the_state_and_no_other():
+    of = ledger(1, 1)
+    of.log = recorded = RecordedCommands()
+    assert of.enqueue([0]) == []
+    [lease] = of.lease(0, 1)
+    of.renew(lease.group_id, lease.attempt, now=1.0)
+    of.plan(0)
+    of.put(summary_of(lease))
+    for _ in range(2):
+        of.plan(0)
+    for _ in range(2):
+        of.commit(0)
+    kinds = [type(command) for command, _ in recorded.read()]
+    assert kinds == [commands.LeaseGroups, commands.Put, commands.PlanBatch, commands.Commit]
