@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from asyncrl.core.errors import NotLeaseOwner, UnknownGroup
 
-from . import commands
+from . import operations
 from .account import DISCARDED_PREFIX, NO_ROOM, REWOUND, Account, AttemptHistory, EndedAttempt
 from .groups import Group, GroupState, GroupTable
 
@@ -14,7 +14,7 @@ class Attempts:
 
     def __init__(self, groups: GroupTable, history: AttemptHistory, account: Account) -> None:
         self._groups, self._history, self._account = groups, history, account
-        self._revocations: list[tuple[bytes, commands.Revoked]] = []
+        self._revocations: list[tuple[bytes, operations.Revoked]] = []
         self._newly_finished: list[int] = []
 
     def held(self, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
@@ -79,7 +79,7 @@ class Attempts:
         """
         ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
         self._history.end(group.group_id, group.attempt, ended)
-        self._revocations.append((group.owner, commands.Revoked(group.group_id, group.attempt)))
+        self._revocations.append((group.owner, operations.Revoked(group.group_id, group.attempt)))
 
     def give_up(self, group: Group, *, is_dropped: bool, reason: str) -> None:
         """Revoke the lease of a running group, and count the group's saved tokens as dropped for ``reason``.
@@ -158,7 +158,7 @@ class Attempts:
                 if not kept:
                     self._account.unlearn(group.result)
 
-    def drain_revocations(self) -> list[tuple[bytes, commands.Revoked]]:
+    def drain_revocations(self) -> list[tuple[bytes, operations.Revoked]]:
         """Return (client id, message) pairs for the leases revoked since the previous call.
 
         Each message tells the client which lease the client has lost.

@@ -19,12 +19,12 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError
 
-from . import commands
-from .commands import Answer, Checkpointed
+from . import commands, operations
 from .encoding import Message
 from .frames import in_memory, size_of
 from .journal import AppendOnlyFile, Begin, Head, Journal, Recovered, Reference, read_contents
-from .records import Frames
+from .operations import Checkpointed
+from .records import Answer, Frames
 from .store_links import StoreLinks
 from .waiting import Collaborators, HeldRequests
 
@@ -269,7 +269,7 @@ class CheckpointRequests:
         """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
-            save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
+            save = operations.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
         await asyncio.sleep(0)  # let the tasks above send `SavePart` before the snapshot below
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}

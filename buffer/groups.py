@@ -17,7 +17,7 @@ from msgspec import Struct, convert, to_builtins
 from asyncrl.core.errors import UnknownGroup
 from asyncrl.core.types import GroupSummary
 
-from .outcomes import GrantedLease, Progress
+from .commands import GrantedLease, Progress
 
 Entry = tuple[float, int, int]
 """A stored group: its sort key (`Group.rank`), its place in the order of storing, and its id."""

@@ -32,9 +32,9 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError
 
-from .commands import Command, Put, leaves
+from .commands import Put
 from .frames import FramesOnDisk, Written, frames_at
-from .records import Frames, LedgerOutcome, LoggedFrames, Row
+from .records import Command, Frames, LedgerOutcome, LoggedFrames, Row, leaves
 
 logger = logging.getLogger(__name__)
 

@@ -24,10 +24,11 @@ from msgspec import convert, to_builtins
 from asyncrl.core.errors import WeightsError, WeightsGone, WrongEpoch
 from asyncrl.core.types import WeightOffer
 
-from . import commands
-from .commands import Answer, Done
+from . import operations
 from .encoding import Message
 from .journal import Journal
+from .operations import Done
+from .records import Answer
 from .waiting import Collaborators
 
 logger = logging.getLogger(__name__)
@@ -255,7 +256,7 @@ class OfferRequests:
         """Ids of the clients whose requests wait for weights."""
         return self._receivers.clients
 
-    def note_loaded(self, client: bytes, loaded: commands.Loaded) -> None:
+    def note_loaded(self, client: bytes, loaded: operations.Loaded) -> None:
         """Record the version that the engine of a worker serves.
 
         A report about weights of a replaced learner is ignored.
@@ -278,11 +279,11 @@ class OfferRequests:
         self._shown = None
         self._write()
 
-    def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
+    def is_current(self, message: operations.Loaded | operations.Offer | operations.NextOffer) -> bool:
         """Return whether a message names the current incarnation of the learner."""
         return message.incarnation == self._ledger.incarnation
 
-    def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
+    def on_offer(self, request: Message, offer: operations.Offer) -> Answer:
         """Add the learner's offer. Answer with the oldest version in the log of offers; 0 without offers.
 
         If the message reports a failed publish, all waiting requests fail with this failure. Raises `WrongEpoch` if
@@ -302,13 +303,13 @@ class OfferRequests:
             self._write()
             for held in (self._receivers, self._followers, self._evaluators):
                 held.fail_all(WeightsError(offer.failure))
-        return commands.Number(self._log.oldest())
+        return operations.Number(self._log.oldest())
 
     def _write(self) -> None:
         if self._journal is not None:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
 
-    def on_next_offer(self, request: Message, wanted: commands.NextOffer) -> Answer | None:
+    def on_next_offer(self, request: Message, wanted: operations.NextOffer) -> Answer | None:
         """Answer a worker's request for weights, now or as soon as newer weights are offered."""
         return self._answer_receiver(request) or self._receivers.hold(request)
 
@@ -318,9 +319,9 @@ class OfferRequests:
         offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
         if self._log.num_pinned != num_pinned:
             self._write()
-        return None if offer is None else commands.Offered(offer)
+        return None if offer is None else operations.Offered(offer)
 
-    def on_served(self, request: Message, served: commands.Served) -> Answer | None:
+    def on_served(self, request: Message, served: operations.Served) -> Answer | None:
         """Answer with the oldest version that any engine serves.
 
         The answer waits until ``num_engines`` engines serve a version, and all of them serve ``at_least`` or newer.
@@ -331,14 +332,14 @@ class OfferRequests:
 
     def _answer_follower(self, request: Message) -> Answer | None:
         served = self._log.served(request.body.num_engines)
-        return None if served is None or served[0] < request.body.at_least else commands.Serving(*served)
+        return None if served is None or served[0] < request.body.at_least else operations.Serving(*served)
 
     def _tell_controllers(self) -> None:
         if not self._log.failure:
             self._followers.answer(self._answer_follower)
             self._evaluators.answer(self._answer_evaluator)
 
-    def on_pin(self, request: Message, pin: commands.Pin) -> Answer | None:
+    def on_pin(self, request: Message, pin: operations.Pin) -> Answer | None:
         """Pin engines to a version. Answer with the names of the pinned engines that serve this version.
 
         The answer waits until these names differ from the names that the controller knows. Raises `WeightsGone` if
@@ -350,7 +351,7 @@ class OfferRequests:
             self._receivers.answer(self._answer_receiver)
         return self._answer_evaluator(request) or self._evaluators.hold(request)
 
-    def on_unpin(self, request: Message, unpin: commands.Unpin) -> Answer:
+    def on_unpin(self, request: Message, unpin: operations.Unpin) -> Answer:
         """End the pin, so the pinned engines may load newer versions."""
         self._log.unpin()
         self._write()
@@ -362,4 +363,4 @@ class OfferRequests:
         engines = self._log.pinned()
         if self._log.is_pin_lost(self._ledger.learner_version):
             raise WeightsGone(f"policy version {request.body.version} is no longer offered, and no engine serves it")
-        return None if set(engines) == set(request.body.known) else commands.Names(tuple(engines))
+        return None if set(engines) == set(request.body.known) else operations.Names(tuple(engines))

@@ -1,7 +1,7 @@
 """Base classes of the messages between the clients and servers of the buffer.
 
 The messages are operations (requests), answers, and pushes (messages that no request asked for). `buffer.commands`
-defines them.
+and `buffer.operations` define them.
 """
 
 import re
@@ -35,6 +35,11 @@ class BufferRole(StrEnum):
     controller = "controller"
     inspector = "inspector"
     ledger = "ledger"
+
+
+ROLLOUT, LEARNER, CONTROLLER, INSPECTOR, LEDGER = (frozenset({role}) for role in BufferRole)
+EVERY_ROLE = frozenset(BufferRole)
+"""The values of `Operation.roles`."""
 
 
 def _wire_name(name: str) -> str:

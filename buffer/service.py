@@ -19,10 +19,10 @@ from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, S
 from asyncrl.core.record import NONE, GroupEvent, LevelName
 from asyncrl.core.types import BufferStats, GroupSummary
 
-from . import commands, outcomes
+from . import commands, operations
 from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKER_DIED
 from .checkpoint_parts import CheckpointRequests
-from .commands import Answer, Done
+from .commands import PutResult
 from .config import BufferConfig
 from .description import describe_group, plan_wait
 from .encoding import JOIN_BELOW_BYTES, Message, Send
@@ -31,8 +31,8 @@ from .frames import FramesOnDisk, size_of
 from .journal import Journal, Recovered
 from .ledger import Ledger
 from .offers import OfferRequests
-from .outcomes import PutResult
-from .records import Frames
+from .operations import Done
+from .records import MAX_COUNT, MAX_REASON, Answer, Frames
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
 from .store_links import StoreJoins, StoreLinks
@@ -283,7 +283,7 @@ class BufferService:
 
     def _tell_of_space(self, clients: set[bytes]) -> None:
         for client in clients:
-            self._replies.push(client, commands.Space())
+            self._replies.push(client, operations.Space())
         clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
@@ -412,12 +412,12 @@ class BufferService:
 
     # Batches
 
-    def on_fetch(self, request: Message, fetch: commands.Fetch) -> Answer | None:
+    def on_fetch(self, request: Message, fetch: operations.Fetch) -> Answer | None:
         """Reply with the trajectories of groups. If store servers hold them, reply with the store of each group."""
         if self._links is not None:
             groups = map(self.ledger.groups.in_store, fetch.group_ids)
             places = tuple((group.store, group.result.attempt, group.digest) for group in groups)
-            return commands.Places(tuple(self._links.addresses), places)
+            return operations.Places(tuple(self._links.addresses), places)
         parts = [self._store.trajectories(group_id) for group_id in fetch.group_ids]
         self._fetches.send(request, fetch, parts)
         return None
@@ -429,7 +429,7 @@ class BufferService:
         if committed.group_ids:
             self._admission.answer_outdated(except_for=self._offers.receivers)  # receivers get newer weights
             self._compact(is_urgent=False)  # compacting is cheap after a commit, because the buffer holds few groups
-        self._replies.answer(request, commands.Totals(self._totals()))
+        self._replies.answer(request, operations.Totals(self._totals()))
         self._offers.show()  # sent after the reply to the commit, because offers may go to many engines
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
@@ -457,7 +457,7 @@ class BufferService:
         logger.info("the run goes on from version %d", resume.version)
         return Done()
 
-    def _take_back(self, rewound: outcomes.Rewound) -> None:
+    def _take_back(self, rewound: commands.Rewound) -> None:
         self._store.evict(rewound.dropped)
         self._on_rewound()
         self._offers.withdraw()
@@ -473,11 +473,11 @@ class BufferService:
             leases_waiting=self._admission.num_waiting,
         )
 
-    def on_stats(self, request: Message, stats: commands.Stats) -> Answer:
+    def on_stats(self, request: Message, stats: operations.Stats) -> Answer:
         """Answer with the ledger's counts of groups, tokens and bytes."""
-        return commands.Totals(self._totals())
+        return operations.Totals(self._totals())
 
-    def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
+    def on_inspect(self, request: Message, inspect: operations.Inspect) -> Answer:
         """Answer with a description of the buffer, or of the one group that the request names.
 
         The description of the buffer has options, counts, all leased, stored and planned groups, and all producers
@@ -485,10 +485,10 @@ class BufferService:
         """
         now = self._clock.time()
         if inspect.group_id >= 0:
-            return commands.Report(describe_group(self.ledger, inspect.group_id, now))
+            return operations.Report(describe_group(self.ledger, inspect.group_id, now))
         rule, table = self.ledger.rule, self.ledger.groups
         groups = table.leases.all() + [group for group in table if group.summary is not None]
-        return commands.Report(
+        return operations.Report(
             {
                 "max_lag": rule.max_lag,
                 "groups_per_step": rule.groups_per_step,
@@ -519,7 +519,7 @@ class WorkerRequests:
         self._ledger, self._store, self._heartbeat_s = shared.ledger, shared.store, shared.config.heartbeat_s
         self._admission, self._offers, self._joins = admission, offers, joins
 
-    def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
+    def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
         """Answer with the server's settings for clients.
 
         A client that produces groups is registered, and must send heartbeats from then on.
@@ -528,7 +528,7 @@ class WorkerRequests:
             self._enter(request.client, hello.host)
         return self._welcome()
 
-    def on_beat(self, request: Message, beat: commands.Beat) -> Answer:
+    def on_beat(self, request: Message, beat: operations.Beat) -> Answer:
         """Record a heartbeat. Answer with the server's settings for clients.
 
         The heartbeat also registers a producer that a restarted server does not know yet.
@@ -543,12 +543,14 @@ class WorkerRequests:
         self._admission.heartbeats.enter(client, self._admission.clock.time())
         self._joins.note_host(host)
 
-    def _welcome(self) -> commands.Welcome:
+    def _welcome(self) -> operations.Welcome:
         rule = self._ledger.rule
         clock = record.clock_id(), time.monotonic_ns()
-        return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
+        return operations.Welcome(
+            rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock
+        )
 
-    def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
+    def on_loaded(self, request: Message, loaded: operations.Loaded) -> Answer:
         """Record which policy version a worker's engine serves now.
 
         If the learner has gone back to a checkpoint since it published these weights, the buffer ignores the report.
@@ -560,23 +562,23 @@ class WorkerRequests:
             self._admission.adopt(request.client, loaded.version)
         return Done()
 
-    def on_fenced(self, request: Message, fenced: commands.Fenced) -> Answer:
+    def on_fenced(self, request: Message, fenced: operations.Fenced) -> Answer:
         """Record that the worker's engine serves no policy version now."""
         self._offers.forget(request.client)
         return Done()
 
-    def on_leave(self, request: Message, leave: commands.Leave) -> Answer:
+    def on_leave(self, request: Message, leave: operations.Leave) -> Answer:
         """Forget a worker that leaves. Release all leases of the worker, except those that the message names."""
         self._offers.forget(request.client)
         return self._admission.leave(request.client, leave)
 
-    def on_bury(self, request: Message, bury: commands.Bury) -> Answer:
+    def on_bury(self, request: Message, bury: operations.Bury) -> Answer:
         """Declare a worker dead, at the request of the controller that started it.
 
         Answers with the number of tokens that the worker generated.
         """
         dead = bytes.fromhex(bury.worker)
-        answer = commands.Number(self._admission.bury(dead, bury.generated))
+        answer = operations.Number(self._admission.bury(dead, bury.generated))
         self._offers.forget(dead)
         return answer
 
@@ -591,37 +593,37 @@ class LedgerNotes:
     def note(self, command: Any, outcome: Any) -> None:
         """Record in the profile which groups changed their state by a command. ``outcome`` is the ledger's decision."""
         match outcome:
-            case outcomes.Granted():
+            case commands.Granted():
                 for lease in outcome.leases:
                     details = {"deadline": lease.deadline, "inherited": lease.num_inherited}
                     self._stamp(GroupEvent.lease, lease, version=lease.engine_version, **details)
-            case outcomes.PutOutcome():
+            case commands.PutOutcome():
                 self._stamp_put(command, outcome)
-            case outcomes.Released(was_running=True):
+            case commands.Released(was_running=True):
                 event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
                 self._stamp(event, command, reason=command.reason, tokens=command.num_tokens)
-            case outcomes.TakenBack():
+            case commands.TakenBack():
                 self._stamp_all(GroupEvent.dropped, outcome.dropped, reason=WORKER_DIED)
                 reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
                 queued = [group_id for group_id in outcome.group_ids if group_id not in outcome.dropped]
                 self._stamp_all(GroupEvent.requeued, queued, reason=reason)
-            case outcomes.Lost() | outcomes.DroppedStore():
+            case commands.Lost() | commands.DroppedStore():
                 self._stamp_requeued(outcome.group_ids, reason=STORE_LOST)
-            case outcomes.Reserved():
+            case commands.Reserved():
                 self._stamp_requeued(outcome.evicted, reason=NO_ROOM)
             case _:
                 self._note_batch(outcome)
 
     def _note_batch(self, outcome: Any) -> None:
         match outcome:
-            case outcomes.Planned(is_new=True):
+            case commands.Planned(is_new=True):
                 self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
                 event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
                 self._stamp_all(event, outcome.given_up, reason=STALE)
-            case outcomes.Committed():
+            case commands.Committed():
                 self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
                 self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
-            case outcomes.Rewound():
+            case commands.Rewound():
                 ended = dict.fromkeys((*outcome.dropped, *outcome.revoked))
                 self._stamp_requeued(ended, reason=REWOUND)
 
@@ -635,7 +637,7 @@ class LedgerNotes:
         self._recorder.level(LevelName.version, ledger.learner_version, lane=_LANE)
         self._recorder.level(LevelName.bytes, held_bytes, lane=_LANE)
 
-    def _stamp_put(self, put: commands.Put, outcome: outcomes.PutOutcome) -> None:
+    def _stamp_put(self, put: commands.Put, outcome: commands.PutOutcome) -> None:
         summary = put.summary
         match outcome.result:
             case PutResult.stored:
@@ -678,11 +680,11 @@ def check_counts(summary: GroupSummary) -> None:
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))
     if summary.num_uses:
         raise WireError(f"num_uses of a group must be 0 in a put, got {summary.num_uses}; the ledger counts the uses")
-    if len(summary.data_source) > commands.MAX_REASON:
-        raise WireError(f"data_source of a group must have at most {commands.MAX_REASON} characters")
+    if len(summary.data_source) > MAX_REASON:
+        raise WireError(f"data_source of a group must have at most {MAX_REASON} characters")
     least = min(summary.group_id, summary.attempt, *counts, *lists[0], *lists[1], *lists[2])
     most = max(summary.group_id >> 23, summary.attempt >> 23, *counts)
-    if least < 0 or most > commands.MAX_COUNT:
+    if least < 0 or most > MAX_COUNT:
         raise WireError(f"the counts of a group must be integers in [0, 2**40], got {least} to {most}")
 
 

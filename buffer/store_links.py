@@ -12,12 +12,12 @@ from typing import Any
 
 from asyncrl.core.errors import ReplayBufferError, WireError
 
-from . import commands
+from . import commands, operations
 from .client import ClientSocket
-from .commands import Answer
 from .config import BufferConfig
 from .encoding import Message
 from .keys import client_keys
+from .records import Answer, BufferRole
 from .waiting import Collaborators
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class StoreLinks:
         self.addresses: list[str] = []
         self.disk_bytes: list[int] = []
         self._timeout_s = config.request_timeout_s
-        self._keys = client_keys(Path(config.keys), commands.BufferRole.ledger).for_stores() if config.keys else None
+        self._keys = client_keys(Path(config.keys), BufferRole.ledger).for_stores() if config.keys else None
         self._epoch = config.epoch
         self._on_connected = on_connected
         self._links: list[ClientSocket | None] = []
@@ -80,9 +80,9 @@ class StoreLinks:
         payload of one attempt.
         """
         for number, link in self.connected():
-            link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
+            link.post(operations.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
 
-    def _note(self, number: int, link: ClientSocket, answer: commands.Removed | commands.Missing) -> None:
+    def _note(self, number: int, link: ClientSocket, answer: operations.Removed | operations.Missing) -> None:
         if self._links[number] is link:
             self.disk_bytes[number] = answer.disk_bytes
 
@@ -90,7 +90,7 @@ class StoreLinks:
         """Return (store number, connection) pairs of the stores that are not lost."""
         return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
-    async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
+    async def reconcile(self, number: int, reconcile: operations.Reconcile) -> tuple[int, ...]:
         """Send a store the request ``reconcile``. The store drops unneeded payloads, and reports missing payloads.
 
         Returns the ids of the groups that the store lacks. Raises `AsyncRLError` if the store does not answer.
@@ -143,7 +143,7 @@ class StoreJoins:
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)
-            return None if host is None else commands.Names((host,))
+            return None if host is None else operations.Names((host,))
 
         self._wanted.answer(answer_to)
 
@@ -164,7 +164,7 @@ class StoreJoins:
             raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
         return self._links
 
-    def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
+    def on_store_wanted(self, request: Message, wanted: operations.StoreWanted) -> None:
         """Hold the request until a worker connects from a host without a store."""
         self._joining()
         self._wanted.hold(request)

@@ -18,15 +18,15 @@ from typing import Any
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
 from asyncrl.core.types import GroupSummary
 
-from . import commands, outcomes
-from .commands import Answer, Done, NothingYet
+from . import commands, operations
 from .config import BufferConfig
 from .encoding import PUSH_ID, Message, Send, failure_of
 from .frames import size_of
 from .groups import Group
 from .ledger import Ledger
+from .operations import Done, NothingYet
 from .pace import Heartbeats, RunningGroup, WorkerPaces
-from .records import Frames
+from .records import Answer, Frames, Push
 from .sockets import Deadline, LoopClock
 from .stores import PayloadStore
 
@@ -56,7 +56,7 @@ class Replies:
         """Answer a request with an error."""
         self.answer(request, failure_of(error))
 
-    def push(self, client: bytes, push: commands.Push) -> None:
+    def push(self, client: bytes, push: Push) -> None:
         """Send a client a message that does not answer a request."""
         self._send(client, Message(request_id=PUSH_ID, body=push))
 
@@ -179,7 +179,7 @@ class WaitingWorker(Message):
 
     body: commands.LeaseGroups
     incarnation: int
-    granted: list[outcomes.GrantedLease] = field(default_factory=list)
+    granted: list[commands.GrantedLease] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -351,7 +351,7 @@ class Admission:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self.clock = clock
         self._held = WaitingWorkers(shared.replies, shared.config.request_timeout_s / 2)
-        self._granted: OrderedDict[tuple[bytes, int], list[outcomes.GrantedLease]] = OrderedDict()
+        self._granted: OrderedDict[tuple[bytes, int], list[commands.GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._hands_over = shared.config.hand_over
         self._paces = WorkerPaces()
@@ -498,7 +498,7 @@ class Admission:
                 self._search_from = now + _SEARCH_S * len(self._held)
                 return
             self._paces.take_over(group, taker, now)
-            self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
+            self._replies.push(group.worker, operations.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
         """Return the fastest worker that may take over ``group``, or None.
@@ -553,7 +553,7 @@ class Admission:
             served.append(request)
         return bool(new) and self._num_free(request, now) > 0
 
-    def _answer(self, request: Message, granted: Sequence[outcomes.GrantedLease]) -> None:
+    def _answer(self, request: Message, granted: Sequence[commands.GrantedLease]) -> None:
         payload: list[Any] = []
         leases: list[commands.LeasedGroup] = []
         for lease in granted:
@@ -567,14 +567,14 @@ class Admission:
             payload += [*prompt, *prefix]
         self._replies.answer(request, commands.Leased(tuple(leases)), payload)
 
-    def on_cancel(self, request: Message, cancel: commands.Cancel) -> Answer:
+    def on_cancel(self, request: Message, cancel: operations.Cancel) -> Answer:
         """Cancel a request for leases. Groups granted to this request go back to the queue."""
         if self._held.remove(request.client, cancel.request) is None:
             for lease in self._granted.pop((request.client, cancel.request), []):
                 self._give_back(lease, "cancelled")
         return Done()
 
-    def _give_back(self, lease: outcomes.GrantedLease, reason: str) -> None:
+    def _give_back(self, lease: commands.GrantedLease, reason: str) -> None:
         if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
             self._ledger.apply(
                 commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason)
@@ -583,10 +583,10 @@ class Admission:
     def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
         """Extend leases. Send the owner a `Revoked` for each lost lease."""
         for key in self._ledger.apply(renew, self.clock.time(), sender=request.client).lost:
-            self._replies.push(request.client, commands.Revoked(*key))
+            self._replies.push(request.client, operations.Revoked(*key))
         return Done()
 
-    def leave(self, client: bytes, leave: commands.Leave) -> Answer:
+    def leave(self, client: bytes, leave: operations.Leave) -> Answer:
         """Release the leases of a worker that disconnects, except the leases in ``leave.leases``."""
         known = set(leave.leases)
         self._held.withdraw(client)

@@ -15,9 +15,10 @@ from asyncrl.core.errors import ReplayBufferError, StoreFull, WireError
 from asyncrl.core.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.client import ClientSocket
-from buffer.commands import Done, Fetch, NothingYet, Renew
+from buffer.commands import Renew
 from buffer.encoding import Message, prompt_frames
 from buffer.frames import size_of
+from buffer.operations import Done, Fetch, NothingYet
 from buffer.records import MAX_LEASES
 from buffer.sockets import Chunk, ChunkReceiver, ChunkSender
 from buffer.waiting import HeldRequests, Replies

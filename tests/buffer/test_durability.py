@@ -17,9 +17,9 @@ import pytest
 from asyncrl.core.errors import ReplayBufferError
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, BufferProcess, Durability, StoresOn, journal, service
-from buffer.commands import Command, Commit, LeaseGroups, Put
+from buffer.commands import Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
 from buffer.journal import AppendOnlyFile, Head, Journal, Value
-from buffer.outcomes import Committed, PutOutcome, PutResult
+from buffer.records import Command
 from buffer.sockets import remove_socket_folder, with_socket_folder
 from tests.support.buffer_groups import AnyRole, chat_prompt, prompt, rollout, running
 

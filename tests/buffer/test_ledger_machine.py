@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
 from asyncrl.core.types import GroupSummary
 from buffer.checkpoints import MAX_MARKS
+from buffer.commands import GrantedLease, Progress, PutResult
 from buffer.config import OnStale
-from buffer.outcomes import GrantedLease, Progress, PutResult
 from buffer.rule import ORDERS, StalenessRule
 from tests.support.ledgers import DrivenLedger, RecordedCommands
 

@@ -7,9 +7,10 @@ import pytest
 
 from asyncrl.core.errors import VersionTooNew, WeightsError, WeightsGone, WireError
 from buffer import BufferClient, BufferConfig, SyncBufferClient
-from buffer.commands import Enqueue, Leased, LeaseGroups, NextOffer, Offer, Offered, Pin
+from buffer.commands import Enqueue, Leased, LeaseGroups
 from buffer.encoding import Message
 from buffer.offers import OfferLog
+from buffer.operations import NextOffer, Offer, Offered, Pin
 from buffer.service import BufferService
 from tests.support.buffer_groups import AnyRole, fall_silent, prompt, rollout, running
 from tests.support.offers import bare_offer

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, WrongEpoch
 from buffer import Durability
 from buffer.account import IdSet
-from buffer.commands import Rewind
+from buffer.commands import GrantedLease, Progress, Rewind
 from buffer.groups import GroupState
-from buffer.outcomes import GrantedLease, Progress
 from buffer.rule import StalenessRule
 from tests.support.buffer_groups import prompt, rollout, running
 from tests.support.ledgers import DrivenLedger, RecordedCommands, summary_of

@@ -16,8 +16,8 @@ from asyncrl.core.errors import (
     VersionTooOld,
 )
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
-from buffer.commands import Payloads
 from buffer.encoding import Message
+from buffer.operations import Payloads
 from buffer.records import Frames
 from buffer.server import ServerSocket
 from buffer.stores import PayloadStore

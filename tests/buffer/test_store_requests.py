@@ -13,9 +13,10 @@ from asyncrl.core.errors import DeadlineError, ReplayBufferError, UnknownGroup, 
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, Durability, StoresOn, make_keys
 from buffer.client import ClientSocket
-from buffer.commands import Fetch, Put, PutPayload, Remove
+from buffer.commands import Put
 from buffer.encoding import group_frames
 from buffer.keys import BufferRole, client_keys
+from buffer.operations import Fetch, PutPayload, Remove
 from buffer.server import StoreServer
 from buffer.sockets import folder_of, make_socket_folder, remove_socket_folder
 from buffer.store_links import StoreLinks
