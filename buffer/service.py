@@ -1,4 +1,7 @@
-"""Handles the requests to the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
+"""Handles the operations of the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
+
+The handler of an operation is the method ``on_<name>`` of a class in this file. `buffer.server` itself handles only
+`Connect` and `RenewKeys`. `buffer.store_servers` handles the operations of the store servers.
 
 A request that cannot be answered yet is held. After each burst of messages, `settle` answers the held requests that can
 be answered now. If a request waits too long, a timer answers the request with `NothingYet`. Other timers revoke expired
@@ -9,22 +12,27 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 from msgspec import to_builtins
 from msgspec.structs import replace
 
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
-from asyncrl.core.record import NONE, GroupEvent, LevelName
+from asyncrl.core.errors import (
+    AsyncRLError,
+    DeclaredDead,
+    ReplayBufferError,
+    StoreFull,
+    StoreLost,
+    WireError,
+    WrongEpoch,
+)
 from asyncrl.core.types import BufferStats, GroupSummary
 
 from . import commands, operations
-from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKER_DIED
 from .checkpoint_parts import CheckpointRequests
 from .commands import PutResult
 from .config import BufferConfig
-from .description import describe_group, plan_wait
+from .description import LedgerNotes, describe_group, plan_wait
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .fetches import FetchReplies
 from .frames import FramesOnDisk, size_of
@@ -40,8 +48,6 @@ from .stores import PayloadStore
 from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
-
-_LANE = "buffer"
 
 
 class BufferService:
@@ -87,11 +93,11 @@ class BufferService:
         self._offers = OfferRequests(shared, journal)
         self._joins = StoreJoins(shared, links)
         self._checkpoints = CheckpointRequests(shared, journal=journal, links=links)
-        workers = WorkerRequests(shared, admission=self._admission, offers=self._offers, joins=self._joins)
+        parts = shared, self._admission, self._offers, self._joins
+        self._handlers = handlers_of((self, WorkerRequests(*parts), ControlRequests(*parts)))
         self._reserving = shared.held()
         self._fetches = FetchReplies(self._replies, config.max_stored_bytes)
-        self._refused_for_space: set[bytes] = set()
-        self._refused_prompts: set[bytes] = set()
+        self._refused_for_space, self._refused_prompts = set[bytes](), set[bytes]()
         self._journal = journal
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
@@ -99,9 +105,8 @@ class BufferService:
         self._notes = None if recorder is None else LedgerNotes(self.ledger, recorder)
         if self._notes is not None:
             self.ledger.on_applied = self._notes.note
-        parts = self._intake, self._admission, self._batches, self._offers, self._joins, self._checkpoints, workers
-        self._handlers = handlers_of((self, *parts))
-        self._closing = (self._reserving, self._fetches, *parts[:-1], self._expiry, self._silence, self._clock)
+        held = self._intake, self._admission, self._batches, self._offers, self._joins, self._checkpoints
+        self._closing = (self._reserving, self._fetches, *held, self._expiry, self._silence, self._clock)
         earlier = self._checkpoints.continue_earlier()
         if journal is not None:
             self.ledger.log, journal.on_written = journal, self.settle
@@ -315,7 +320,22 @@ class BufferService:
             logger.error("leases of silent producers are not revoked before they expire: %s", error)
         self.settle()
 
-    # Results
+    # Prompts and results
+
+    def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
+        """Hold a request until the queue has room for its prompts. Known prompts are ignored.
+
+        A request without prompts only asks for finished groups, and is answered at once.
+        """
+        if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
+            raise WireError("enqueue must have one group id per prompt, and the frames of all prompts")
+        if enqueue.wants_outcomes:
+            self._intake.keep_finished()
+        if not enqueue.group_ids:
+            return self._intake.answer()
+        frames = iter(request.payload)
+        prompts = ([next(frames) for _ in range(number)] for number in enqueue.counts)
+        return self._intake.hold(request, dict(zip(enqueue.group_ids, prompts, strict=True)))
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
         """Reserve bytes for a group's trajectories, before the worker sends them.
@@ -412,6 +432,11 @@ class BufferService:
 
     # Batches
 
+    def on_plan_batch(self, request: Message, plan: commands.PlanBatch) -> None:
+        """Hold a request for a batch until the batch can be made."""
+        self.ledger.check_plan(plan.version)
+        self._batches.hold(request)
+
     def on_fetch(self, request: Message, fetch: operations.Fetch) -> Answer | None:
         """Reply with the trajectories of groups. If store servers hold them, reply with the store of each group."""
         if self._links is not None:
@@ -427,7 +452,7 @@ class BufferService:
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # receivers get newer weights
+            self._admission.answer_outdated(except_for=self._offers.receivers.clients)  # they get newer weights
             self._compact(is_urgent=False)  # compacting is cheap after a commit, because the buffer holds few groups
         self._replies.answer(request, operations.Totals(self._totals()))
         self._offers.show()  # sent after the reply to the commit, because offers may go to many engines
@@ -462,6 +487,12 @@ class BufferService:
         self._on_rewound()
         self._offers.withdraw()
         self._checkpoints.note_marks()
+
+    def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
+        """Write a checkpoint, and answer after the write. A repeated request waits for the same write."""
+        self.ledger.apply(checkpoint)
+        self._checkpoints.note_marks()
+        self._checkpoints.begin(request)
 
     # The state of the buffer
 
@@ -506,17 +537,11 @@ class BufferService:
 
 
 class WorkerRequests:
-    """Handles greetings, heartbeats, reports about the versions of engines, and the end of workers."""
+    """Handles the workers' operations on leases and weights, their greetings, heartbeats, and goodbyes."""
 
-    def __init__(
-        self,
-        shared: Collaborators,
-        *,
-        admission: Admission,
-        offers: OfferRequests,
-        joins: StoreJoins,
-    ) -> None:
-        self._ledger, self._store, self._heartbeat_s = shared.ledger, shared.store, shared.config.heartbeat_s
+    def __init__(self, shared: Collaborators, admission: Admission, offers: OfferRequests, joins: StoreJoins) -> None:
+        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._heartbeat_s = shared.config.heartbeat_s
         self._admission, self._offers, self._joins = admission, offers, joins
 
     def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
@@ -550,6 +575,29 @@ class WorkerRequests:
             rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock
         )
 
+    def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
+        """Hold a request for leases. Answer a repeated request with the leases that were granted before."""
+        if self._admission.answer_again(request):
+            return
+        if lease.incarnation == self._ledger.incarnation:
+            self._ledger.check_engine_version(lease.engine_version)
+        self._admission.hold(request)
+
+    def on_cancel(self, request: Message, cancel: operations.Cancel) -> Answer:
+        """Cancel a request for leases. Groups granted to this request go back to the queue."""
+        self._admission.cancel(request.client, cancel.request)
+        return Done()
+
+    def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
+        """Extend leases. Send the owner a `Revoked` for each lost lease."""
+        for key in self._ledger.apply(renew, self._admission.clock.time(), sender=request.client).lost:
+            self._replies.push(request.client, operations.Revoked(*key))
+        return Done()
+
+    def on_next_offer(self, request: Message, wanted: operations.NextOffer) -> Answer | None:
+        """Answer a request for weights, now or as soon as newer weights are offered."""
+        return self._offers.answer_receiver(request) or self._offers.receivers.hold(request)
+
     def on_loaded(self, request: Message, loaded: operations.Loaded) -> Answer:
         """Record which policy version a worker's engine serves now.
 
@@ -570,7 +618,56 @@ class WorkerRequests:
     def on_leave(self, request: Message, leave: operations.Leave) -> Answer:
         """Forget a worker that leaves. Release all leases of the worker, except those that the message names."""
         self._offers.forget(request.client)
-        return self._admission.leave(request.client, leave)
+        self._admission.leave(request.client, set(leave.leases))
+        return Done()
+
+
+class ControlRequests:
+    """Handles the operations of the learner and the controller on weights, engines and store servers."""
+
+    def __init__(self, shared: Collaborators, admission: Admission, offers: OfferRequests, joins: StoreJoins) -> None:
+        self._ledger, self._store = shared.ledger, shared.store
+        self._admission, self._offers, self._joins = admission, offers, joins
+
+    def on_offer(self, request: Message, offer: operations.Offer) -> Answer:
+        """Add the learner's offer. Answer with the oldest version in the log of offers; 0 without offers.
+
+        If the message reports a failed publish, all waiting requests fail with this failure. Raises `WrongEpoch` if
+        another learner has replaced the sender.
+        """
+        if not self._offers.is_current(offer):
+            raise WrongEpoch(
+                f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "
+                f"{self._ledger.incarnation}; another learner has replaced the sender; end the sender"
+            )
+        if offer.offer is None:
+            self._offers.fail(offer.failure)
+        else:
+            self._offers.add(offer.offer)
+        return operations.Number(self._offers.log.oldest())
+
+    def on_served(self, request: Message, served: operations.Served) -> Answer | None:
+        """Answer with the oldest version that any engine serves.
+
+        The answer waits until ``num_engines`` engines serve a version, and all of them serve ``at_least`` or newer.
+        Raises `WeightsError` if a publish failed.
+        """
+        self._offers.log.check()
+        return self._offers.answer_follower(request) or self._offers.followers.hold(request)
+
+    def on_pin(self, request: Message, pin: operations.Pin) -> Answer | None:
+        """Pin engines to a version. Answer with the names of the pinned engines that serve this version.
+
+        The answer waits until these names differ from the names that the controller knows. Raises `WeightsGone` if the
+        pinned version is lost, and `WeightsError` if a publish failed.
+        """
+        self._offers.pin(pin.version, pin.num_engines)
+        return self._offers.answer_evaluator(request) or self._offers.evaluators.hold(request)
+
+    def on_unpin(self, request: Message, unpin: operations.Unpin) -> Answer:
+        """End the pin, so the pinned engines may load newer versions."""
+        self._offers.unpin()
+        return Done()
 
     def on_bury(self, request: Message, bury: operations.Bury) -> Answer:
         """Declare a worker dead, at the request of the controller that started it.
@@ -582,92 +679,30 @@ class WorkerRequests:
         self._offers.forget(dead)
         return answer
 
+    def on_store_wanted(self, request: Message, wanted: operations.StoreWanted) -> None:
+        """Hold the request until a worker connects from a host without a store."""
+        self._joins.joining()
+        self._joins.wanted.hold(request)
 
-class LedgerNotes:
-    """Records in the run's profile which groups change their state, and the ledger's current counts."""
+    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
+        """Add a store. A repeated request has no effect."""
+        links, added = self._joins.joining(), self._ledger.apply(add)
+        if added.is_new:
+            links.connect(add.address, added.store)
+            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
+        return added
 
-    def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
-        self._ledger = ledger
-        self._recorder = recorder
-
-    def note(self, command: Any, outcome: Any) -> None:
-        """Record in the profile which groups changed their state by a command. ``outcome`` is the ledger's decision."""
-        match outcome:
-            case commands.Granted():
-                for lease in outcome.leases:
-                    details = {"deadline": lease.deadline, "inherited": lease.num_inherited}
-                    self._stamp(GroupEvent.lease, lease, version=lease.engine_version, **details)
-            case commands.PutOutcome():
-                self._stamp_put(command, outcome)
-            case commands.Released(was_running=True):
-                event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
-                self._stamp(event, command, reason=command.reason, tokens=command.num_tokens)
-            case commands.TakenBack():
-                self._stamp_all(GroupEvent.dropped, outcome.dropped, reason=WORKER_DIED)
-                reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
-                queued = [group_id for group_id in outcome.group_ids if group_id not in outcome.dropped]
-                self._stamp_all(GroupEvent.requeued, queued, reason=reason)
-            case commands.Lost() | commands.DroppedStore():
-                self._stamp_requeued(outcome.group_ids, reason=STORE_LOST)
-            case commands.Reserved():
-                self._stamp_requeued(outcome.evicted, reason=NO_ROOM)
-            case _:
-                self._note_batch(outcome)
-
-    def _note_batch(self, outcome: Any) -> None:
-        match outcome:
-            case commands.Planned(is_new=True):
-                self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
-                event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
-                self._stamp_all(event, outcome.given_up, reason=STALE)
-            case commands.Committed():
-                self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
-                self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
-            case commands.Rewound():
-                ended = dict.fromkeys((*outcome.dropped, *outcome.revoked))
-                self._stamp_requeued(ended, reason=REWOUND)
-
-    def levels(self, *, held_bytes: int) -> None:
-        """Record the ledger's current counts in the profile. The recorder ignores unchanged counts."""
-        ledger = self._ledger
-        for state in ("queued", "leased", "stored", "planned"):
-            self._recorder.level(LevelName(state), getattr(ledger.groups, f"num_{state}"), lane=_LANE)
-        self._recorder.level(LevelName.budget, ledger.budget, lane=_LANE)
-        self._recorder.level(LevelName.full, int(not ledger.room.has_room()), lane=_LANE)
-        self._recorder.level(LevelName.version, ledger.learner_version, lane=_LANE)
-        self._recorder.level(LevelName.bytes, held_bytes, lane=_LANE)
-
-    def _stamp_put(self, put: commands.Put, outcome: commands.PutOutcome) -> None:
-        summary = put.summary
-        match outcome.result:
-            case PutResult.stored:
-                event, details = GroupEvent.stored, {"bytes": put.num_bytes}
-            case PutResult.filtered:
-                event, details = GroupEvent.dropped, {"reason": outcome.reason}
-            case PutResult.too_old:
-                event, details = GroupEvent.requeued, {"reason": VERSION_TOO_OLD}
-            case _:  # a duplicate or late put: an earlier event has recorded the end of the attempt
-                return
-        details |= {
-            "newest": summary.newest_version,
-            "learner": self._ledger.learner_version,
-            "tokens": summary.num_tokens,
-            "prompt_tokens": summary.num_prompt_tokens,
-            "lengths": summary.response_lengths,
-            "rewards": summary.rewards,
-        }
-        self._stamp(event, summary, version=summary.oldest_version, **details)
-
-    def _stamp(self, event: GroupEvent, of: Any, *, version: int = NONE, **details: Any) -> None:
-        self._recorder.stamp(event, of.group_id, attempt=of.attempt, version=version, lane=_LANE, **details)
-
-    def _stamp_requeued(self, group_ids: Iterable[int], *, reason: str) -> None:
-        queued = [group_id for group_id in group_ids if group_id in self._ledger.groups]
-        self._stamp_all(GroupEvent.requeued, queued, reason=reason)
-
-    def _stamp_all(self, event: GroupEvent, group_ids: Iterable[int], *, version: int = NONE, **details: Any) -> None:
-        for group_id in group_ids:
-            self._recorder.stamp(event, group_id, attempt=NONE, version=version, lane=_LANE, **details)
+    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
+        """Drop a store that the controller declares lost."""
+        links, stores = self._joins.joining(), self._ledger.groups.space.stores
+        if drop.store >= len(stores):
+            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have joined")
+        dropped = self._ledger.apply(drop)
+        if dropped.is_new:
+            links.disconnect(drop.store)
+            self._store.evict(dropped.group_ids)
+            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
+        return dropped
 
 
 def check_counts(summary: GroupSummary) -> None:

@@ -4,23 +4,20 @@ Stores may join and leave while the buffer serves. The ledger numbers the stores
 over the number of a store that had joined before the resume.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.errors import ReplayBufferError, WireError
+from asyncrl.core.errors import ReplayBufferError
 
-from . import commands, operations
+from . import operations
 from .client import ClientSocket
 from .config import BufferConfig
 from .encoding import Message
 from .keys import client_keys
 from .records import Answer, BufferRole
 from .waiting import Collaborators
-
-logger = logging.getLogger(__name__)
 
 _MAX_HOSTS = 65_536
 
@@ -110,13 +107,21 @@ class StoreLinks:
 
 
 class StoreJoins:
-    """Handles the store servers that join and leave. ``links`` connects to them."""
+    """The store servers that join and leave.
+
+    Args:
+        shared: The objects that the service shares.
+        links: Connections to the store servers, if these hold the trajectories.
+
+    Attributes:
+        wanted: The controller's requests for the name of a worker's host without a store.
+    """
 
     def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:
-        self._ledger, self._store, self._links = shared.ledger, shared.store, links
+        self._ledger, self._links = shared.ledger, links
         self._hosts: dict[str, None] = {}
-        self._wanted = shared.held()
-        self.close = self._wanted.close
+        self.wanted = shared.held()
+        self.close = self.wanted.close
 
     def note_host(self, host: str) -> None:
         """Remember the host of a worker. An empty name is ignored."""
@@ -145,7 +150,7 @@ class StoreJoins:
             host = next((host for host in self._hosts if host not in request.body.known), None)
             return None if host is None else operations.Names((host,))
 
-        self._wanted.answer(answer_to)
+        self.wanted.answer(answer_to)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per store server, for `asyncrl inspect`."""
@@ -159,32 +164,8 @@ class StoreJoins:
             )
         ]
 
-    def _joining(self) -> StoreLinks:
+    def joining(self) -> StoreLinks:
+        """Return the connections to the stores. Raises `ReplayBufferError` if stores cannot join this buffer."""
         if self._links is None or not self._links.may_join:
             raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
         return self._links
-
-    def on_store_wanted(self, request: Message, wanted: operations.StoreWanted) -> None:
-        """Hold the request until a worker connects from a host without a store."""
-        self._joining()
-        self._wanted.hold(request)
-
-    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
-        """Add a store. A repeated request has no effect."""
-        links, added = self._joining(), self._ledger.apply(add)
-        if added.is_new:
-            links.connect(add.address, added.store)
-            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
-        return added
-
-    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
-        """Drop a store that the controller declares lost."""
-        links, stores = self._joining(), self._ledger.groups.space.stores
-        if drop.store >= len(stores):
-            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have joined")
-        dropped = self._ledger.apply(drop)
-        if dropped.is_new:
-            links.disconnect(drop.store)
-            self._store.evict(dropped.group_ids)
-            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
-        return dropped

@@ -17,7 +17,7 @@ from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, Unkn
 
 from . import commands, operations
 from .account import IdSet
-from .checkpoint_parts import PartWriter, PendingWrites
+from .checkpoint_parts import PartWriter
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .fetches import FetchReplies
@@ -26,7 +26,7 @@ from .journal import Journal, numbers_of, read_contents
 from .operations import Done
 from .records import Answer, Frames, Key
 from .stores import FrameTable
-from .waiting import HeldRequests, Replies, handlers_of
+from .waiting import HeldRequests, PendingWrites, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
 
