@@ -491,7 +491,7 @@ class ClientSocket:
 
 
 class BufferClient:
-    """Sends requests to a buffer. The client connects at the first call, and only the loop of that call may use it.
+    """The connections to a buffer. The client connects at the first call, and only the loop of that call may use it.
 
     Args:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
@@ -605,14 +605,6 @@ class BufferClient:
 
     # Requests
 
-    async def call(self, operation: Operation[Reply], payload: Sequence[Any] = ()) -> Reply:
-        """Send a request to the buffer's server, and return the body of its answer (an `Answer`).
-
-        ``payload`` holds the frames (encoded prompts or trajectories) that are sent with the request. Raises the errors
-        of `ClientSocket.request`.
-        """
-        return await self.link.call(operation, payload)
-
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
         """Send a request, and return the body of its answer. Repeat the request while the buffer is full.
 
@@ -623,7 +615,7 @@ class BufferClient:
             # Read the event before sending the request. A report of free bytes during the request then sets this event.
             space = self._space
             try:
-                return await self.call(operation, payload)
+                return await self.link.call(operation, payload)
             except StoreFull:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.timeout_s / 2):

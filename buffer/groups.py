@@ -342,17 +342,11 @@ class StoreSpace:
         self.stored_bytes = [0] * num_stores
         self.prefix_bytes = self.expected_bytes = 0
 
-    def add_store(self, address: str, host: str) -> None:
-        """Add a store (a process that holds trajectories) at the end of the list."""
-        self.stores.append(StorePlace(address=address, host=host))
-        self.stored_bytes.append(0)
-
     def join(self, number: int, address: str, host: str) -> None:
         """Add store ``number``. This number is new, or it is the number of an awaited store (`StorePlace`)."""
         if number == len(self.stores):
-            self.add_store(address, host)
-        else:
-            self.stores[number] = StorePlace(address=address, host=host)
+            self.stored_bytes.append(0)
+        self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
         """Mark each joined store as awaited, except the lost stores. A resumed run replaces these stores."""

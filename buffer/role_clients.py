@@ -137,7 +137,7 @@ class WorkerClient:
             continued=self._has_continued(key),
             longest_response=max(summary.response_lengths, default=0),
         )
-        await self._client.call(save, group_frames(group))
+        await self._client.link.call(save, group_frames(group))
         self._prefixes.pop(key, None)
         self._begun_afresh.discard(key)
 
@@ -149,7 +149,7 @@ class WorkerClient:
         """Extend the leases that are still valid. `revocation` returns the lost leases."""
         keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
         for start in range(0, len(keys), MAX_LEASES):
-            await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
+            await self._client.link.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
         """Store a finished group. If the store is full, wait until the learner consumes a batch, and send again.
@@ -264,7 +264,7 @@ class WorkerClient:
         await self._entered("loaded")
         self._client.incarnation = incarnation = self._offered_incarnation
         self._serves = operations.Loaded(version=version, seconds=took_s, engine=self._name, incarnation=incarnation)
-        await self._client.call(self._serves)
+        await self._client.link.call(self._serves)
 
     async def fenced(self) -> None:
         """Report that the engine serves no version until the next `loaded`."""
@@ -320,11 +320,11 @@ class LearnerClient:
         """Offer weights to the engines. Return the oldest version that the buffer may still offer."""
         incarnation = self._client.incarnation
         named = replace(offer, incarnation=incarnation)
-        return (await self._client.call(operations.Offer(offer=named, incarnation=incarnation))).value
+        return (await self._client.link.call(operations.Offer(offer=named, incarnation=incarnation))).value
 
     async def publish_failed(self, reason: str) -> None:
         """Report that the learner could not publish a version, with the reason as text."""
-        await self._client.call(
+        await self._client.link.call(
             operations.Offer(failure=reason[:MAX_REASON] or "no reason", incarnation=self._client.incarnation)
         )
 
@@ -379,7 +379,7 @@ class LearnerClient:
 
     async def stats(self) -> BufferStats:
         """Return the buffer's current counts of groups, tokens and bytes."""
-        return (await self._client.call(operations.Stats())).stats
+        return (await self._client.link.call(operations.Stats())).stats
 
     async def close(self) -> None:
         """Close the connection."""
@@ -511,18 +511,18 @@ class ControlClient:
 
     async def plan(self, version: int) -> Plan:
         """Wait for the batch that the learner consumes at ``version``, and return the metadata of its groups."""
-        return Plan(version=version, groups=(await self._client.call(commands.PlanBatch(version))).groups)
+        return Plan(version=version, groups=(await self._client.link.call(commands.PlanBatch(version))).groups)
 
     async def commit(self, version: int) -> BufferStats:
         """Mark the batch of ``version`` as consumed. Return the buffer's counts of groups, tokens and bytes."""
-        return (await self._client.call(commands.Commit(version))).stats
+        return (await self._client.link.call(commands.Commit(version))).stats
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
         """Wait until there are ``num_engines`` engines, and all engines serve versions newer than ``after``.
 
         Returns the oldest version that an engine serves, and the seconds of the slowest load of this version.
         """
-        serving = await self._client.call(operations.Served(after + 1, num_engines))
+        serving = await self._client.link.call(operations.Served(after + 1, num_engines))
         return serving.version, serving.seconds
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
@@ -531,28 +531,28 @@ class ControlClient:
         Returns how many tokens the worker generated: the larger of ``num_generated`` and the number in the worker's
         latest heartbeat.
         """
-        return (await self._client.call(operations.Bury(worker, num_generated))).value
+        return (await self._client.link.call(operations.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
         """Wait until a rollout worker connects from a host that is not in ``known``. Return the name of the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return (await self._client.call(operations.StoreWanted(tuple(sorted(known))))).names[0]
+        return (await self._client.link.call(operations.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
         """Add a store server that the workers of ``host`` prefer. Return the store's number.
 
         A repeated call has no effect. Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return (await self._client.call(commands.AddStore(address, host))).store
+        return (await self._client.link.call(commands.AddStore(address, host))).store
 
     async def drop_store(self, store: int) -> int:
         """Report that store server number ``store`` is lost.
 
         Returns how many of the store's groups are generated again. Groups in planned batches do not count.
         """
-        return len((await self._client.call(commands.DropStore(store))).group_ids)
+        return len((await self._client.link.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Pin at most ``num_engines`` engines to ``version``, until `unpin` or the next `pin`.
@@ -560,18 +560,18 @@ class ControlClient:
         Waits until the set of engines that serve this version differs from ``known``, a set of engine names. Returns
         the names of the engines that then serve the version.
         """
-        return set((await self._client.call(operations.Pin(version, num_engines, tuple(sorted(known))))).names)
+        return set((await self._client.link.call(operations.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
         """End the effect of `pin`: offer the newest version to all engines."""
-        await self._client.call(operations.Unpin())
+        await self._client.link.call(operations.Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report planned groups that the stores lack. These groups are generated again.
 
         The batches of these groups and all later batches are planned again.
         """
-        await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
+        await self._client.link.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
         """Take the buffer back to the checkpoint of ``version``, from which a new learner continues.
@@ -579,7 +579,7 @@ class ControlClient:
         ``incarnation`` counts the learner's returns to a checkpoint, including this one. A repeated number has no
         effect.
         """
-        await self._client.call(commands.Rewind(version=version, incarnation=incarnation))
+        await self._client.link.call(commands.Rewind(version=version, incarnation=incarnation))
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
         """Take the buffer of a resumed run back to the checkpoint ``key`` of ``version``.
@@ -587,7 +587,7 @@ class ControlClient:
         Afterwards, the steps before ``version`` count as committed. ``tokens_generated`` is the number of policy tokens
         that the run generated up to the checkpoint.
         """
-        await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
+        await self._client.link.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> operations.Checkpointed:
         """Write the state for a resumed run to ``folder``, an absolute path. Wait until the folder is complete.
@@ -595,25 +595,25 @@ class ControlClient:
         ``key`` is a random name of the checkpoint. Returns the numbers of groups, saved prefixes and bytes in the
         checkpoint.
         """
-        return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
+        return await self._client.link.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
     async def renew_keys(self) -> None:
         """Make the server and the store servers read the clients' keys again."""
-        await self._client.call(operations.RenewKeys())
-        stores = (await self._client.call(operations.Inspect())).values["stores"]
+        await self._client.link.call(operations.RenewKeys())
+        stores = (await self._client.link.call(operations.Inspect())).values["stores"]
         links = [self._client.store_link(store["address"]) for store in stores if store["address"]]
         await asyncio.gather(*(link.call(operations.RenewKeys()) for link in links))
 
     async def stats(self) -> BufferStats:
         """Return the buffer's current counts of groups, tokens and bytes."""
-        return (await self._client.call(operations.Stats())).stats
+        return (await self._client.link.call(operations.Stats())).stats
 
     async def inspect(self, group_id: int = -1) -> dict[str, Any]:
         """Return a JSON object that describes the buffer: its leased, stored and planned groups, and its workers.
 
         A ``group_id`` of 0 or more describes only this group.
         """
-        return (await self._client.call(operations.Inspect(group_id))).values
+        return (await self._client.link.call(operations.Inspect(group_id))).values
 
     async def finished(self) -> list[tuple[int, int]]:
         """Return the ids of consumed and dropped groups, as sorted ranges [start, end)."""

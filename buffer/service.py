@@ -187,7 +187,7 @@ class BufferService:
         except ReplayBufferError as error:
             logger.error("the buffer grants nothing while the journal cannot be written: %s", error)
         for owner, revoked in self.ledger.attempts.drain_revocations():
-            self._admission.revoked(revoked.group_id, revoked.attempt)
+            self._admission.paces.revoked(revoked.group_id, revoked.attempt)
             self._replies.push(owner, revoked)
         self._joins.settle()
         self._expiry.at(self.ledger.groups.leases.next_expiry())
@@ -279,7 +279,7 @@ class BufferService:
 
     def _forget_finished(self) -> None:
         finished = self.ledger.attempts.drain_finished()
-        self._admission.finished(finished)
+        self._admission.paces.finished(finished)
         groups = self.ledger.groups
         ended, groups.ended_attempts = groups.ended_attempts, []
         if self._store.forget(finished, ended):
@@ -397,7 +397,7 @@ class BufferService:
         frames = {} if self._store.is_elsewhere else {("payload", group_id): kept}
         result = self.ledger.apply(put, sender=client, frames=frames).result
         if result in (PutResult.filtered, PutResult.stored):
-            self._admission.ended(client, put)
+            self._admission.ended(put)
             self._intake.note_finished(put.summary)
         if result is PutResult.filtered:
             self._batches.note_filtered()
@@ -414,7 +414,7 @@ class BufferService:
         If the buffer has already revoked the lease, only count the attempt's tokens as dropped. No token counts twice.
         """
         released = self.ledger.apply(release, sender=request.client)
-        self._admission.ended(request.client, release)
+        self._admission.ended(release)
         return released
 
     def on_save_prefix(self, request: Message, save: commands.SavePrefix) -> None:
@@ -424,7 +424,7 @@ class BufferService:
             command = replace(save, num_bytes=size_of(request.payload))
             self.ledger.apply(command, sender=request.client, frames={("progress", save.group_id): kept})
             if save.longest_response >= 0:
-                self._admission.saved(save.group_id, save.attempt, save.longest_response)
+                self._admission.paces.saved(save.group_id, save.attempt, save.longest_response)
             self._store.prefixes.put(save.group_id, request.payload)
             self._replies.answer(request, Done())
 

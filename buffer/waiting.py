@@ -380,6 +380,11 @@ class Admission:
     Args:
         clock: Measures the workers' paces and the time since their last messages.
         settle: Called when `grant` may have work although no message has arrived.
+
+    Attributes:
+        clock: The argument ``clock``.
+        paces: The workers' paces, and the groups that faster workers may take over.
+        heartbeats: The workers that send heartbeats.
     """
 
     def __init__(self, shared: Collaborators, *, clock: LoopClock, settle: Callable[[], None]) -> None:
@@ -389,7 +394,7 @@ class Admission:
         self._granted: OrderedDict[tuple[bytes, int], list[commands.GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._hands_over = shared.config.hand_over
-        self._paces = WorkerPaces()
+        self.paces = WorkerPaces()
         self._look = Deadline(settle, clock)
         self._search_from = -math.inf
         self.heartbeats = Heartbeats(_BEATS_TO_SILENCE * shared.config.heartbeat_s)
@@ -408,7 +413,7 @@ class Admission:
         """Load the records of the groups that workers had leased from an earlier server."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
-            self._paces.recover(lease, self.clock.time())
+            self.paces.recover(lease, self.clock.time())
             self.heartbeats.enter(lease.owner, self.clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
@@ -458,14 +463,14 @@ class Admission:
         equally many groups take turns.
         """
         now = self.clock.time()
-        self._paces.look(now)
+        self.paces.look(now)
         if self._held:
             versions = self._admitted(self._held.versions)
             if self._hands_over:
                 self._take_over(versions, now)
             if versions:
                 self._grant_to_waiting(versions, now)
-        self._look.at(self._paces.next_look(now))
+        self._look.at(self.paces.next_look(now))
 
     def grant_saved(self) -> None:
         """Grant leases while the group at the head of the queue has a saved prefix (tokens of an earlier attempt)."""
@@ -478,10 +483,10 @@ class Admission:
     def _grant_to_waiting(self, versions: set[int], now: float, *, only_saved: bool = False) -> None:
         waiting = [entry for version in versions for entry in self._held.at_version(version)]
         waiting = [(place, request) for place, request in waiting if self._num_free(request, now) > 0]
-        usual = min((self._paces.usual_pace(request.client, now) for _, request in waiting), default=0.0)
+        usual = min((self.paces.usual_pace(request.client, now) for _, request in waiting), default=0.0)
         line = [
             (
-                self._hands_over and self._paces.is_slow(request.client, usual),
+                self._hands_over and self.paces.is_slow(request.client, usual),
                 self._ledger.groups.leases.num_of_owner(request.client),
                 self._turns.turn_of(request.client),
                 place,
@@ -513,10 +518,10 @@ class Admission:
         """
         if request.incarnation != self._ledger.incarnation:
             return 0
-        return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
+        return request.body.max_groups - len(request.granted) - self.paces.num_kept(request.client, now)
 
     def _take_over(self, admitted: set[int], now: float) -> None:
-        while (group := self._paces.first_on_offer()) is not None and self._ledger.room.has_room():
+        while (group := self.paces.first_on_offer()) is not None and self._ledger.room.has_room():
             is_due = group.deadline <= self._ledger.next_plan
             takers = [
                 version
@@ -531,7 +536,7 @@ class Admission:
             if (taker := self._fastest_taker(group, takers, now)) is None:
                 self._search_from = now + _SEARCH_S * len(self._held)
                 return
-            self._paces.take_over(group, taker, now)
+            self.paces.take_over(group, taker, now)
             self._replies.push(group.worker, operations.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
@@ -540,37 +545,22 @@ class Admission:
         Only workers whose engine serves one of ``versions`` may take over the group.
         """
         paces = [
-            (self._paces.usual_pace(request.client, now), request.client)
+            (self.paces.usual_pace(request.client, now), request.client)
             for version in versions
             if version >= group.engine_version
             for _, request in self._held.at_version(version)
             if request.client != group.worker and self._num_free(request, now) > 0
         ]
         usual, taker = min(paces, default=(math.inf, b""))
-        return taker if self._paces.is_slow(group.worker, usual) else None
+        return taker if self.paces.is_slow(group.worker, usual) else None
 
-    def ended(self, client: bytes, command: commands.Put | commands.Release) -> None:
+    def ended(self, command: commands.Put | commands.Release) -> None:
         """Record that a worker stored or released a group, or that a filter dropped the group."""
         if isinstance(command, commands.Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
             ended, num_tokens = command, None
-        self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
-
-    def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """Record that a worker saved the prefix (tokens so far) of a group.
-
-        The group's longest sample has ``longest_response`` tokens.
-        """
-        self._paces.saved(group_id, attempt, longest_response)
-
-    def revoked(self, group_id: int, attempt: int) -> None:
-        """Record that a worker lost its lease on a group."""
-        self._paces.revoked(group_id, attempt)
-
-    def finished(self, group_ids: Iterable[int]) -> None:
-        """Forget groups that were consumed or dropped."""
-        self._paces.finished(group_ids)
+        self.paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def _grant_one(self, request: WaitingWorker, served: list[WaitingWorker], now: float) -> bool:
         granted = request.granted
@@ -579,7 +569,7 @@ class Admission:
         for lease in new:
             if lease.progress is None:
                 self._store.prefixes.remove(lease.group_id)
-            self._paces.granted(lease, now)
+            self.paces.granted(lease, now)
         if new:
             self._turns.take(request.client)
         granted.extend(new)
@@ -621,12 +611,12 @@ class Admission:
                 self._give_back(lease.granted(), "undelivered")
         if not self._ledger.groups.leases.of_owner(client):
             self.heartbeats.leave(client)
-            self._paces.forget(client)
+            self.paces.forget(client)
 
     def take_from(self, client: bytes) -> None:
         """Revoke the leases of a worker whose heartbeats have stopped, before the leases expire."""
         self._held.withdraw(client)
-        self._paces.forget(client)
+        self.paces.forget(client)
         if taken := self._ledger.apply(commands.TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
 
@@ -646,7 +636,7 @@ class Admission:
             )
         self._held.withdraw(client)
         self.heartbeats.leave(client)
-        self._paces.forget(client)
+        self.paces.forget(client)
         return buried[client]
 
 

@@ -309,7 +309,7 @@ async def test_a_renewal_of_very_many_leases_is_refused_at_once_and_holds_up_no_
         assert [type(refusal) for refusal in await refusals] == [WireError] * 20
         other = run.client()
         with pytest.raises(WireError, match=f"Expected `array` of length <= {MAX_LEASES}"):
-            await other.connection.call(Renew(((0, 0),) * (MAX_LEASES + 1)))
+            await other.connection.link.call(Renew(((0, 0),) * (MAX_LEASES + 1)))
         assert asyncio.get_running_loop().time() - began < 4.0
         assert (await modest.stats()).groups["leased"] == 1
         for link in links:

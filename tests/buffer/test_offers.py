@@ -243,9 +243,9 @@ async def test_what_is_no_offer_no_version_and_no_time_is_refused():
             await client.loaded(0, float("nan"))
         for known in ("3", (3,)):
             with pytest.raises(WireError, match=r"Expected `(array|str)`, got `(str|int)`"):
-                await client.connection.call(Pin(0, 1, known))
+                await client.connection.link.call(Pin(0, 1, known))
         with pytest.raises(WireError, match="missing required field `digest`"):
-            await client.connection.call(Offer(offer={"version": 0, "manifest": ""}))
+            await client.connection.link.call(Offer(offer={"version": 0, "manifest": ""}))
 
 
 async def test_the_first_workers_lease_before_the_last_of_many_are_told_of_new_weights():
