@@ -21,10 +21,9 @@ from asyncrl.core.errors import AsyncRLError, ReplayBufferError
 
 from . import commands, operations
 from .encoding import Message
-from .frames import in_memory, size_of
+from .frames import Frames, in_memory, size_of
 from .journal import AppendOnlyFile, Begin, Head, Journal, Recovered, Reference, read_contents
 from .operations import Checkpointed
-from .records import Frames
 from .store_links import StoreLinks
 from .waiting import Collaborators, PendingWrites
 

@@ -14,8 +14,7 @@ from asyncrl.core.errors import AsyncRLError, StoreFull, UnknownGroup
 
 from . import operations
 from .encoding import Message
-from .frames import FramesOnDisk, in_memory, size_of
-from .records import Frames
+from .frames import Frames, FramesOnDisk, in_memory, size_of
 from .waiting import Replies
 
 logger = logging.getLogger(__name__)

@@ -33,8 +33,8 @@ import xxhash
 from asyncrl.core.errors import ReplayBufferError
 
 from .commands import Put
-from .frames import FramesOnDisk, Written, frames_at
-from .records import Command, Frames, LedgerOutcome, LoggedFrames, Row, leaves
+from .frames import Frames, FramesOnDisk, LoggedFrames, Written, frames_at
+from .records import Command, LedgerOutcome, Row, leaves
 
 logger = logging.getLogger(__name__)
 

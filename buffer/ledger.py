@@ -26,14 +26,15 @@ from .account import (
     WORKER_DIED,
     Account,
     AttemptHistory,
+    Attempts,
     EndedAttempt,
     IdSet,
 )
-from .attempts import Attempts
 from .checkpoints import Marks, decide_return
 from .config import OnStale
+from .frames import LoggedFrames
 from .groups import Group, GroupState, GroupTable
-from .records import Command, LedgerOutcome, LoggedFrames, Result, leaves
+from .records import Command, LedgerOutcome, Result, leaves
 from .rule import Room, StalenessRule, choose_batch, dropped_by, find_filters, find_order, rank_of
 
 

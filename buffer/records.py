@@ -5,7 +5,6 @@ and `buffer.operations` define them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -109,12 +108,3 @@ def leaves(base: type) -> list[Any]:
     """Return the subclasses of a class that have no subclasses themselves."""
     subclasses = base.__subclasses__()
     return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
-
-
-Frames = Sequence[Any]
-"""The encoded bytes of a prompt, a saved prefix or a trajectory group, in memory or as `FramesOnDisk`."""
-LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Maps (kind, key) to the frames of a command, or to a number that identifies frames in the journal.
-
-The number 0 removes the frames. `Journal` describes the keys.
-"""

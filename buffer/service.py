@@ -35,12 +35,12 @@ from .config import BufferConfig
 from .description import LedgerNotes, describe_group, plan_wait
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .fetches import FetchReplies
-from .frames import FramesOnDisk, size_of
+from .frames import Frames, FramesOnDisk, size_of
 from .journal import Journal, Recovered
 from .ledger import Ledger
 from .offers import OfferRequests
 from .operations import Done
-from .records import MAX_COUNT, MAX_REASON, Answer, Frames
+from .records import MAX_COUNT, MAX_REASON, Answer
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
 from .store_links import StoreJoins, StoreLinks

@@ -21,10 +21,10 @@ from .checkpoint_parts import PartWriter
 from .config import BufferConfig
 from .encoding import JOIN_BELOW_BYTES, Message, Send
 from .fetches import FetchReplies
-from .frames import in_memory, size_of
+from .frames import Frames, in_memory, size_of
 from .journal import Journal, numbers_of, read_contents
 from .operations import Done
-from .records import Answer, Frames, Key
+from .records import Answer, Key
 from .stores import FrameTable
 from .waiting import HeldRequests, PendingWrites, Replies, handlers_of
 

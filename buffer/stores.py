@@ -11,9 +11,8 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError, StoreFull, UnknownGroup
 
-from .frames import FramesOnDisk, in_memory, size_of
+from .frames import Frames, FramesOnDisk, in_memory, size_of
 from .ledger import Ledger
-from .records import Frames
 
 logger = logging.getLogger(__name__)
 

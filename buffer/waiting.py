@@ -21,12 +21,12 @@ from asyncrl.core.types import GroupSummary
 from . import commands, operations
 from .config import BufferConfig
 from .encoding import PUSH_ID, Message, Send, failure_of
-from .frames import size_of
+from .frames import Frames, size_of
 from .groups import Group
 from .ledger import Ledger
 from .operations import Checkpointed, NothingYet
 from .pace import Heartbeats, RunningGroup, WorkerPaces
-from .records import Answer, Frames, Key, Push
+from .records import Answer, Key, Push
 from .sockets import Deadline, LoopClock
 from .stores import PayloadStore
 

@@ -21,8 +21,8 @@ from asyncrl.core.errors import (
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
 from buffer.commands import OPERATIONS
 from buffer.encoding import Message
+from buffer.frames import Frames
 from buffer.operations import Connect, Payloads, RenewKeys
-from buffer.records import Frames
 from buffer.server import ServerSocket
 from buffer.stores import PayloadStore
 from buffer.waiting import handlers_of
