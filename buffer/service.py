@@ -33,9 +33,9 @@ from .checkpoint_parts import CheckpointRequests
 from .commands import PutResult
 from .config import BufferConfig
 from .description import LedgerNotes, describe_group, plan_wait
-from .encoding import JOIN_BELOW_BYTES, Message, Send
+from .encoding import Message, Send
 from .fetches import FetchReplies
-from .frames import Frames, FramesOnDisk, size_of
+from .frames import Frames, size_of
 from .journal import Journal, Recovered
 from .ledger import Ledger
 from .offers import OfferRequests
@@ -44,7 +44,7 @@ from .records import MAX_COUNT, MAX_REASON, Answer
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
 from .store_links import StoreJoins, StoreLinks
-from .stores import PayloadStore
+from .stores import PayloadStore, PayloadWriter
 from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
@@ -99,6 +99,7 @@ class BufferService:
         self._fetches = FetchReplies(self._replies, config.max_stored_bytes)
         self._refused_for_space, self._refused_prompts = set[bytes](), set[bytes]()
         self._journal = journal
+        self._writer = PayloadWriter(journal, fits_in_memory=self._store.fits_in_memory, refuse=self._refuse)
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
         recorder = record.current()
@@ -135,35 +136,6 @@ class BufferService:
             refused = self._refused_prompts if isinstance(request.body, commands.Enqueue) else self._refused_for_space
             refused.add(request.client)
         self._replies.fail(request, error)
-
-    def _is_written_first(self, num_bytes: int) -> bool:
-        """Return whether the journal writes a payload of ``num_bytes`` bytes before the payload's command.
-
-        The journal writes a payload first if the payload is large, or does not fit within the bound on memory.
-        """
-        if self._journal is None:
-            return False
-        return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
-
-    def _when_kept(self, request: Message, store: Callable[[Frames], None]) -> None:
-        """Call ``store`` with the payload. If the journal writes the payload first, call ``store`` after the write."""
-        if self._journal is None or not self._is_written_first(size_of(request.payload)):
-            store(request.payload)
-            return
-
-        def then(kept: FramesOnDisk | ReplayBufferError) -> None:
-            try:
-                if isinstance(kept, ReplayBufferError):
-                    raise kept
-                store(kept)
-            except AsyncRLError as refusal:
-                self._refuse(request, refusal)
-            except Exception as failure:
-                name = request.body.name
-                logger.exception("%s failed", name)
-                self._refuse(request, ReplayBufferError(f"the buffer failed at {name}: {failure!r}"))
-
-        self._journal.keep(request.payload, then)
 
     def settle(self) -> None:
         """Answer held requests that can be answered now, tell workers about revoked leases, and reset the timers."""
@@ -384,13 +356,13 @@ class BufferService:
             )
         elif group is not None and not group.num_bytes:
             raise StoreLost(f"no store holds group {put.key[0]} attempt {put.key[1]}; send the group again")
-        is_easy = not self._is_written_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)
+        is_easy = not self._writer.writes_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(request, put, request.payload)
         else:
             reserve = commands.Reserve(group_id=put.key[0], attempt=put.key[1], num_bytes=put.num_bytes)
             self._make_room(request.client, reserve)
-            self._when_kept(request, partial(self._store_group, request, put))
+            self._writer.write(request, partial(self._store_group, request, put))
 
     def _store_group(self, request: Message, put: commands.Put, kept: Frames) -> None:
         client, group_id = request.client, put.key[0]
@@ -428,7 +400,7 @@ class BufferService:
             self._store.prefixes.put(save.group_id, request.payload)
             self._replies.answer(request, Done())
 
-        self._when_kept(request, store)
+        self._writer.write(request, store)
 
     # Batches
 

@@ -19,13 +19,13 @@ from . import commands, operations
 from .account import IdSet
 from .checkpoint_parts import PartWriter
 from .config import BufferConfig
-from .encoding import JOIN_BELOW_BYTES, Message, Send
+from .encoding import Message, Send
 from .fetches import FetchReplies
 from .frames import Frames, in_memory, size_of
 from .journal import Journal, numbers_of, read_contents
 from .operations import Done
 from .records import Answer, Key
-from .stores import FrameTable
+from .stores import FrameTable, PayloadWriter
 from .waiting import HeldRequests, PendingWrites, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
@@ -48,6 +48,7 @@ class StoreService:
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
         self._parts = PartWriter(journal)
+        self._writer = PayloadWriter(journal, fits_in_memory=self._fits_in_memory, refuse=self._refuse)
         self._pending = PendingWrites(HeldRequests(self._replies, config.request_timeout_s / 2))
         self._handlers = handlers_of((self,))
         if journal is not None:
@@ -127,12 +128,13 @@ class StoreService:
                 f"{size} bytes do not fit: {self._payloads.num_bytes} bytes are stored, and the limit is {self._limit}"
             )
         self._reserved[key] = size
-        then = partial(self._store, request, key)
-        if self._journal is None or (size < JOIN_BELOW_BYTES and self._fits_in_memory(size)):
-            then(request.payload)
-        else:
-            self._journal.keep(request.payload, then)
+        self._writer.write(request, partial(self._store, request, key))
         return None
+
+    def _refuse(self, request: Message, error: AsyncRLError) -> None:
+        """Answer a put whose payload the journal could not write with an error. Its reserved bytes become free."""
+        self._reserved.pop((request.body.group_id, request.body.attempt), None)
+        self._replies.fail(request, error)
 
     def _fits_in_memory(self, size: int) -> bool:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
@@ -142,18 +144,13 @@ class StoreService:
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
-    def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
+    def _store(self, request: Message, key: Key, kept: Frames) -> None:
         self._reserved.pop(key, None)
-        try:
-            if isinstance(kept, ReplayBufferError):
-                raise kept
-            if self._is_wanted(key):
-                if self._journal is not None:
-                    self._journal.note({("payload", number_of(key)): kept})
-                self._keep(key, request.payload if self._fits_in_memory(size_of(request.payload)) else kept)
-            self._replies.answer(request, Done())
-        except ReplayBufferError as failure:
-            self._replies.fail(request, failure)
+        if self._is_wanted(key):
+            if self._journal is not None:
+                self._journal.note({("payload", number_of(key)): kept})
+            self._keep(key, request.payload if self._fits_in_memory(size_of(request.payload)) else kept)
+        self._replies.answer(request, Done())
 
     def _keep(self, key: Key, payload: Frames) -> None:
         """Keep a payload. Read a payload on disk if it fits in memory. Raises `OSError` if the read fails."""
