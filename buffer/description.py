@@ -84,9 +84,14 @@ def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
     group = ledger.groups.get(group_id)
     known: dict[str, Any] = {"group_id": group_id}
     if group is None:
-        is_finished = group_id in ledger.history.finished
-        state = "consumed or dropped" if is_finished else "unknown: it was never queued"
-        known |= {"state": state, "num_attempts": ledger.history.num_attempts(group_id)}
+        num_attempts = ledger.history.num_attempts(group_id)
+        if group_id in ledger.history.finished:
+            state = "consumed or dropped"
+        elif num_attempts:
+            state = "not queued: it finished after the checkpoint that the learner went back to"
+        else:
+            state = "unknown: it was never queued"
+        known |= {"state": state, "num_attempts": num_attempts}
     else:
         described = group.describe(ledger.learner_version, now)
         if group.state is GroupState.queued:  # leave out the lease's fields, because a queued group has no lease

@@ -478,11 +478,9 @@ class GroupTable:
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
+            where = f" of host {place.host} at {place.address}" if place.address else ""
             what = "was not replaced after the resume" if place.is_awaited else "is lost"
-            raise UnknownGroup(
-                f"the trajectories of group {group_id} are lost: the store of host {place.host} at {place.address} "
-                f"{what}"
-            )
+            raise UnknownGroup(f"the trajectories of group {group_id} are lost: store {group.store}{where} {what}")
         return group
 
     def is_planned(self, group_id: int) -> bool:
