@@ -219,7 +219,9 @@ async def test_an_exception_of_any_kind_answers_its_client_and_the_server_goes_o
 
         with monkeypatch.context() as broken:
             broken.setattr(BufferService, "_totals", fail)
-            with pytest.raises(ReplayBufferError, match=r"the buffer failed at .*RuntimeError: a defect; its log"):
+            with pytest.raises(
+                ReplayBufferError, match=r"the buffer failed at .*RuntimeError: a defect; see the server's log"
+            ):
                 await client.stats()
             broken.setattr(BufferService, "settle", fail)
             with pytest.raises(ReplayBufferError, match="RuntimeError"):
