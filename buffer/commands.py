@@ -6,6 +6,7 @@ in its journal, and decides nothing again.
 
 A new command touches four files: its record and its outcome stand here, ``_decide_<name>`` and ``_enact_<name>`` in
 `buffer.ledger`, its handler ``on_<name>`` in `buffer.service`, and the method that sends it in `buffer.role_clients`.
+The server itself applies the two commands without ``roles``, so these have neither a handler nor such a method.
 """
 
 from enum import StrEnum

@@ -3,8 +3,9 @@
 An operation is a request of a client. A push is a message from a server that no request asked for. `buffer.commands`
 has the operations that the ledger decides.
 
-A new operation touches three files: its record and its answer stand here, its handler ``on_<name>`` in `buffer.service`
-(an operation of store servers: `buffer.store_servers`), and the method that sends it in `buffer.role_clients`.
+A new operation touches three files: its record and its answer stand here, its handler ``on_<name>`` in
+`buffer.service`, and the method that sends it in `buffer.role_clients`. `buffer.store_servers` handles the operations
+that the ledger's server sends, and `buffer.store_links` and `buffer.checkpoint_parts` send them.
 """
 
 from typing import Annotated, Any
