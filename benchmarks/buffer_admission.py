@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from asyncrl.core.types import GroupSummary
 from buffer import BufferConfig, Ledger, StalenessRule
-from buffer.commands import Commit, Enqueue, LeaseGroups, PlanBatch, Put, SavePrefix, TakeBack
-from buffer.outcomes import GrantedLease, Progress
+from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Progress, Put, SavePrefix, TakeBack
 
 _NUM_WORKERS = 4
 _TOKENS_PER_TICK = 50

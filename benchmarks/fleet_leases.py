@@ -26,8 +26,9 @@ import zmq
 
 from asyncrl.core.types import Lease, Prompt, WeightOffer
 from benchmarks.buffer import group_of
-from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient, commands
+from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient, commands, operations
 from buffer.encoding import Message, error_of, frames_of, group_frames, parse_answers
+from buffer.records import Operation
 from buffer.sockets import Channel, client_context
 
 NUM_WORKERS = 1000
@@ -130,12 +131,12 @@ class SimulatedWorker:
         self._version = -1
         self._lease_id = 0
         self._channel = Channel(socket, self._on_message)
-        self._send(self._request(commands.Hello(produces=True)), self._next_offer())
+        self._send(self._request(operations.Hello(produces=True)), self._next_offer())
 
     def _next_offer(self) -> Message:
-        return self._request(commands.NextOffer(self._version + 1))
+        return self._request(operations.NextOffer(self._version + 1))
 
-    def _request(self, operation: commands.Operation[Any], payload: Sequence[Any] = ()) -> Message:
+    def _request(self, operation: Operation[Any], payload: Sequence[Any] = ()) -> Message:
         return Message(request_id=next(self._ids), body=operation, payload=payload)
 
     def _send(self, *requests: Message) -> None:
@@ -149,18 +150,18 @@ class SimulatedWorker:
     def _on_message(self, frames: list[zmq.Frame]) -> None:
         for answer in parse_answers(frames):
             match answer.body:
-                case commands.Offered(offer=offer):
+                case operations.Offered(offer=offer):
                     self._load(offer.version)
                 case commands.Leased(leases=leases):
                     self._on_leases(answer.request_id, leases)
-                case commands.Failure() as failure:
+                case operations.Failure() as failure:
                     raise error_of(failure)
 
     def _load(self, version: int) -> None:
         """Report the version as loaded. Cancel a pending request for leases at the previous version."""
         before, self._version = self._lease_id, version
-        taken_back = [self._request(commands.Cancel(before))] if before else []
-        loaded = self._request(commands.Loaded(version=version, seconds=0.0, engine=self._name))
+        taken_back = [self._request(operations.Cancel(before))] if before else []
+        loaded = self._request(operations.Loaded(version=version, seconds=0.0, engine=self._name))
         self._send(*taken_back, loaded, self._ask(), self._next_offer())
 
     def _on_leases(self, request_id: int, leases: Sequence[commands.LeasedGroup]) -> None:

@@ -22,7 +22,7 @@ from asyncrl.core.errors import EngineLost
 from asyncrl.core.lives import keep_up
 from asyncrl.core.types import Prompt, WeightOffer
 from buffer import BufferClient, BufferConfig, ControlClient, LearnerClient, WorkerClient
-from buffer.outcomes import Granted
+from buffer.commands import Granted
 from buffer.server import BufferServer
 from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineKind, RolloutFleetConfig

@@ -25,8 +25,9 @@ import zmq
 from asyncrl.core.types import Prompt, WeightOffer
 from benchmarks.buffer import group_of
 from buffer import BufferClient, BufferConfig, BufferProcess, ControlClient, LearnerClient, WorkerClient
-from buffer.commands import Failure, Loaded, NextOffer, Offered, Operation
 from buffer.encoding import Message, error_of, frames_of, parse_answers
+from buffer.operations import Failure, Loaded, NextOffer, Offered
+from buffer.records import Operation
 from buffer.sockets import Channel, client_context
 
 NUM_ENGINES = 1000

@@ -10,7 +10,7 @@ the disk. A failed store server has no part.
 import asyncio
 import logging
 import shutil
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,21 +18,19 @@ from typing import Any
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError
 from asyncrl.core.host import flush_to_disk, replace_folder
 
-from . import commands
-from .commands import Answer, Checkpointed
+from . import commands, operations
 from .encoding import Message
-from .frames import in_memory, size_of
+from .frames import Frames, in_memory, size_of
 from .journal import AppendOnlyFile, Begin, Head, Journal, Recovered, Reference, read_contents
-from .records import Frames
+from .operations import Checkpointed
 from .store_links import StoreLinks
-from .waiting import Collaborators, HeldRequests
+from .waiting import Collaborators, PendingWrites
 
 logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
 """Name of a value in the journal: the keys (names) of the checkpoints that the ledger remembers."""
-_MAX_REMEMBERED = 4
 
 
 def store_part(number: int) -> str:
@@ -126,46 +124,8 @@ def _write_part(
     return summary
 
 
-class PendingWrites:
-    """Requests that wait until files are written. A repeated request with the same ``key`` waits for the same files."""
-
-    def __init__(self, held: HeldRequests) -> None:
-        self._held = held
-        self._writes: dict[str, asyncio.Future[Checkpointed]] = {}
-
-    def wait(self, request: Message, begin: Callable[[], Awaitable[Checkpointed]]) -> None:
-        """Answer a request when its write is complete.
-
-        ``begin`` returns the coroutine that writes. ``begin`` is not called if an earlier copy of the request has begun
-        the write.
-        """
-        key = request.body.key
-        if key not in self._writes:
-            self._writes[key] = write = asyncio.ensure_future(begin())
-            write.add_done_callback(lambda _: self._settle())
-            for old in [key for key, known in self._writes.items() if known.done()][:-_MAX_REMEMBERED]:
-                del self._writes[old]
-        self._held.hold(request)
-        if self._writes[key].done():
-            self._settle()
-
-    def _settle(self) -> None:
-
-        def answer_to(request: Message) -> Answer | None:
-            write = self._writes[request.body.key]
-            return write.result() if write.done() and not write.cancelled() else None
-
-        self._held.answer(answer_to)
-
-    def close(self) -> None:
-        """Cancel the writes."""
-        for write in self._writes.values():
-            write.cancel()
-        self._held.close()
-
-
 class CheckpointRequests:
-    """Handles the operation `Checkpoint` on the ledger's server, and loads the state of an earlier server at the start.
+    """Writes the checkpoints of the ledger's server, and loads the state of an earlier server at the start.
 
     Args:
         journal: The server's own journal, if it has one.
@@ -226,11 +186,12 @@ class CheckpointRequests:
                     "buffer.num_store_servers and buffer.stores_on of the checkpoint"
                 )
 
-    def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Write a checkpoint, and answer after the write. A repeated request waits for the same write."""
-        self._ledger.apply(checkpoint)
-        self.note_marks()
-        self._pending.wait(request, lambda: self._write(checkpoint))
+    def begin(self, request: Message) -> None:
+        """Write the checkpoint of a `Checkpoint` request, and answer after the write.
+
+        A repeated request waits for the same write.
+        """
+        self._pending.wait(request, lambda: self._write(request.body))
 
     def note_marks(self) -> None:
         """Record in the journal to which checkpoints the ledger can go back. A resumed run reads this record."""
@@ -260,7 +221,7 @@ class CheckpointRequests:
         """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
-            save = commands.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
+            save = operations.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
         await asyncio.sleep(0)  # let the tasks above send `SavePart` before the snapshot below
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}

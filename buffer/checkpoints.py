@@ -13,7 +13,7 @@ from msgspec import convert, to_builtins
 
 from asyncrl.core.errors import ReplayBufferError
 
-from . import outcomes
+from . import commands
 from .account import Account, AttemptHistory
 from .groups import GroupTable
 from .records import Key, Row
@@ -120,7 +120,7 @@ class Marks:
         self._by_version = {mark.version: mark for mark in convert(values, list[Mark])}
 
 
-def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> outcomes.Rewound:
+def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> commands.Rewound:
     """Decide which groups the buffer keeps when the learner goes back to ``version``. Change nothing yet.
 
     Returns the ids of the groups that must be dropped or revoked, and new deadlines of other groups. A run may resume
@@ -142,7 +142,7 @@ def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, pref
         rank = rank_of(prefer, result, deadline)
         if (deadline, rank) != (group.deadline, group.rank):
             moved.append((group.group_id, deadline, rank))
-    return outcomes.Rewound(
+    return commands.Rewound(
         is_new=True,
         group_ids=tuple(group.group_id for group in lost),
         revoked=tuple(group.group_id for group in groups.leases.all()),

@@ -23,11 +23,11 @@ from asyncrl.core import record
 from asyncrl.core.errors import NotAllowed, ReplayBufferError, StoreFull, WireError
 from asyncrl.core.stacks import missed
 
-from . import commands
-from .commands import Answer, Key, NothingYet, Operation
+from . import commands, operations
 from .encoding import JOIN_BELOW_BYTES, PUSH_ID, Message, error_of, frames_of, parse_answers
 from .keys import ClientKeys, secure_client
-from .records import Reply
+from .operations import NothingYet
+from .records import Answer, Key, Operation, Push, Reply
 from .sockets import (
     Channel,
     Chunk,
@@ -224,12 +224,12 @@ class ClientSocket:
             answer = await self._begin(Message(request_id=request_id, body=operation, payload=payload), caller)
         finally:
             self._unanswered.pop(request_id, None)
-        if isinstance(answer.body, commands.Failure):
+        if isinstance(answer.body, operations.Failure):
             raise error_of(answer.body)
         return answer
 
     async def call(self, operation: Operation[Reply], payload: Sequence[Any] = (), *, caller: str = "") -> Reply:
-        """Send a request, and return the body of its answer (a record of `buffer.commands`).
+        """Send a request, and return the body of its answer (an `Answer`).
 
         The request is repeated while the server answers `NothingYet`. Raises the errors of `request`.
         """
@@ -252,7 +252,7 @@ class ClientSocket:
             if (
                 not answer.cancelled()
                 and answer.exception() is None
-                and not isinstance(answer.result().body, commands.Failure)
+                and not isinstance(answer.result().body, operations.Failure)
             ):
                 on_answer(answer.result().body)
 
@@ -363,7 +363,9 @@ class ClientSocket:
         if is_connected:
             self._refusal = None
             self._connect_id = next(self._ids)
-            self._control.send(frames_of(self._epoch, [Message(request_id=self._connect_id, body=commands.Connect())]))
+            self._control.send(
+                frames_of(self._epoch, [Message(request_id=self._connect_id, body=operations.Connect())])
+            )
 
     def _on_refused(self, used: ClientKeys | None) -> None:
         """Connect again if the client has newer keys than ``used``. Otherwise fail all requests."""
@@ -400,9 +402,9 @@ class ClientSocket:
         self.fail_all(refusal)
 
     def _on_connected(self, answer: Answer) -> None:
-        if not isinstance(answer, commands.Connected):
+        if not isinstance(answer, operations.Connected):
             self._refuse(
-                error_of(answer) if isinstance(answer, commands.Failure) else WireError(f"{answer} names no run")
+                error_of(answer) if isinstance(answer, operations.Failure) else WireError(f"{answer} names no run")
             )
             return
         self._epoch, port = answer.epoch, answer.bulk_port
@@ -472,16 +474,16 @@ class ClientSocket:
             self.fail_all(error)
             return
         for answer in answers:
-            if isinstance(answer.body, commands.NewKeys):
+            if isinstance(answer.body, operations.NewKeys):
                 self._begin_with_newest_keys()
-            elif isinstance(answer.body, commands.Push):
+            elif isinstance(answer.body, Push):
                 self._on_push(answer.body)
-            elif answer.request_id == PUSH_ID and isinstance(answer.body, commands.Failure):
+            elif answer.request_id == PUSH_ID and isinstance(answer.body, operations.Failure):
                 self.fail_all(error_of(answer.body))
             elif answer.request_id == self._connect_id:
                 self._on_connected(answer.body)
             else:
-                if isinstance(answer.body, commands.Payloads):
+                if isinstance(answer.body, operations.Payloads):
                     self.num_read = max(self.num_read, answer.request_id)
                 unanswered = self._unanswered.get(answer.request_id)
                 if unanswered is not None and not unanswered.reply.done():
@@ -489,7 +491,7 @@ class ClientSocket:
 
 
 class BufferClient:
-    """Sends requests to a buffer. The client connects at the first call, and only the loop of that call may use it.
+    """The connections to a buffer. The client connects at the first call, and only the loop of that call may use it.
 
     Args:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
@@ -572,8 +574,8 @@ class BufferClient:
             epoch=self._epoch,
         )
 
-    def _push(self, push: commands.Push) -> None:
-        if isinstance(push, commands.Space):
+    def _push(self, push: Push) -> None:
+        if isinstance(push, operations.Space):
             self._space.set()
             self._space = asyncio.Event()
         elif (on_push := self.on_push.get(type(push))) is not None:
@@ -603,14 +605,6 @@ class BufferClient:
 
     # Requests
 
-    async def call(self, operation: Operation[Reply], payload: Sequence[Any] = ()) -> Reply:
-        """Send a request to the buffer's server, and return the body of its answer (a record of `buffer.commands`).
-
-        ``payload`` holds the frames (encoded prompts or trajectories) that are sent with the request. Raises the errors
-        of `ClientSocket.request`.
-        """
-        return await self.link.call(operation, payload)
-
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
         """Send a request, and return the body of its answer. Repeat the request while the buffer is full.
 
@@ -621,7 +615,7 @@ class BufferClient:
             # Read the event before sending the request. A report of free bytes during the request then sets this event.
             space = self._space
             try:
-                return await self.call(operation, payload)
+                return await self.link.call(operation, payload)
             except StoreFull:
                 with suppress(TimeoutError):
                     async with asyncio.timeout(self.timeout_s / 2):
@@ -657,7 +651,7 @@ class BufferClient:
         reserve = commands.Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)
         return await (link or self.link).call(reserve, caller="put")
 
-    async def hello(self, hello: commands.Hello, caller: str) -> commands.Welcome:
+    async def hello(self, hello: operations.Hello, caller: str) -> operations.Welcome:
         """Send a greeting, and return the server's settings for clients. Error messages name ``caller``."""
         sent_ns = time.monotonic_ns()
         welcome = await self.link.call(hello, caller=caller)
@@ -667,9 +661,9 @@ class BufferClient:
     async def hello_for_clock(self, caller: str) -> None:
         """Measure the server's clock if this process records a profile and the server may run on another host."""
         if record.current() is not None and self._has_other_clock is not False:
-            await self.hello(commands.Hello(), caller)
+            await self.hello(operations.Hello(), caller)
 
-    def note_clock(self, sent_ns: int, welcome: commands.Welcome) -> None:
+    def note_clock(self, sent_ns: int, welcome: operations.Welcome) -> None:
         """Record the offset between the server's clock and this host's clock, if these are different clocks.
 
         ``sent_ns`` is the time of `time.monotonic_ns` at which the client sent the request for ``welcome``.

@@ -1,97 +1,121 @@
-"""Every message between the buffer's clients and servers: operations (requests), answers, and pushes.
+"""The commands: the operations that the ledger decides. Each command stands after its outcome and its own answer.
 
-A push is a message from a server that no request asked for.
+A command is one record: a client sends it, the server checks its ``roles``, the ledger applies it, and the journal
+stores it with its outcome. An outcome is the ledger's decision about a command. A restarted server applies the outcomes
+in its journal, and decides nothing again.
 
-The server refuses an operation if ``roles`` of the operation lacks the client's role. A `Command` is an operation that
-the ledger decides. To add an operation, write a record here, a method ``on_<name>`` of the service, and a method of a
-client that sends the operation.
+A new command touches four files: its record and its outcome stand here, ``_decide_<name>`` and ``_enact_<name>`` in
+`buffer.ledger`, its handler ``on_<name>`` in `buffer.service`, and the method that sends it in `buffer.role_clients`.
+The server itself applies the two commands without ``roles``, so these have neither a handler nor such a method.
 """
 
-from typing import Annotated, Any
+from enum import StrEnum
+from typing import Annotated
 
 from msgspec import Meta
 
-from asyncrl.core.types import BufferStats, GroupSummary, WeightOffer
+from asyncrl.core.types import GroupSummary
 
-from .outcomes import (
-    AddedStore,
-    Committed,
-    DroppedStore,
-    Granted,
-    Lost,
-    Marked,
-    Planned,
-    Progress,
-    PutOutcome,
-    Queued,
-    Released,
-    Renewed,
-    Reserved,
-    Rewound,
-    Saved,
-    TakenBack,
-)
+from .operations import Checkpointed, Done, Totals
 from .records import (
+    CONTROLLER,
     MAX_COUNT,
-    MAX_REASON,
+    ROLLOUT,
     Answer,
-    BufferRole,
     Command,
     Count,
     Int64,
     Key,
     Keys,
+    LedgerOutcome,
     Operation,
-    Push,
     Row,
-    Seconds,
     Text,
     leaves,
 )
 
-_ROLLOUT, _LEARNER, _CONTROLLER, _INSPECTOR, _LEDGER = (frozenset({role}) for role in BufferRole)
-_EVERY = frozenset(BufferRole)
+# Prompts and leases
 
 
-# Answers and pushes
+class Queued(LedgerOutcome, frozen=True):
+    """The ids of the groups that were added to the queue."""
+
+    group_ids: tuple[int, ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the queue has a new prompt."""
+        return bool(self.group_ids)
 
 
-class Done(Answer, frozen=True):
-    """The operation is done."""
+class Enqueued(Answer, frozen=True):
+    """The prompts are queued.
 
-
-class NothingYet(Answer, frozen=True):
-    """The server cannot answer yet. The client repeats the request, and logs ``warning`` if it is not empty."""
-
-    warning: str = ""
-
-
-class Failure(Answer, frozen=True):
-    """A failure. The client raises the error class ``name`` of `asyncrl.core.errors` with this ``message``."""
-
-    name: str
-    message: str
-
-
-class Connected(Answer, frozen=True):
-    """The epoch (name of the run) of a server, and its port for large payloads. The port is 0 for a Unix socket."""
-
-    epoch: Text
-    bulk_port: Int64
-
-
-class Welcome(Answer, frozen=True):
-    """The server's settings for clients, and the server's time.
-
-    ``is_elsewhere`` is true if store servers hold the trajectories. ``clock`` identifies the clock of ``now_ns``.
+    If the controller wants outcomes, ``outcomes`` has the metadata of the groups finished since the previous answer.
     """
 
-    max_lag: int
-    groups_per_step: int
-    heartbeat_s: float
-    is_elsewhere: bool
-    clock: str
-    now_ns: int
+    outcomes: tuple[GroupSummary, ...] = ()
+
+
+class Enqueue(Command[Queued, Enqueued], frozen=True):
+    """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt.
+
+    After the first request with ``wants_outcomes``, the server keeps metadata of the newest finished groups for
+    later answers.
+    """
+
+    roles = CONTROLLER
+    is_held = True
+    group_ids: tuple[Int64, ...]
+    counts: tuple[Int64, ...] = ()
+    wants_outcomes: bool = False
+
+
+class Progress(Row, frozen=True, kw_only=True):
+    """The number of policy tokens in the saved prefix of an unfinished group, and their oldest and newest version."""
+
+    num_tokens: Count
+    oldest_version: Count
+    newest_version: Count
+
+
+class GrantedLease(Row, frozen=True, kw_only=True):
+    """A granted lease (a worker's right to generate a group).
+
+    Attributes:
+        attempt: Number of the attempt that the lease begins. Messages of earlier attempts do not change the lease.
+        engine_version: u, the policy version of the engine, or of the oldest token that the attempt continues.
+        deadline: u + max_lag, the last learner version that may consume the group.
+        owner: Id of the client that holds the lease.
+        request_id: Id of the owner's request that is answered with this lease.
+        expires_at: Time when the lease expires, in seconds on the buffer server's clock.
+        progress: Token count and versions of the saved prefix that the attempt continues; None without a prefix.
+    """
+
+    group_id: int
+    attempt: int
+    engine_version: int
+    deadline: int
+    owner: bytes = b""
+    request_id: int = 0
+    expires_at: float = 0.0
+    progress: Progress | None = None
+
+    @property
+    def num_inherited(self) -> int:
+        """Number of tokens in the prefix that the attempt continues."""
+        return 0 if self.progress is None else self.progress.num_tokens
+
+
+class Granted(LedgerOutcome, frozen=True, kw_only=True):
+    """The leases granted to one request. There are none if the queue is empty or no group may begin now."""
+
+    leases: tuple[GrantedLease, ...]
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a lease is granted."""
+        return bool(self.leases)
 
 
 class LeasedGroup(Row, frozen=True):
@@ -120,161 +144,6 @@ class Leased(Answer, frozen=True):
     leases: tuple[LeasedGroup, ...]
 
 
-class Reservation(Answer, frozen=True):
-    """The answer to `Reserve`.
-
-    ``address`` is the store server with the reserved bytes, if the run has store servers. If the sender has lost the
-    lease, ``is_held`` is false and nothing is reserved.
-    """
-
-    is_held: bool = True
-    address: str = ""
-
-
-class Batch(Answer, frozen=True):
-    """The answer to `PlanBatch`: metadata of the batch's groups, in order."""
-
-    groups: tuple[GroupSummary, ...]
-
-
-class Totals(Answer, frozen=True):
-    """The ledger's counts of groups, tokens and bytes."""
-
-    stats: BufferStats
-
-
-class Report(Answer, frozen=True):
-    """The contents of a server as plain values, for `buffer.inspect`."""
-
-    values: dict[str, Any]
-
-
-class Payloads(Answer, frozen=True):
-    """The answer to `Fetch` from a server that holds the trajectories. Their frames follow the record.
-
-    ``counts`` has the number of frames of each group.
-    """
-
-    counts: tuple[Int64, ...]
-
-
-class Places(Answer, frozen=True):
-    """The answer to `Fetch` if store servers hold the trajectories.
-
-    ``groups`` has one tuple per group: the index of the store in ``addresses``, the attempt number, and the digest of
-    the trajectories.
-    """
-
-    addresses: tuple[str, ...]
-    groups: tuple[tuple[int, int, bytes], ...]
-
-
-class Offered(Answer, frozen=True):
-    """The answer to `NextOffer`: weights that the worker's engine should load."""
-
-    offer: WeightOffer
-
-
-class Serving(Answer, frozen=True):
-    """The answer to `Served`: the oldest policy version that any engine serves.
-
-    ``seconds`` is the time of the slowest load of this version.
-    """
-
-    version: int
-    seconds: float
-
-
-class Names(Answer, frozen=True):
-    """The answer to `Pin` (the names of engines) or to `StoreWanted` (the name of one host)."""
-
-    names: tuple[str, ...]
-
-
-class Number(Answer, frozen=True):
-    """The answer to `Offer` (the oldest offered version) or to `Bury` (the worker's number of generated tokens)."""
-
-    value: int
-
-
-class Checkpointed(Answer, frozen=True, kw_only=True):
-    """The size of a checkpoint, or of one server's files in a checkpoint.
-
-    ``num_groups`` counts groups with trajectories. ``num_prefixes`` counts saved prefixes (tokens of unfinished
-    groups). ``num_bytes`` is the size of these trajectories and prefixes in bytes.
-    """
-
-    num_groups: int = 0
-    num_prefixes: int = 0
-    num_bytes: int = 0
-
-
-class Missing(Answer, frozen=True):
-    """The answer to `Reconcile`: ids of groups that the store lacks.
-
-    ``disk_bytes`` is the size of the store's payloads that are only on disk.
-    """
-
-    group_ids: tuple[int, ...]
-    disk_bytes: int = 0
-
-
-class Removed(Answer, frozen=True):
-    """The answer to `Remove`: the store has dropped the payloads.
-
-    ``disk_bytes`` is the size of the store's remaining payloads that are only on disk.
-    """
-
-    disk_bytes: int
-
-
-class Revoked(Push, frozen=True):
-    """The client has lost its lease on this group, and should stop the attempt."""
-
-    group_id: int
-    attempt: int
-
-
-class HandOn(Push, frozen=True):
-    """The buffer asks the client to hand these groups over to a faster worker."""
-
-    groups: tuple[Key, ...]
-
-
-class NewKeys(Push, frozen=True):
-    """The client's key was replaced. The client reads its key file again and reconnects."""
-
-
-class Space(Push, frozen=True):
-    """Bytes have become free. The client may repeat the requests that did not fit."""
-
-
-# Commands: operations that the ledger decides
-
-
-class Enqueued(Answer, frozen=True):
-    """The prompts are queued.
-
-    If the controller wants outcomes, ``outcomes`` has the metadata of the groups finished since the previous answer.
-    """
-
-    outcomes: tuple[GroupSummary, ...] = ()
-
-
-class Enqueue(Command[Queued, Enqueued], frozen=True):
-    """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt.
-
-    After the first request with ``wants_outcomes``, the server keeps metadata of the newest finished groups for
-    later answers.
-    """
-
-    roles = _CONTROLLER
-    is_held = True
-    group_ids: tuple[Int64, ...]
-    counts: tuple[Int64, ...] = ()
-    wants_outcomes: bool = False
-
-
 class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     """Request leases on up to ``max_groups`` prompts from the head of the queue.
 
@@ -282,7 +151,7 @@ class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     learner had gone back to a checkpoint when it made the engine's weights. The server sets ``request_id``.
     """
 
-    roles = _ROLLOUT
+    roles = ROLLOUT
     is_held = True
     has_large_answer = True
     engine_version: Int64
@@ -291,11 +160,35 @@ class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
     request_id: Int64 = 0
 
 
+class Renewed(LedgerOutcome, frozen=True, kw_only=True):
+    """The new expiry time of the renewed leases.
+
+    ``lost`` has the requested leases that the sender does not hold any more, as (group id, attempt number) pairs.
+    """
+
+    expires_at: float
+    lost: tuple[Key, ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """False: a restarted server renews all leases."""
+        return False
+
+
 class Renew(Command[Renewed, Done], frozen=True):
     """Extend leases, given as (group id, attempt number) pairs."""
 
-    roles = _ROLLOUT
+    roles = ROLLOUT
     leases: Keys
+
+
+class Saved(LedgerOutcome, frozen=True, kw_only=True):
+    """The saved prefix (tokens of a running group so far) is accepted."""
+
+    @property
+    def is_recorded(self) -> bool:
+        """True: the prefix belongs to the state."""
+        return True
 
 
 class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
@@ -308,7 +201,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
         longest_response: Number of tokens of the longest sample; -1 if unknown.
     """
 
-    roles = _ROLLOUT
+    roles = ROLLOUT
     group_id: Int64
     attempt: Int64
     progress: Progress
@@ -317,38 +210,23 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
     longest_response: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = -1
 
 
-class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
-    """Reserve bytes for the trajectories of a running group, in the store on ``host`` if possible."""
-
-    roles = _ROLLOUT
-    is_held = True
-    group_id: Int64
-    attempt: Int64
-    num_bytes: Int64
-    host: Text = ""
-
-
-class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
-    """Store a finished group. A repetition has no effect.
+class Released(LedgerOutcome, frozen=True, kw_only=True):
+    """The effect of a `Release`, a worker's report about an attempt without a result.
 
     Attributes:
-        continued: False if the worker started again without the saved prefix of an earlier attempt.
-        num_bytes: Size of the trajectories in bytes. If there are no store servers, the buffer's server sets this.
-        digest: XXH3 hash of the trajectories if a store server holds them.
-        num_left_out: Number of tokens in trajectories that are left out of the group, because their reward failed.
+        was_running: Whether the worker still held the lease. The report then ends the lease.
+        was_owed: Whether the attempt's lease was revoked, and the ledger still waits for the attempt's tokens.
+        is_dropped: Whether the group is dropped, because too many of its attempts failed.
     """
 
-    roles = _ROLLOUT
-    summary: GroupSummary
-    continued: bool = True
-    num_bytes: Int64 = 0
-    digest: bytes = b""
-    num_left_out: Count = 0
+    was_running: bool
+    was_owed: bool
+    is_dropped: bool = False
 
     @property
-    def key(self) -> Key:
-        """The (group id, attempt number) pair."""
-        return self.summary.group_id, self.summary.attempt
+    def is_recorded(self) -> bool:
+        """True if the ledger did not know the end of the attempt."""
+        return self.was_running or self.was_owed
 
 
 class Release(Command[Released, Released], frozen=True, kw_only=True):
@@ -362,13 +240,32 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
             attempts. With fewer failures, the group is queued again.
     """
 
-    roles = _ROLLOUT
+    roles = ROLLOUT
     group_id: Int64
     attempt: Int64
     num_tokens: Count
     reason: Text
     continued: bool = True
     max_failures: Count = 0
+
+
+class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
+    """Revoked leases: the leases have expired, or the worker that holds the leases is silent or dead.
+
+    Attributes:
+        group_ids: The groups whose leases are revoked. Their prompts are queued again, except those in ``dropped``.
+        num_lost: Number of tokens that a dead worker generated and did not save or report; None if no worker died.
+        dropped: Groups that end, because too many workers died or fell silent while they held a lease on the group.
+    """
+
+    group_ids: tuple[int, ...]
+    num_lost: int | None = None
+    dropped: tuple[int, ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a lease is revoked or a worker died."""
+        return bool(self.group_ids) or self.num_lost is not None
 
 
 class Expire(Command[TakenBack, Done], frozen=True):
@@ -386,6 +283,127 @@ class TakeBack(Command[TakenBack, Done], frozen=True):
     num_generated: int | None = None
 
 
+# Finished groups, and the stores that hold them
+
+
+class Reserved(LedgerOutcome, frozen=True, kw_only=True):
+    """The choice of a store for the trajectories of a running group, with room for their bytes.
+
+    Attributes:
+        store: Number of the store.
+        evicted: Ids of the groups that lose their trajectories or saved prefix, because the store needs their room.
+        is_choice: Whether the ledger chose among several stores. A restarted server must know the chosen store, because
+            the worker may have sent the trajectories there. With a single store, the put repeats the reservation.
+    """
+
+    store: int
+    evicted: tuple[int, ...] = ()
+    is_choice: bool = False
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a restarted server must know the evicted groups or the chosen store."""
+        return bool(self.evicted) or self.is_choice
+
+
+class Reservation(Answer, frozen=True):
+    """The answer to `Reserve`.
+
+    ``address`` is the store server with the reserved bytes, if the run has store servers. If the sender has lost the
+    lease, ``is_held`` is false and nothing is reserved.
+    """
+
+    is_held: bool = True
+    address: str = ""
+
+
+class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
+    """Reserve bytes for the trajectories of a running group, in the store on ``host`` if possible."""
+
+    roles = ROLLOUT
+    is_held = True
+    group_id: Int64
+    attempt: Int64
+    num_bytes: Int64
+    host: Text = ""
+
+
+class PutResult(StrEnum):
+    """What happens to a put (a finished group that a worker sends)."""
+
+    stored = "stored"
+    duplicate = "duplicate"
+    filtered = "filtered"
+    too_old = "too_old"
+    late = "late"
+
+
+class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
+    """The decision about a put (a finished group that a worker sends).
+
+    Attributes:
+        rank: Sort key of a stored group in the order in which batches take groups; smallest first.
+        reason: Name of the filter that dropped the group.
+        refusal: Why the put was refused, as a message to the sender.
+    """
+
+    result: PutResult
+    rank: float = 0.0
+    reason: str = ""
+    refusal: str = ""
+
+    @property
+    def is_recorded(self) -> bool:
+        """True, also for a refused put: the account counts its tokens."""
+        return True
+
+
+class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
+    """Store a finished group. A repetition has no effect.
+
+    Attributes:
+        continued: False if the worker started again without the saved prefix of an earlier attempt.
+        num_bytes: Size of the trajectories in bytes. If there are no store servers, the buffer's server sets this.
+        digest: XXH3 hash of the trajectories if a store server holds them.
+        num_left_out: Number of tokens in trajectories that are left out of the group, because their reward failed.
+    """
+
+    roles = ROLLOUT
+    summary: GroupSummary
+    continued: bool = True
+    num_bytes: Int64 = 0
+    digest: bytes = b""
+    num_left_out: Count = 0
+
+    @property
+    def key(self) -> Key:
+        """The (group id, attempt number) pair."""
+        return self.summary.group_id, self.summary.attempt
+
+
+class Lost(LedgerOutcome, frozen=True, kw_only=True):
+    """The effects of lost trajectories or saved prefixes.
+
+    Attributes:
+        group_ids: The groups that lose their trajectories or saved prefix now.
+        dissolved: Versions of the learner steps whose batches are undone, and planned again later.
+        unsent: Leased groups. The ledger has reserved bytes for their trajectories in a store, but the store does not
+            have the trajectories. The reserved bytes become free, and the workers send the trajectories again.
+        missing: Planned groups whose trajectories no store has. A missing group counts as lost only if its batch is
+            planned again, because the learner's ranks may have fetched the group already.
+    """
+
+    group_ids: tuple[int, ...]
+    dissolved: tuple[int, ...]
+    unsent: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a group or a batch is lost."""
+        return bool(self.group_ids or self.dissolved or self.unsent or self.missing)
+
+
 class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
     """Queue the prompts of groups again, because their trajectories or saved prefixes are lost.
 
@@ -399,40 +417,149 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
             these groups.
     """
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     group_ids: tuple[Int64, ...]
     unsent: tuple[Key, ...] = ()
     missing: tuple[Int64, ...] = ()
 
 
+class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
+    """The number of a store that joins. ``is_new`` is false if the store had joined before."""
+
+    store: int
+    is_new: bool
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the store is new."""
+        return self.is_new
+
+
 class AddStore(Command[AddedStore, AddedStore], frozen=True):
     """Add a store server at ``address``. The workers of ``host`` prefer this store."""
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     address: Text
     host: Text
+
+
+class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
+    """The groups of a dropped store. ``is_new`` is false if the store had been dropped before.
+
+    Stored groups in ``group_ids`` are generated again. Running groups in ``reserved`` lose their reserved bytes.
+    """
+
+    is_new: bool
+    group_ids: tuple[int, ...] = ()
+    reserved: tuple[int, ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the loss of the store is new."""
+        return self.is_new
 
 
 class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
     """Declare a store lost. Planned batches stay, because the learner's ranks may already have fetched them."""
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     store: Int64
+
+
+# Batches
+
+
+class Planned(LedgerOutcome, frozen=True, kw_only=True):
+    """A batch: the groups of the learner step ``version``, in order.
+
+    The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
+    Otherwise the plan queues their prompts again. ``is_new`` is false if the batch was planned before, or cannot be
+    made yet. A batch that cannot be made yet has no groups.
+    """
+
+    version: int
+    group_ids: tuple[int, ...]
+    given_up: tuple[int, ...] = ()
+    is_dropped: bool = False
+    is_new: bool = True
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the batch is new."""
+        return self.is_new
+
+
+class Batch(Answer, frozen=True):
+    """The answer to `PlanBatch`: metadata of the batch's groups, in order."""
+
+    groups: tuple[GroupSummary, ...]
 
 
 class PlanBatch(Command[Planned, Batch], frozen=True):
     """Choose the groups of the batch for the learner step ``version``, and wait until there are enough groups."""
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     is_held = True
     version: Int64
+
+
+class Committed(LedgerOutcome, frozen=True, kw_only=True):
+    """The groups that the learner step ``version`` consumed.
+
+    ``again`` has (group id, new sort key) pairs of the consumed groups that stay stored for a further step. Batches
+    take groups with a small sort key first.
+    """
+
+    version: int
+    group_ids: tuple[int, ...]
+    again: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if a group is consumed now."""
+        return bool(self.group_ids)
 
 
 class Commit(Command[Committed, Totals], frozen=True):
     """Record that the learner step ``version`` has trained on its batch."""
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     version: Int64
+
+
+# Checkpoints, and the return to one of them
+
+
+class Rewound(LedgerOutcome, frozen=True, kw_only=True):
+    """The effects of the learner's return to a checkpoint.
+
+    Attributes:
+        is_new: False if the ledger had applied this rewind before.
+        group_ids: Groups that lost their trajectories or saved prefix, because they had a token of a lost version.
+        revoked: Groups whose running attempt was revoked.
+        missing: Planned groups that no store holds.
+        unfit: Groups that the options of a resumed run exclude. These groups cannot be consumed in time, or steps have
+            already trained on them ``buffer.max_uses`` times.
+        moved: (group id, deadline, sort key) of groups whose deadline or sort key changes with the options of a resumed
+            run. Batches take groups with a small sort key first.
+    """
+
+    is_new: bool
+    group_ids: tuple[int, ...] = ()
+    revoked: tuple[int, ...] = ()
+    missing: tuple[int, ...] = ()
+    unfit: tuple[int, ...] = ()
+    moved: tuple[tuple[int, int, float], ...] = ()
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the return to the checkpoint is new."""
+        return self.is_new
+
+    @property
+    def dropped(self) -> tuple[int, ...]:
+        """Ids of the groups that lost their trajectories or saved prefix."""
+        return tuple(dict.fromkeys((*self.group_ids, *self.missing, *self.unfit)))
 
 
 class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
@@ -444,7 +571,7 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
     ``incarnation`` counts the learner's returns to a checkpoint, including this one. The first return has the number 1.
     """
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     version: Int64
     incarnation: Int64
 
@@ -461,10 +588,21 @@ class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
             as dropped (``resume``).
     """
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     version: Int64
     key: Text
     tokens_generated: Count
+
+
+class Marked(LedgerOutcome, frozen=True, kw_only=True):
+    """A remembered checkpoint. ``is_new`` is false if the ledger remembered this checkpoint before."""
+
+    is_new: bool
+
+    @property
+    def is_recorded(self) -> bool:
+        """True if the checkpoint is new."""
+        return self.is_new
 
 
 class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
@@ -476,227 +614,12 @@ class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
         key: A random name of this checkpoint. A repeated request with the same key does not write the checkpoint again.
     """
 
-    roles = _CONTROLLER
+    roles = CONTROLLER
     is_held = True
     folder: Annotated[str, Meta(pattern="^/(.*/)?v[0-9]{8,}$", max_length=4096)]
     version: Int64
     key: Annotated[str, Meta(min_length=1, max_length=200)]
 
 
-# The other operations
-
-
-class Connect(Operation[Connected], frozen=True):
-    """Request a server's epoch (name of the run), and its port for large payloads."""
-
-    roles = _EVERY
-
-
-class Hello(Operation[Welcome], frozen=True):
-    """Request the server's settings for clients.
-
-    The request of a producer (a client that generates groups) also registers the producer. A registered producer must
-    send heartbeats.
-    """
-
-    roles = _EVERY
-    produces: bool = False
-    host: Text = ""
-
-
-class RenewKeys(Operation[Done], frozen=True):
-    """Make a server read the keys of its clients from disk again."""
-
-    roles = _CONTROLLER
-
-
-class Stats(Operation[Totals], frozen=True):
-    """Request the ledger's counts of groups, tokens and bytes."""
-
-    roles = _EVERY
-
-
-class Inspect(Operation[Report], frozen=True):
-    """Request a description of a server's contents, or of the group ``group_id`` if it is not -1."""
-
-    roles = _INSPECTOR | _CONTROLLER
-    group_id: Annotated[int, Meta(ge=-1, le=(1 << 63) - 1)] = -1
-
-
-class Loaded(Operation[Done], frozen=True, kw_only=True):
-    """Report that the worker's engine serves the policy version ``version``, and that the load took ``seconds``."""
-
-    roles = _ROLLOUT
-    version: Int64
-    seconds: Seconds
-    engine: Text
-    incarnation: Int64 = 0
-
-
-class Beat(Operation[Welcome], frozen=True, kw_only=True):
-    """A producer's heartbeat, with the version that the engine serves and the number of tokens generated so far."""
-
-    roles = _ROLLOUT
-    serves: Loaded | None = None
-    host: Text = ""
-    generated: Count = 0
-
-
-class Cancel(Operation[Done], frozen=True):
-    """Cancel the request for leases with the id ``request``. Groups granted to that request go back to the queue."""
-
-    roles = _ROLLOUT
-    request: Int64
-
-
-class Leave(Operation[Done], frozen=True):
-    """Release the leases of a worker that disconnects, except ``leases``. Unregister the worker if no lease is left.
-
-    ``leases`` holds the (group id, attempt number) pairs of the leases that `WorkerClient.lease` has returned and the
-    worker has not released. These leases last until they expire, or until the buffer counts the worker as silent.
-    """
-
-    roles = _ROLLOUT
-    leases: Keys
-
-
-class NextOffer(Operation[Offered], frozen=True):
-    """Wait for weights of version ``at_least`` or newer.
-
-    If ``incarnation`` is not the current learner's incarnation, wait for weights of any version.
-    """
-
-    roles = _ROLLOUT
-    is_held = True
-    at_least: Int64
-    incarnation: Int64 = 0
-
-
-class Fenced(Operation[Done], frozen=True):
-    """Report that the worker's engine serves no policy version now."""
-
-    roles = _ROLLOUT
-
-
-class Offer(Operation[Number], frozen=True, kw_only=True):
-    """Offer weights to the engines, or report why a version was not published."""
-
-    roles = _LEARNER
-    offer: WeightOffer | None = None
-    failure: Annotated[str, Meta(max_length=MAX_REASON)] = ""
-    incarnation: Int64 = 0
-
-    def __post_init__(self) -> None:
-        if (self.offer is None) == (not self.failure):
-            raise ValueError("an offer must have either weights, or the reason why no weights were published")
-
-
-class Served(Operation[Serving], frozen=True):
-    """Wait until there are ``num_engines`` engines and all engines serve version ``at_least`` or newer."""
-
-    roles = _CONTROLLER
-    is_held = True
-    at_least: Int64
-    num_engines: Int64
-
-
-class Pin(Operation[Names], frozen=True):
-    """Keep ``num_engines`` engines on the policy version ``version``, even if newer weights are offered.
-
-    Wait until the set of pinned engines that serve ``version`` differs from ``known``.
-    """
-
-    roles = _CONTROLLER
-    is_held = True
-    version: Int64
-    num_engines: Int64
-    known: tuple[Text, ...] = ()
-
-
-class Unpin(Operation[Done], frozen=True):
-    """End the effect of `Pin`: offer the newest version to all engines."""
-
-    roles = _CONTROLLER
-
-
-class Bury(Operation[Number], frozen=True):
-    """Declare a worker dead. ``worker`` is the worker's client id in hexadecimal digits.
-
-    ``generated`` is the number of tokens that the worker has generated, as far as the sender knows.
-    """
-
-    roles = _CONTROLLER
-    worker: Annotated[str, Meta(pattern="^([0-9a-f]{2})*$", max_length=200)]
-    generated: Count = 0
-
-
-class StoreWanted(Operation[Names], frozen=True):
-    """Wait until a worker connects from a host that is not in ``known``."""
-
-    roles = _CONTROLLER
-    is_held = True
-    known: tuple[Text, ...]
-
-
-class Fetch(Operation[Payloads | Places], frozen=True):
-    """Fetch the trajectories of stored groups.
-
-    A fetch from a store server also has the attempt number of each group in ``attempts``. ``read`` is the largest
-    request id of a fetch whose answer the client has received.
-    """
-
-    roles = _LEARNER | _CONTROLLER | _INSPECTOR
-    has_large_answer = True
-    group_ids: tuple[Int64, ...]
-    attempts: tuple[Int64, ...] = ()
-    read: Int64 = 0
-
-    def __post_init__(self) -> None:
-        if len(set(self.group_ids)) != len(self.group_ids):
-            raise ValueError("a fetch must not name a group twice")
-
-
-class PutPayload(Operation[Done], frozen=True):
-    """Store the payload of an attempt on a store server."""
-
-    roles = _ROLLOUT
-    group_id: Annotated[int, Meta(ge=0, lt=1 << 47)]
-    attempt: Annotated[int, Meta(ge=0, lt=1 << 16)]
-
-
-class Remove(Operation[Removed], frozen=True):
-    """Drop the payloads of the finished groups ``group_ids``, and the payloads of ended attempts.
-
-    ``ended`` holds (group id, attempt number) pairs. Earlier attempts at the same group have ended too.
-    """
-
-    roles = _LEDGER
-    group_ids: tuple[Int64, ...]
-    ended: tuple[Key, ...] = ()
-
-
-class SavePart(Operation[Checkpointed], frozen=True, kw_only=True):
-    """Write a store server's payloads for the checkpoint ``key``. The names of the files begin with ``path``."""
-
-    roles = _LEDGER
-    is_held = True
-    key: Text
-    path: Annotated[str, Meta(pattern="^/(.*/)?store[0-9]+$", max_length=4096)]
-
-
-class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Ask which of the ``attempts`` a store lacks. Drop the payloads of ``finished`` groups and ``ended`` attempts.
-
-    ``attempts`` and ``ended`` hold (group id, attempt number) pairs. ``finished`` holds ranges of group ids. ``part``
-    is the path of the store's files in a checkpoint, or empty. The store first loads missing payloads from these files.
-    """
-
-    roles = _LEDGER
-    attempts: tuple[Key, ...]
-    finished: tuple[Key, ...] = ()
-    ended: tuple[Key, ...] = ()
-    part: Annotated[str, Meta(max_length=4096)] = ""
-
-
 OPERATIONS = [kind for kind in leaves(Operation) if kind.roles]
-"""The operations that clients may send."""
+"""The operations that clients may send: most commands, and all operations of `buffer.operations`."""

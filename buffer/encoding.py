@@ -1,8 +1,8 @@
 """The encoding of messages, and of prompts and trajectory groups as payloads.
 
 A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
-of its records (`buffer.commands`). The epoch is the name of the run. Request id 0 marks a push, a message without a
-request.
+of its records (`buffer.commands` and `buffer.operations`). The epoch is the name of the run. Request id 0 marks a
+push, a message without a request.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
 per column. This takes a third of the codec's time.
@@ -31,7 +31,9 @@ from asyncrl.core.types import Prompt
 from asyncrl.single_controller import codec
 from asyncrl.single_controller.codec import buffer_of, checked_shape, dtype_of
 
-from .commands import OPERATIONS, Answer, Failure, Int64, Operation, leaves
+from .commands import OPERATIONS
+from .operations import Failure
+from .records import Answer, Int64, Operation, leaves
 
 PROTOCOL_VERSION = 9
 MAX_HEADER_BYTES = 1 << 20

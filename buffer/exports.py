@@ -25,10 +25,10 @@ from asyncrl.core.types import Prompt
 
 from .checkpoint_parts import LEDGER_PART, store_part
 from .encoding import group_of, prompt_frames, prompt_of
+from .frames import Frames
 from .groups import Group, GroupState
 from .journal import read_contents
 from .ledger import Ledger
-from .records import Frames
 from .rule import StalenessRule
 from .store_servers import number_of
 

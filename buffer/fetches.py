@@ -12,10 +12,9 @@ from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, StoreFull, UnknownGroup
 
-from . import commands
+from . import operations
 from .encoding import Message
-from .frames import FramesOnDisk, in_memory, size_of
-from .records import Frames
+from .frames import Frames, FramesOnDisk, in_memory, size_of
 from .waiting import Replies
 
 logger = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class FetchReplies:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="payloads")
         self._reads: set[asyncio.Task[None]] = set()
 
-    def send(self, request: Message, fetch: commands.Fetch, parts: Sequence[Frames]) -> None:
+    def send(self, request: Message, fetch: operations.Fetch, parts: Sequence[Frames]) -> None:
         """Answer a fetch with ``parts``, the frames of each requested group. Parts on disk are read into memory.
 
         Raises `StoreFull` if the client must read earlier replies first.
@@ -60,7 +59,7 @@ class FetchReplies:
 
     def _answer(self, request: Message, parts: Sequence[Frames]) -> None:
         payload: list[Any] = [frame for frames in parts for frame in frames]
-        self._replies.answer(request, commands.Payloads(tuple(map(len, parts))), payload)
+        self._replies.answer(request, operations.Payloads(tuple(map(len, parts))), payload)
 
     def close(self) -> None:
         """Cancel the pending reads. Their fetches get no answer."""

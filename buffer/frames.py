@@ -1,15 +1,21 @@
-"""Frames (the encoded bytes of a payload) that stay in a file of a journal until they are needed."""
+"""Frames: the encoded bytes of a payload, in memory, or in a file of a journal until they are needed."""
 
 import errno
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, Self, overload
 
 import xxhash
 
-from .records import Frames
+Frames = Sequence[Any]
+"""The encoded bytes of a prompt, a saved prefix or a trajectory group, in memory or as `FramesOnDisk`."""
+LoggedFrames = Mapping[tuple[str, int], Frames | int]
+"""Maps (kind, key) to the frames of a command, or to a number that identifies frames in the journal.
+
+The number 0 removes the frames. `Journal` describes the keys.
+"""
 
 
 class Written(NamedTuple):

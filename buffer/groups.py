@@ -17,7 +17,7 @@ from msgspec import Struct, convert, to_builtins
 from asyncrl.core.errors import UnknownGroup
 from asyncrl.core.types import GroupSummary
 
-from .outcomes import GrantedLease, Progress
+from .commands import GrantedLease, Progress
 
 Entry = tuple[float, int, int]
 """A stored group: its sort key (`Group.rank`), its place in the order of storing, and its id."""
@@ -342,17 +342,11 @@ class StoreSpace:
         self.stored_bytes = [0] * num_stores
         self.prefix_bytes = self.expected_bytes = 0
 
-    def add_store(self, address: str, host: str) -> None:
-        """Add a store (a process that holds trajectories) at the end of the list."""
-        self.stores.append(StorePlace(address=address, host=host))
-        self.stored_bytes.append(0)
-
     def join(self, number: int, address: str, host: str) -> None:
         """Add store ``number``. This number is new, or it is the number of an awaited store (`StorePlace`)."""
         if number == len(self.stores):
-            self.add_store(address, host)
-        else:
-            self.stores[number] = StorePlace(address=address, host=host)
+            self.stored_bytes.append(0)
+        self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
         """Mark each joined store as awaited, except the lost stores. A resumed run replaces these stores."""
@@ -484,11 +478,9 @@ class GroupTable:
         group = self.stored(group_id)
         place = self.space.stores[group.store]
         if place.is_gone or place.is_awaited:
+            where = f" of host {place.host} at {place.address}" if place.address else ""
             what = "was not replaced after the resume" if place.is_awaited else "is lost"
-            raise UnknownGroup(
-                f"the trajectories of group {group_id} are lost: the store of host {place.host} at {place.address} "
-                f"{what}"
-            )
+            raise UnknownGroup(f"the trajectories of group {group_id} are lost: store {group.store}{where} {what}")
         return group
 
     def is_planned(self, group_id: int) -> bool:

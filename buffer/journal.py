@@ -32,9 +32,9 @@ import xxhash
 
 from asyncrl.core.errors import ReplayBufferError
 
-from .commands import Command, Put, leaves
-from .frames import FramesOnDisk, Written, frames_at
-from .records import Frames, LedgerOutcome, LoggedFrames, Row
+from .commands import Put
+from .frames import Frames, FramesOnDisk, LoggedFrames, Written, frames_at
+from .records import Command, LedgerOutcome, Row, leaves
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import Any
 import zmq
 from zmq.utils import z85
 
-from .commands import BufferRole
+from .records import BufferRole
 from .sockets import Channel
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StalenessError, VersionTooNew, VersionTooOld
 from asyncrl.core.types import BufferStats, Plan
 
-from . import commands, outcomes
+from . import commands
 from .account import (
     NO_ROOM,
     REWOUND,
@@ -26,14 +26,15 @@ from .account import (
     WORKER_DIED,
     Account,
     AttemptHistory,
+    Attempts,
     EndedAttempt,
     IdSet,
 )
-from .attempts import Attempts
 from .checkpoints import Marks, decide_return
 from .config import OnStale
+from .frames import LoggedFrames
 from .groups import Group, GroupState, GroupTable
-from .records import Command, LedgerOutcome, LoggedFrames, Result, leaves
+from .records import Command, LedgerOutcome, Result, leaves
 from .rule import Room, StalenessRule, choose_batch, dropped_by, find_filters, find_order, rank_of
 
 
@@ -75,8 +76,8 @@ class Ledger:
         history: Attempts and groups that ended.
         marks: The checkpoints that the learner may go back to.
         options: Options that must stay the same if a later server continues the journal of this ledger.
-        log: Records every command before the command changes the state; None records nothing. Commands that change
-            nothing are not recorded.
+        log: Records each command before the command changes the state, if its outcome `is_recorded`. None records
+            nothing.
         on_applied: Called with every command and its outcome, after the outcome was applied.
     """
 
@@ -147,14 +148,14 @@ class Ledger:
         """
         is_put = type(command) is commands.Put
         outcome: Any = _DECIDE[type(command)](self, command, Call(now, sender))
-        if self.log is not None and _has_effect(self, outcome):
-            is_dropped = is_put and outcome.result is not outcomes.PutResult.stored
+        if self.log is not None and outcome.is_recorded:
+            is_dropped = is_put and outcome.result is not commands.PutResult.stored
             self.log.record(command, outcome, {} if is_dropped or frames is None else frames)
         self.enact(command, outcome)
         if self.on_applied is not None:
             self.on_applied(command, outcome)
         if is_put and outcome.refusal:
-            raise (VersionTooOld if outcome.result is outcomes.PutResult.too_old else LeaseExpired)(outcome.refusal)
+            raise (VersionTooOld if outcome.result is commands.PutResult.too_old else LeaseExpired)(outcome.refusal)
         return outcome
 
     def enact(self, command: Command[Any, Any], outcome: Any) -> None:
@@ -291,41 +292,24 @@ class Ledger:
         self.marks.restore(values["marks"])
 
 
-_EFFECTS = ("group_ids", "leases", "unsent", "missing", "is_new", "was_running", "was_owed")
-"""An outcome changes the state only if one of these fields is true. `_has_effect` has the exceptions."""
-
-
-def _has_effect(ledger: Ledger, outcome: Any) -> bool:
-    match outcome:
-        case outcomes.PutOutcome() | outcomes.Saved():
-            return True
-        case outcomes.Planned() if outcome.version in ledger.groups.plans:
-            return False
-        case outcomes.Reserved():
-            return bool(outcome.evicted) or not ledger.room.is_shared
-        case outcomes.TakenBack() if outcome.num_lost is not None:
-            return True
-    return any(getattr(outcome, name, False) for name in _EFFECTS)
-
-
 # Prompts and leases
 
 
-def _decide_enqueue(ledger: Ledger, command: commands.Enqueue, call: Call) -> outcomes.Queued:
+def _decide_enqueue(ledger: Ledger, command: commands.Enqueue, call: Call) -> commands.Queued:
     new = dict.fromkeys(group_id for group_id in command.group_ids if not ledger.knows(group_id))
-    return outcomes.Queued(group_ids=tuple(new))
+    return commands.Queued(group_ids=tuple(new))
 
 
-def _enact_enqueue(ledger: Ledger, command: commands.Enqueue, outcome: outcomes.Queued) -> None:
+def _enact_enqueue(ledger: Ledger, command: commands.Enqueue, outcome: commands.Queued) -> None:
     for group_id in outcome.group_ids:
         ledger.groups.enqueue(group_id, num_attempts=ledger.history.num_attempts(group_id))
 
 
-def _decide_lease_groups(ledger: Ledger, command: commands.LeaseGroups, call: Call) -> outcomes.Granted:
+def _decide_lease_groups(ledger: Ledger, command: commands.LeaseGroups, call: Call) -> commands.Granted:
     ledger.check_engine_version(command.engine_version)
     version, admits = ledger.next_plan, ledger.rule.admits
     due = dict(ledger.groups.open_by_deadline)
-    leases: list[outcomes.GrantedLease] = []
+    leases: list[commands.GrantedLease] = []
     num_freed_bytes = 0
     for group in ledger.groups.head(command.max_groups, owner=call.sender or b"", suspect_deaths=ledger.suspect_deaths):
         if not ledger.room.has_room(len(leases), num_freed_bytes):
@@ -342,7 +326,7 @@ def _decide_lease_groups(ledger: Ledger, command: commands.LeaseGroups, call: Ca
         deadline = ledger.rule.deadline(oldest)
         due[deadline] = due.get(deadline, 0) + 1
         leases.append(
-            outcomes.GrantedLease(
+            commands.GrantedLease(
                 group_id=group.group_id,
                 attempt=group.num_attempts,
                 engine_version=oldest,
@@ -353,10 +337,10 @@ def _decide_lease_groups(ledger: Ledger, command: commands.LeaseGroups, call: Ca
                 progress=progress,
             )
         )
-    return outcomes.Granted(leases=tuple(leases))
+    return commands.Granted(leases=tuple(leases))
 
 
-def _enact_lease_groups(ledger: Ledger, command: commands.LeaseGroups, outcome: outcomes.Granted) -> None:
+def _enact_lease_groups(ledger: Ledger, command: commands.LeaseGroups, outcome: commands.Granted) -> None:
     for granted in outcome.leases:
         group = ledger.groups[granted.group_id]
         if granted.progress is None and group.progress is not None:
@@ -364,18 +348,18 @@ def _enact_lease_groups(ledger: Ledger, command: commands.LeaseGroups, outcome: 
         ledger.groups.lease(group, granted)
 
 
-def _decide_renew(ledger: Ledger, command: commands.Renew, call: Call) -> outcomes.Renewed:
+def _decide_renew(ledger: Ledger, command: commands.Renew, call: Call) -> commands.Renewed:
     lost = tuple(key for key in command.leases if ledger.attempts.held(*key, call.sender) is None)
-    return outcomes.Renewed(expires_at=call.now + ledger.lease_s, lost=lost)
+    return commands.Renewed(expires_at=call.now + ledger.lease_s, lost=lost)
 
 
-def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: outcomes.Renewed) -> None:
+def _enact_renew(ledger: Ledger, command: commands.Renew, outcome: commands.Renewed) -> None:
     for key in command.leases:
         if (group := ledger.groups.running(*key)) is not None:
             ledger.groups.leases.extend(group, outcome.expires_at)
 
 
-def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call) -> outcomes.Saved:
+def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call) -> commands.Saved:
     group_id, attempt, progress = command.group_id, command.attempt, command.progress
     group = ledger.attempts.held(group_id, attempt, call.sender)
     if group is None:
@@ -387,28 +371,28 @@ def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call
             f"{progress.oldest_version}, but its lease began at {group.engine_version}; the prefix was not saved"
         )
     ledger.room.check_prefix(group, command.num_bytes)
-    return outcomes.Saved()
+    return commands.Saved()
 
 
-def _enact_save_prefix(ledger: Ledger, command: commands.SavePrefix, outcome: outcomes.Saved) -> None:
+def _enact_save_prefix(ledger: Ledger, command: commands.SavePrefix, outcome: commands.Saved) -> None:
     group = ledger.groups[command.group_id]
     ledger.attempts.settle_prefix(group, command.progress.num_tokens, command.continued)
     ledger.groups.space.set_progress(group, command.progress, command.num_bytes)
 
 
-def _decide_release(ledger: Ledger, command: commands.Release, call: Call) -> outcomes.Released:
+def _decide_release(ledger: Ledger, command: commands.Release, call: Call) -> commands.Released:
     group_id, attempt = command.group_id, command.attempt
     ledger.attempts.check_was_leased(group_id, attempt, "it cannot be released")
     group = ledger.attempts.held(group_id, attempt, call.sender)
     ended = ledger.history.of(group_id, attempt)
-    return outcomes.Released(
+    return commands.Released(
         was_running=group is not None,
         was_owed=ended is not None and ended.owes_report,
         is_dropped=group is not None and 0 < command.max_failures <= group.num_failures + 1,
     )
 
 
-def _enact_release(ledger: Ledger, command: commands.Release, outcome: outcomes.Released) -> None:
+def _enact_release(ledger: Ledger, command: commands.Release, outcome: commands.Released) -> None:
     account, reason = ledger.account, command.reason
     if outcome.was_running:
         group = ledger.groups[command.group_id]
@@ -429,11 +413,11 @@ def _enact_release(ledger: Ledger, command: commands.Release, outcome: outcomes.
         account.abandon(command.num_tokens, reason, num_counted=num_counted if command.continued else 0)
 
 
-def _decide_expire(ledger: Ledger, command: commands.Expire, call: Call) -> outcomes.TakenBack:
-    return outcomes.TakenBack(group_ids=tuple(group.group_id for group in ledger.groups.leases.expired(call.now)))
+def _decide_expire(ledger: Ledger, command: commands.Expire, call: Call) -> commands.TakenBack:
+    return commands.TakenBack(group_ids=tuple(group.group_id for group in ledger.groups.leases.expired(call.now)))
 
 
-def _enact_expire(ledger: Ledger, command: commands.Expire | commands.TakeBack, outcome: outcomes.TakenBack) -> None:
+def _enact_expire(ledger: Ledger, command: commands.Expire | commands.TakeBack, outcome: commands.TakenBack) -> None:
     for group_id in outcome.group_ids:
         group = ledger.groups[group_id]
         if isinstance(command, commands.TakeBack):
@@ -446,19 +430,19 @@ def _enact_expire(ledger: Ledger, command: commands.Expire | commands.TakeBack, 
             ledger.attempts.hand_on(group)
 
 
-def _decide_take_back(ledger: Ledger, command: commands.TakeBack, call: Call) -> outcomes.TakenBack:
+def _decide_take_back(ledger: Ledger, command: commands.TakeBack, call: Call) -> commands.TakenBack:
     if command.owner in ledger.account.buried:
-        return outcomes.TakenBack(group_ids=())
+        return commands.TakenBack(group_ids=())
     groups = ledger.groups.leases.of_owner(command.owner)
     num_lost = None
     if command.num_generated is not None:
         num_saved = sum(group.num_saved - group.num_inherited for group in groups)
         num_lost = max(0, command.num_generated - ledger.account.settled_by(command.owner) - num_saved)
     dropped = tuple(group.group_id for group in groups if 0 < ledger.max_deaths <= group.num_deaths + 1)
-    return outcomes.TakenBack(group_ids=tuple(group.group_id for group in groups), num_lost=num_lost, dropped=dropped)
+    return commands.TakenBack(group_ids=tuple(group.group_id for group in groups), num_lost=num_lost, dropped=dropped)
 
 
-def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: outcomes.TakenBack) -> None:
+def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: commands.TakenBack) -> None:
     _enact_expire(ledger, command, outcome)
     if outcome.num_lost is not None:
         ledger.account.bury(command.owner, outcome.num_lost)
@@ -467,15 +451,16 @@ def _enact_take_back(ledger: Ledger, command: commands.TakeBack, outcome: outcom
 # Finished groups and the stores that hold them
 
 
-def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> outcomes.Reserved:
+def _decide_reserve(ledger: Ledger, command: commands.Reserve, call: Call) -> commands.Reserved:
     group = ledger.attempts.held(command.group_id, command.attempt, call.sender)
     if group is None:  # the worker has lost the lease, so a later put of this attempt will be refused
-        return outcomes.Reserved(store=0)
+        return commands.Reserved(store=0)
     may_evict = not ledger.groups.num_planned and not ledger.can_plan()
-    return ledger.room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
+    store, evicted = ledger.room.reserve(group, command.num_bytes, host=command.host, may_evict=may_evict)
+    return commands.Reserved(store=store, evicted=evicted, is_choice=not ledger.room.is_shared)
 
 
-def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: outcomes.Reserved) -> None:
+def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: commands.Reserved) -> None:
     for group_id in outcome.evicted:
         ledger.attempts.evict(ledger.groups[group_id], NO_ROOM)
     group = ledger.groups.running(command.group_id, command.attempt)
@@ -483,7 +468,7 @@ def _enact_reserve(ledger: Ledger, command: commands.Reserve, outcome: outcomes.
         ledger.groups.space.set_bytes(group, command.num_bytes, outcome.store)
 
 
-def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> outcomes.PutOutcome:
+def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.PutOutcome:
     summary = command.summary
     group_id, attempt = summary.group_id, summary.attempt
     group = ledger.attempts.held(group_id, attempt, call.sender)
@@ -495,13 +480,13 @@ def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> outcomes.P
             f"group {group_id} attempt {attempt} holds a token of policy version {summary.oldest_version}, but its "
             f"lease began at {group.engine_version}; its prompt is leased again"
         )
-        return outcomes.PutOutcome(result=outcomes.PutResult.too_old, refusal=message)
+        return commands.PutOutcome(result=commands.PutResult.too_old, refusal=message)
     if ledger.filters and (name := dropped_by(ledger.filters, summary)) is not None:
-        return outcomes.PutOutcome(result=outcomes.PutResult.filtered, reason=name)
-    return outcomes.PutOutcome(result=outcomes.PutResult.stored, rank=rank_of(ledger.prefer, summary, group.deadline))
+        return commands.PutOutcome(result=commands.PutResult.filtered, reason=name)
+    return commands.PutOutcome(result=commands.PutResult.stored, rank=rank_of(ledger.prefer, summary, group.deadline))
 
 
-def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> outcomes.PutOutcome:
+def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> commands.PutOutcome:
     group_id, attempt = command.summary.group_id, command.summary.attempt
     ledger.attempts.check_was_leased(group_id, attempt, "put only leased groups")
     group = ledger.groups.get(group_id)
@@ -510,20 +495,20 @@ def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> outcomes
     else:
         was_stored = group.summary is not None and group.summary.attempt == attempt
     if was_stored:
-        return outcomes.PutOutcome(result=outcomes.PutResult.duplicate)
+        return commands.PutOutcome(result=commands.PutResult.duplicate)
     ended = ledger.history.of(group_id, attempt)
     if ended is not None and ended.refusal:
-        return outcomes.PutOutcome(result=outcomes.PutResult.too_old, refusal=ended.refusal)
+        return commands.PutOutcome(result=commands.PutResult.too_old, refusal=ended.refusal)
     message = (
         f"the lease on group {group_id} attempt {attempt} is no longer held, and its {command.summary.num_tokens} "
         "tokens are dropped; renew leases well within buffer.lease_s and abort a rollout that is revoked"
     )
-    return outcomes.PutOutcome(result=outcomes.PutResult.late, refusal=message)
+    return commands.PutOutcome(result=commands.PutResult.late, refusal=message)
 
 
-def _enact_put(ledger: Ledger, command: commands.Put, outcome: outcomes.PutOutcome) -> None:
+def _enact_put(ledger: Ledger, command: commands.Put, outcome: commands.PutOutcome) -> None:
     summary, account = command.summary, ledger.account
-    if outcome.result is outcomes.PutResult.duplicate:
+    if outcome.result is commands.PutResult.duplicate:
         account.puts_refused["duplicate"] += 1
     elif (group := ledger.groups.running(summary.group_id, summary.attempt)) is not None:
         with account.settling(group.owner):
@@ -534,17 +519,17 @@ def _enact_put(ledger: Ledger, command: commands.Put, outcome: outcomes.PutOutco
             account.refuse(summary, owed.reason, num_counted=num_counted - command.num_left_out)
 
 
-def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcomes.PutOutcome) -> None:
+def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: commands.PutOutcome) -> None:
     summary, account = command.summary, ledger.account
     ledger.attempts.settle_prefix(group, summary.num_tokens + command.num_left_out, command.continued)
     account.leave_out(command.num_left_out)
     num_inherited = group.num_inherited
-    if outcome.result is outcomes.PutResult.stored:
+    if outcome.result is commands.PutResult.stored:
         ledger.groups.space.set_bytes(group, command.num_bytes)
         group.digest = command.digest
         ledger.groups.store(group, summary, outcome.rank)
         account.store(summary, num_inherited=num_inherited)
-    elif outcome.result is outcomes.PutResult.filtered:
+    elif outcome.result is commands.PutResult.filtered:
         ledger.attempts.drop(group, stored=True)
         account.filter(summary, outcome.reason, num_inherited=num_inherited)
     else:
@@ -555,7 +540,7 @@ def _settle(ledger: Ledger, group: Group, command: commands.Put, outcome: outcom
         account.refuse(summary, VERSION_TOO_OLD, num_counted=0)
 
 
-def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> outcomes.Lost:
+def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call) -> commands.Lost:
     """Decide which groups are lost, and which batches are planned again.
 
     If the command names a group of a batch, this batch and all later batches are planned again. The lost groups then
@@ -568,7 +553,7 @@ def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call
     with_them = (table[group_id] for version in dissolved for group_id in table.plans[version])
     groups += [group for group in with_them if group.is_missing]
     found = (group.group_id for group in groups if group.summary is not None or group.prefix_bytes)
-    return outcomes.Lost(
+    return commands.Lost(
         group_ids=tuple(dict.fromkeys(found)),
         dissolved=dissolved,
         unsent=tuple(group_id for group_id, attempt in command.unsent if table.running(group_id, attempt) is not None),
@@ -576,7 +561,7 @@ def _decide_lose_groups(ledger: Ledger, command: commands.LoseGroups, call: Call
     )
 
 
-def _enact_lose_groups(ledger: Ledger, command: commands.LoseGroups, outcome: outcomes.Lost) -> None:
+def _enact_lose_groups(ledger: Ledger, command: commands.LoseGroups, outcome: commands.Lost) -> None:
     ledger.groups.dissolve(outcome.dissolved)
     for group_id in outcome.group_ids:
         ledger.attempts.evict(ledger.groups[group_id], STORE_LOST)
@@ -586,7 +571,7 @@ def _enact_lose_groups(ledger: Ledger, command: commands.LoseGroups, outcome: ou
         ledger.groups[group_id].is_missing = True
 
 
-def _decide_add_store(ledger: Ledger, command: commands.AddStore, call: Call) -> outcomes.AddedStore:
+def _decide_add_store(ledger: Ledger, command: commands.AddStore, call: Call) -> commands.AddedStore:
     stores = ledger.groups.space.stores
     known = [
         number
@@ -594,26 +579,26 @@ def _decide_add_store(ledger: Ledger, command: commands.AddStore, call: Call) ->
         if (place.address, place.host, place.is_gone) == (command.address, command.host, False)
     ]
     number = next(iter([*known, *ledger.groups.space.awaited_stores()]), len(stores))
-    return outcomes.AddedStore(store=number, is_new=not known)
+    return commands.AddedStore(store=number, is_new=not known)
 
 
-def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: outcomes.AddedStore) -> None:
+def _enact_add_store(ledger: Ledger, command: commands.AddStore, outcome: commands.AddedStore) -> None:
     if outcome.is_new:
         ledger.groups.space.join(outcome.store, command.address, command.host)
 
 
-def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> outcomes.DroppedStore:
+def _decide_drop_store(ledger: Ledger, command: commands.DropStore, call: Call) -> commands.DroppedStore:
     if ledger.groups.space.stores[command.store].is_gone:
-        return outcomes.DroppedStore(is_new=False)
+        return commands.DroppedStore(is_new=False)
     there = [group for group in ledger.groups if group.store == command.store and group.num_bytes]
-    return outcomes.DroppedStore(
+    return commands.DroppedStore(
         is_new=True,
         group_ids=tuple(group.group_id for group in there if group.state is GroupState.stored),
         reserved=tuple(group.group_id for group in there if group.state is GroupState.leased),
     )
 
 
-def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: outcomes.DroppedStore) -> None:
+def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: commands.DroppedStore) -> None:
     ledger.groups.space.stores[command.store].is_gone = True
     for group in ledger.groups.of_state(GroupState.planned):
         group.is_missing = group.is_missing or group.store == command.store
@@ -626,24 +611,21 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: outc
 # Batches
 
 
-def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> outcomes.Planned:
-    """Decide the groups of a batch. A planned batch keeps its groups.
-
-    The outcome has no groups if the batch cannot be made yet. Raises the error of `Ledger.check_plan`.
-    """
+def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> commands.Planned:
+    """Decide the groups of a batch. A planned batch keeps its groups. Raises the error of `Ledger.check_plan`."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:
-        return outcomes.Planned(version=version, group_ids=groups.plans[version])
+        return commands.Planned(version=version, group_ids=groups.plans[version], is_new=False)
     if not ledger.can_plan():
-        return outcomes.Planned(version=version, group_ids=())
+        return commands.Planned(version=version, group_ids=(), is_new=False)
     given_up = groups.leases.last(ledger.missing(), version=version)
     due = dict(groups.open_by_deadline)
     for group in given_up:
         due[group.deadline] -= 1
     required = ledger.rule.required(due, version=version)
     batch = choose_batch(groups.ready.by_rank(), required, version=version, seats=ledger.rule.groups_per_step)
-    return outcomes.Planned(
+    return commands.Planned(
         version=version,
         group_ids=tuple(batch),
         given_up=tuple(group.group_id for group in given_up),
@@ -651,15 +633,15 @@ def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) 
     )
 
 
-def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: outcomes.Planned) -> None:
-    if not outcome.group_ids or outcome.version in ledger.groups.plans:
+def _enact_plan_batch(ledger: Ledger, command: commands.PlanBatch, outcome: commands.Planned) -> None:
+    if not outcome.is_new:
         return
     for group_id in outcome.given_up:
         ledger.attempts.give_up(ledger.groups[group_id], is_dropped=outcome.is_dropped, reason=STALE)
     ledger.groups.plan(outcome.version, outcome.group_ids)
 
 
-def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outcomes.Committed:
+def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> commands.Committed:
     """Decide which groups a learner step has consumed. The outcome of a repeated commit has no groups.
 
     Raises `ReplayBufferError` if the step's batch is not planned, or if an earlier step is not committed. Raises
@@ -667,7 +649,7 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
     """
     version = command.version
     if 0 <= version < ledger.learner_version:
-        return outcomes.Committed(version=version, group_ids=())
+        return commands.Committed(version=version, group_ids=())
     if version != ledger.learner_version or version not in ledger.groups.plans:
         raise ReplayBufferError(
             f"commit({version}) was requested at learner version {ledger.learner_version}, with planned versions "
@@ -681,7 +663,7 @@ def _decide_commit(ledger: Ledger, command: commands.Commit, call: Call) -> outc
                 f"group {group.group_id} with deadline {group.deadline} would be consumed at version {version} with a "
                 f"token of version {group.result.oldest_version}: its lag is {lag}, max_lag is {ledger.rule.max_lag}"
             )
-    return outcomes.Committed(version=version, group_ids=group_ids, again=_admitted_again(ledger, group_ids))
+    return commands.Committed(version=version, group_ids=group_ids, again=_admitted_again(ledger, group_ids))
 
 
 def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int, float], ...]:
@@ -704,7 +686,7 @@ def _admitted_again(ledger: Ledger, group_ids: Sequence[int]) -> tuple[tuple[int
     return tuple(again)
 
 
-def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: outcomes.Committed) -> None:
+def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: commands.Committed) -> None:
     if not outcome.group_ids:
         return
     again = dict(outcome.again)
@@ -719,27 +701,27 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: outcomes.Co
 # Checkpoints, and the return to one of them
 
 
-def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call) -> outcomes.Marked:
+def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call) -> commands.Marked:
     if ledger.marks.has(command.version, command.key):
-        return outcomes.Marked(is_new=False)
+        return commands.Marked(is_new=False)
     if not ledger.learner_version <= command.version <= ledger.next_plan:
         raise ReplayBufferError(
             f"checkpoint({command.version}) was requested at learner version {ledger.learner_version}; every step "
             "before a checkpoint must be planned or committed, so the checkpoint's version must be in "
             f"{ledger.learner_version}..{ledger.next_plan}"
         )
-    return outcomes.Marked(is_new=True)
+    return commands.Marked(is_new=True)
 
 
-def _enact_checkpoint(ledger: Ledger, command: commands.Checkpoint, outcome: outcomes.Marked) -> None:
+def _enact_checkpoint(ledger: Ledger, command: commands.Checkpoint, outcome: commands.Marked) -> None:
     if outcome.is_new:
         ledger.marks.add(command.version, command.key)
         ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
 
 
-def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> outcomes.Rewound:
+def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> commands.Rewound:
     if command.incarnation <= ledger.incarnation:
-        return outcomes.Rewound(is_new=False)
+        return commands.Rewound(is_new=False)
     if not 0 <= command.version <= ledger.learner_version:
         raise ReplayBufferError(
             f"rewind({command.version}) was requested at learner version {ledger.learner_version}; rewind to the "
@@ -749,13 +731,13 @@ def _decide_rewind(ledger: Ledger, command: commands.Rewind, call: Call) -> outc
     return decide_return(ledger.groups, command.version, rule=ledger.rule, prefer=ledger.prefer)
 
 
-def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: outcomes.Rewound) -> None:
+def _enact_rewind(ledger: Ledger, command: commands.Rewind, outcome: commands.Rewound) -> None:
     if outcome.is_new:
         _go_back(ledger, command.version, outcome)
         ledger.incarnation = command.incarnation
 
 
-def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outcomes.Rewound:
+def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> commands.Rewound:
     if ledger.marks.at(command.version).key != command.key:
         raise ReplayBufferError(
             f"the learner and the ledger have different checkpoints of version {command.version}; resume both from "
@@ -764,14 +746,14 @@ def _decide_resume(ledger: Ledger, command: commands.Resume, call: Call) -> outc
     return decide_return(ledger.groups, command.version, rule=ledger.rule, prefer=ledger.prefer)
 
 
-def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: outcomes.Rewound) -> None:
+def _enact_resume(ledger: Ledger, command: commands.Resume, outcome: commands.Rewound) -> None:
     _go_back(ledger, command.version, outcome)
     ledger.groups.space.await_stores()
     ledger.incarnation = 0
     ledger.account.begin_life(command.tokens_generated)
 
 
-def _go_back(ledger: Ledger, version: int, outcome: outcomes.Rewound) -> None:
+def _go_back(ledger: Ledger, version: int, outcome: commands.Rewound) -> None:
     ledger.groups.dissolve(tuple(ledger.groups.plans))
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)

@@ -16,18 +16,18 @@ version number. A journal keeps the offers. Heartbeats tell a restarted server w
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from msgspec import convert, to_builtins
 
-from asyncrl.core.errors import WeightsError, WeightsGone, WrongEpoch
+from asyncrl.core.errors import WeightsError, WeightsGone
 from asyncrl.core.types import WeightOffer
 
-from . import commands
-from .commands import Answer, Done
+from . import operations
 from .encoding import Message
 from .journal import Journal
+from .records import Answer
 from .waiting import Collaborators
 
 logger = logging.getLogger(__name__)
@@ -198,16 +198,22 @@ class OfferLog:
 
 
 class OfferRequests:
-    """Handles the operations on weight offers. Keeps the offers in memory, and in the journal if there is one."""
+    """The offers, and the requests that wait for offers. A journal keeps the offers, if there is one.
+
+    Attributes:
+        log: The offers.
+        receivers: Workers' requests for weights.
+        followers: The controller's requests for the version that the engines serve.
+        evaluators: The controller's requests for the pinned engines.
+    """
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
-        self._ledger, self._replies = shared.ledger, shared.replies
-        self._journal = journal
-        self._log = OfferLog()
+        self._ledger, self._journal = shared.ledger, journal
+        self.log = OfferLog()
         self._shown: int | None = None
         self._untold: deque[Message] = deque()
         self._next_turn: asyncio.TimerHandle | None = None
-        self._receivers, self._followers, self._evaluators = shared.held(), shared.held(), shared.held()
+        self.receivers, self.followers, self.evaluators = shared.held(), shared.held(), shared.held()
 
     def recover(self) -> None:
         """Load the offers that an earlier server wrote to the journal.
@@ -217,14 +223,14 @@ class OfferRequests:
         journaled = None if self._journal is None else self._journal.read(_JOURNALED_AS)
         incarnation, values = journaled or (0, None)
         if values is not None and incarnation == self._ledger.incarnation:
-            self._log.restore(values)
+            self.log.restore(values)
 
     def close(self) -> None:
         """Cancel all held requests and timers."""
         self._untold.clear()
         if self._next_turn is not None:
             self._next_turn.cancel()
-        for held in (self._receivers, self._followers, self._evaluators):
+        for held in (self.receivers, self.followers, self.evaluators):
             held.close()
 
     def show(self) -> None:
@@ -232,12 +238,12 @@ class OfferRequests:
 
         A failed publish counts as no version.
         """
-        newest = None if self._log.failure else self._log.newest(self._ledger.learner_version)
+        newest = None if self.log.failure else self.log.newest(self._ledger.learner_version)
         if newest != self._shown:
             self._shown = newest
-            self._untold = deque(self._receivers.all())
+            self._untold = deque(self.receivers.all())
             self._tell_receivers()
-            self._evaluators.answer(self._answer_evaluator)
+            self.evaluators.answer(self.answer_evaluator)
 
     def _tell_receivers(self) -> None:
         """Answer some workers now, and the other workers in later iterations of the event loop.
@@ -246,120 +252,93 @@ class OfferRequests:
         """
         self._next_turn = None
         told = [self._untold.popleft() for _ in range(min(_TOLD_AT_ONCE, len(self._untold)))]
-        self._receivers.answer(self._answer_receiver, [request for request in told if request in self._receivers])
+        self.receivers.answer(self.answer_receiver, [request for request in told if request in self.receivers])
         if self._untold:
             self._next_turn = asyncio.get_running_loop().call_later(0.0, self._tell_receivers)
 
-    @property
-    def receivers(self) -> Container[bytes]:
-        """Ids of the clients whose requests wait for weights."""
-        return self._receivers.clients
-
-    def note_loaded(self, client: bytes, loaded: commands.Loaded) -> None:
+    def note_loaded(self, client: bytes, loaded: operations.Loaded) -> None:
         """Record the version that the engine of a worker serves.
 
         A report about weights of a replaced learner is ignored.
         """
         if self.is_current(loaded):
-            self._log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
+            self.log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
             self._tell_controllers()
 
     def forget(self, client: bytes) -> None:
         """Forget a worker's engine, because the worker is gone or the engine serves no version."""
-        num_pinned = self._log.num_pinned
-        self._log.forget(client)
-        if self._log.num_pinned != num_pinned:
+        num_pinned = self.log.num_pinned
+        self.log.forget(client)
+        if self.log.num_pinned != num_pinned:
             self._write()
         self._tell_controllers()
 
     def withdraw(self) -> None:
         """Withdraw every offer, because the learner goes back to a checkpoint."""
-        self._log = OfferLog()
+        self.log = OfferLog()
         self._shown = None
         self._write()
 
-    def is_current(self, message: commands.Loaded | commands.Offer | commands.NextOffer) -> bool:
+    def is_current(self, message: operations.Loaded | operations.Offer | operations.NextOffer) -> bool:
         """Return whether a message names the current incarnation of the learner."""
         return message.incarnation == self._ledger.incarnation
 
-    def on_offer(self, request: Message, offer: commands.Offer) -> Answer:
-        """Add the learner's offer. Answer with the oldest version in the log of offers; 0 without offers.
+    def add(self, offer: WeightOffer) -> None:
+        """Add the learner's offer, and show the offer to the engines if they may load its version now."""
+        self.log.append(offer)
+        self._write()
+        self.show()
 
-        If the message reports a failed publish, all waiting requests fail with this failure. Raises `WrongEpoch` if
-        another learner has replaced the sender.
-        """
-        if not self.is_current(offer):
-            raise WrongEpoch(
-                f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "
-                f"{self._ledger.incarnation}; another learner has replaced the sender; end the sender"
-            )
-        if offer.offer is not None:
-            self._log.append(offer.offer)
-            self._write()
-            self.show()
-        else:
-            self._log.failure = offer.failure
-            self._write()
-            for held in (self._receivers, self._followers, self._evaluators):
-                held.fail_all(WeightsError(offer.failure))
-        return commands.Number(self._log.oldest())
+    def fail(self, failure: str) -> None:
+        """Fail all waiting requests, because the learner failed to publish a version. ``failure`` says why."""
+        self.log.failure = failure
+        self._write()
+        for held in (self.receivers, self.followers, self.evaluators):
+            held.fail_all(WeightsError(failure))
 
     def _write(self) -> None:
         if self._journal is not None:
-            self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self._log.snapshot()])
+            self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self.log.snapshot()])
 
-    def on_next_offer(self, request: Message, wanted: commands.NextOffer) -> Answer | None:
-        """Answer a worker's request for weights, now or as soon as newer weights are offered."""
-        return self._answer_receiver(request) or self._receivers.hold(request)
-
-    def _answer_receiver(self, request: Message) -> Answer | None:
+    def answer_receiver(self, request: Message) -> Answer | None:
+        """Return the answer to `NextOffer`; None if no offer is new enough. Raises `WeightsError` after a failure."""
         at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 accepts any version
-        num_pinned = self._log.num_pinned
-        offer = self._log.next_for(request.client, at_least, self._ledger.learner_version)
-        if self._log.num_pinned != num_pinned:
+        num_pinned = self.log.num_pinned
+        offer = self.log.next_for(request.client, at_least, self._ledger.learner_version)
+        if self.log.num_pinned != num_pinned:
             self._write()
-        return None if offer is None else commands.Offered(offer)
+        return None if offer is None else operations.Offered(offer)
 
-    def on_served(self, request: Message, served: commands.Served) -> Answer | None:
-        """Answer with the oldest version that any engine serves.
-
-        The answer waits until ``num_engines`` engines serve a version, and all of them serve ``at_least`` or newer.
-        Raises `WeightsError` if a publish failed.
-        """
-        self._log.check()
-        return self._answer_follower(request) or self._followers.hold(request)
-
-    def _answer_follower(self, request: Message) -> Answer | None:
-        served = self._log.served(request.body.num_engines)
-        return None if served is None or served[0] < request.body.at_least else commands.Serving(*served)
+    def answer_follower(self, request: Message) -> Answer | None:
+        """Return the answer to `Served`; None if too few engines serve a version that is new enough."""
+        served = self.log.served(request.body.num_engines)
+        return None if served is None or served[0] < request.body.at_least else operations.Serving(*served)
 
     def _tell_controllers(self) -> None:
-        if not self._log.failure:
-            self._followers.answer(self._answer_follower)
-            self._evaluators.answer(self._answer_evaluator)
+        if not self.log.failure:
+            self.followers.answer(self.answer_follower)
+            self.evaluators.answer(self.answer_evaluator)
 
-    def on_pin(self, request: Message, pin: commands.Pin) -> Answer | None:
-        """Pin engines to a version. Answer with the names of the pinned engines that serve this version.
-
-        The answer waits until these names differ from the names that the controller knows. Raises `WeightsGone` if
-        `OfferLog.is_pin_lost` is true, and `WeightsError` if a publish failed.
-        """
-        self._log.check()
-        if self._log.pin(pin.version, pin.num_engines):
+    def pin(self, version: int, num_engines: int) -> None:
+        """Pin engines to a version (`OfferLog.pin`). Raises `WeightsError` if a publish failed."""
+        self.log.check()
+        if self.log.pin(version, num_engines):
             self._write()
-            self._receivers.answer(self._answer_receiver)
-        return self._answer_evaluator(request) or self._evaluators.hold(request)
+            self.receivers.answer(self.answer_receiver)
 
-    def on_unpin(self, request: Message, unpin: commands.Unpin) -> Answer:
+    def unpin(self) -> None:
         """End the pin, so the pinned engines may load newer versions."""
-        self._log.unpin()
+        self.log.unpin()
         self._write()
-        if not self._log.failure:
-            self._receivers.answer(self._answer_receiver)
-        return Done()
+        if not self.log.failure:
+            self.receivers.answer(self.answer_receiver)
 
-    def _answer_evaluator(self, request: Message) -> Answer | None:
-        engines = self._log.pinned()
-        if self._log.is_pin_lost(self._ledger.learner_version):
+    def answer_evaluator(self, request: Message) -> Answer | None:
+        """Return the answer to `Pin`; None while the pinned engines are those that the controller knows.
+
+        Raises `WeightsGone` if `OfferLog.is_pin_lost` is true.
+        """
+        engines = self.log.pinned()
+        if self.log.is_pin_lost(self._ledger.learner_version):
             raise WeightsGone(f"policy version {request.body.version} is no longer offered, and no engine serves it")
-        return None if set(engines) == set(request.body.known) else commands.Names(tuple(engines))
+        return None if set(engines) == set(request.body.known) else operations.Names(tuple(engines))

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from typing import Any
 
+from .commands import GrantedLease
 from .groups import Group
-from .outcomes import GrantedLease
 
 MOST_CHANGES = 2
 """Largest number of changes of worker per group. The second change serves a group that moved to a slow worker."""

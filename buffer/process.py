@@ -23,9 +23,9 @@ from asyncrl.core.remote import last_lines, process_end
 from asyncrl.core.stacks import missed
 
 from .client import ClientSocket
-from .commands import Hello
 from .config import BufferConfig, Durability
 from .keys import BufferRole, client_keys, ensure_keys
+from .operations import Hello
 from .role_clients import BufferConnection
 from .sockets import folder_of, remove_socket_folder, with_socket_folder
 

@@ -1,11 +1,10 @@
 """Base classes of the messages between the clients and servers of the buffer.
 
 The messages are operations (requests), answers, and pushes (messages that no request asked for). `buffer.commands`
-defines them.
+and `buffer.operations` define them.
 """
 
 import re
-from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
@@ -37,6 +36,11 @@ class BufferRole(StrEnum):
     ledger = "ledger"
 
 
+ROLLOUT, LEARNER, CONTROLLER, INSPECTOR, LEDGER = (frozenset({role}) for role in BufferRole)
+EVERY_ROLE = frozenset(BufferRole)
+"""The values of `Operation.roles`."""
+
+
 def _wire_name(name: str) -> str:
     """Return the tag of a record in messages and journals. Example: ``PlanBatch`` is ``plan_batch``."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
@@ -51,7 +55,20 @@ class Answer(Row, frozen=True, tag=_wire_name):
 
 
 class LedgerOutcome(Answer, frozen=True):
-    """The ledger's decision about a command. Some outcomes are also answers to clients."""
+    """The ledger's decision about a command. Some outcomes are also answers to clients.
+
+    Every subclass declares `is_recorded`. Raises `TypeError` at the definition of a subclass without it.
+    """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "is_recorded" not in vars(cls):
+            raise TypeError(f"the outcome {cls.__name__} must declare the property is_recorded")
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether the journal records the command, because a restarted server must apply this outcome."""
+        raise NotImplementedError
 
 
 class Push(Answer, frozen=True):
@@ -91,12 +108,3 @@ def leaves(base: type) -> list[Any]:
     """Return the subclasses of a class that have no subclasses themselves."""
     subclasses = base.__subclasses__()
     return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]
-
-
-Frames = Sequence[Any]
-"""The encoded bytes of a prompt, a saved prefix or a trajectory group, in memory or as `FramesOnDisk`."""
-LoggedFrames = Mapping[tuple[str, int], Frames | int]
-"""Maps (kind, key) to the frames of a command, or to a number that identifies frames in the journal.
-
-The number 0 removes the frames. `Journal` describes the keys.
-"""

@@ -33,13 +33,12 @@ from asyncrl.core.errors import (
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import BufferStats, GroupSummary, Lease, Plan, Prompt, WeightOffer
 
-from . import commands, outcomes
+from . import commands, operations
 from .client import BufferClient, ClientSocket
-from .commands import Key
 from .encoding import CHUNK_BYTES, Message, group_frames, group_of, prompt_frames, prompt_of
 from .frames import size_of
 from .keys import client_keys
-from .records import MAX_LEASES, Reply
+from .records import MAX_LEASES, MAX_REASON, BufferRole, Command, Key, Reply
 from .stores import digest_of
 
 logger = logging.getLogger(__name__)
@@ -70,7 +69,7 @@ class WorkerClient:
         self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
-        self._serves: commands.Loaded | None = None
+        self._serves: operations.Loaded | None = None
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
         self._begun_afresh: set[tuple[int, int]] = set()  # leases whose saved prefix was evicted or lost
@@ -79,8 +78,8 @@ class WorkerClient:
         self._hand_on: asyncio.Queue[list[Key]] = asyncio.Queue()
         client.on_connected = self._say_beat
         client.on_push |= {
-            commands.Revoked: self._note_revoked,
-            commands.HandOn: lambda push: self._hand_on.put_nowait(list(push.groups)),
+            operations.Revoked: self._note_revoked,
+            operations.HandOn: lambda push: self._hand_on.put_nowait(list(push.groups)),
         }
 
     async def enter(self) -> str:
@@ -101,7 +100,7 @@ class WorkerClient:
         try:
             answer = await link.request(asked, request_id=request_id, caller="lease")
         except asyncio.CancelledError:
-            link.post(commands.Cancel(request_id))
+            link.post(operations.Cancel(request_id))
             raise
         if self._client.is_closed:  # the client was closed during the call; `close` gives the leases back
             raise self._client.closed_error()
@@ -128,7 +127,7 @@ class WorkerClient:
     async def save_progress(self, lease: Lease, group: TrajectoryGroup) -> None:
         """Save the tokens so far of a running group. If the lease ends, the next worker can continue these tokens."""
         key, summary = (lease.prompt.group_id, lease.attempt), group.summary
-        progress = outcomes.Progress(
+        progress = commands.Progress(
             num_tokens=summary.num_tokens, oldest_version=summary.oldest_version, newest_version=summary.newest_version
         )
         save = commands.SavePrefix(
@@ -138,7 +137,7 @@ class WorkerClient:
             continued=self._has_continued(key),
             longest_response=max(summary.response_lengths, default=0),
         )
-        await self._client.call(save, group_frames(group))
+        await self._client.link.call(save, group_frames(group))
         self._prefixes.pop(key, None)
         self._begun_afresh.discard(key)
 
@@ -150,7 +149,7 @@ class WorkerClient:
         """Extend the leases that are still valid. `revocation` returns the lost leases."""
         keys = [(lease.prompt.group_id, lease.attempt) for lease in leases]
         for start in range(0, len(keys), MAX_LEASES):
-            await self._client.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
+            await self._client.link.call(commands.Renew(tuple(keys[start : start + MAX_LEASES])))
 
     async def put(self, group: TrajectoryGroup, *, num_left_out: int = 0, data_source: str = "") -> None:
         """Store a finished group. If the store is full, wait until the learner consumes a batch, and send again.
@@ -163,7 +162,7 @@ class WorkerClient:
             key = group.group_id, group.attempt
             put = commands.Put(summary=summary, continued=self._has_continued(key), num_left_out=num_left_out)
             if self._puts_elsewhere is None:
-                self._puts_elsewhere = (await self._client.hello(commands.Hello(), "put")).is_elsewhere
+                self._puts_elsewhere = (await self._client.hello(operations.Hello(), "put")).is_elsewhere
             if not self._puts_elsewhere:
                 await self._report(put, key, payload)
                 return
@@ -187,7 +186,9 @@ class WorkerClient:
                 raise failure
             address = room.address
             try:
-                await client.call_with_payload(commands.PutPayload(*key), payload, key, link=client.store_link(address))
+                await client.call_with_payload(
+                    operations.PutPayload(*key), payload, key, link=client.store_link(address)
+                )
                 return
             except DeadlineError as error:
                 failure = error
@@ -209,7 +210,7 @@ class WorkerClient:
         )
         return (await self._report(release, key)).is_dropped
 
-    async def _report(self, command: commands.Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
+    async def _report(self, command: Command[Any, Reply], key: Key, payload: Sequence[Any] = ()) -> Reply:
         try:
             answer = await self._client.call_with_payload(command, payload, key)
         except (LeaseExpired, VersionTooOld, UnknownGroup):
@@ -233,7 +234,7 @@ class WorkerClient:
             await self._pushed.wait()
         return self._revocations.popleft()
 
-    def _note_revoked(self, revoked: commands.Revoked) -> None:
+    def _note_revoked(self, revoked: operations.Revoked) -> None:
         self._revocations.append((revoked.group_id, revoked.attempt))
         self._pushed.set()
 
@@ -251,7 +252,7 @@ class WorkerClient:
         The call has no time limit as long as the server answers.
         """
         link = await self._entered("next_offer")
-        offer = (await link.call(commands.NextOffer(after + 1, self._offered_incarnation), caller="next_offer")).offer
+        offer = (await link.call(operations.NextOffer(after + 1, self._offered_incarnation), caller="next_offer")).offer
         self._offered_incarnation = offer.incarnation
         return offer
 
@@ -262,13 +263,13 @@ class WorkerClient:
         """
         await self._entered("loaded")
         self._client.incarnation = incarnation = self._offered_incarnation
-        self._serves = commands.Loaded(version=version, seconds=took_s, engine=self._name, incarnation=incarnation)
-        await self._client.call(self._serves)
+        self._serves = operations.Loaded(version=version, seconds=took_s, engine=self._name, incarnation=incarnation)
+        await self._client.link.call(self._serves)
 
     async def fenced(self) -> None:
         """Report that the engine serves no version until the next `loaded`."""
         self._serves = None
-        await (await self._entered("fenced")).call(commands.Fenced())
+        await (await self._entered("fenced")).call(operations.Fenced())
 
     async def close(self) -> None:
         """Close the connection. Pending calls raise `ReplayBufferError`.
@@ -285,13 +286,13 @@ class WorkerClient:
     async def _say_goodbye(self, link: ClientSocket) -> None:
         with suppress(AsyncRLError, TimeoutError):
             async with asyncio.timeout(min(_GOODBYE_S, self._client.timeout_s)):
-                await link.request(commands.Leave(tuple(self._held)))
+                await link.request(operations.Leave(tuple(self._held)))
 
     async def _entered(self, caller: str) -> ClientSocket:
         """Return the connection. The first call starts the heartbeats."""
         link = self._client.link
         if not self._beat_s:
-            hello = commands.Hello(produces=True, host=self._client.host)
+            hello = operations.Hello(produces=True, host=self._client.host)
             self._beat_s = (await self._client.hello(hello, caller)).heartbeat_s
             if self._beat is None:
                 self._send_beat()
@@ -300,7 +301,7 @@ class WorkerClient:
     def _say_beat(self) -> None:
         """Send a heartbeat. Each reconnect also calls this, because a restarted server does not know this worker."""
         if self._beat_s and not self._client.is_closed:
-            beat = commands.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
+            beat = operations.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
 
     def _send_beat(self) -> None:
@@ -319,12 +320,12 @@ class LearnerClient:
         """Offer weights to the engines. Return the oldest version that the buffer may still offer."""
         incarnation = self._client.incarnation
         named = replace(offer, incarnation=incarnation)
-        return (await self._client.call(commands.Offer(offer=named, incarnation=incarnation))).value
+        return (await self._client.link.call(operations.Offer(offer=named, incarnation=incarnation))).value
 
     async def publish_failed(self, reason: str) -> None:
         """Report that the learner could not publish a version, with the reason as text."""
-        await self._client.call(
-            commands.Offer(failure=reason[: commands.MAX_REASON] or "no reason", incarnation=self._client.incarnation)
+        await self._client.link.call(
+            operations.Offer(failure=reason[:MAX_REASON] or "no reason", incarnation=self._client.incarnation)
         )
 
     async def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
@@ -352,9 +353,9 @@ class LearnerClient:
             return groups
 
     async def _fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-        answer = await _fetch_from(self._client.link, commands.Fetch(tuple(group_ids)))
+        answer = await _fetch_from(self._client.link, operations.Fetch(tuple(group_ids)))
         places = answer.body
-        if not isinstance(places, commands.Places):
+        if not isinstance(places, operations.Places):
             return _groups_of(_payloads_in(answer), group_ids)
         asked: dict[int, tuple[list[int], list[int]]] = {}
         for group_id, (place, attempt, _) in zip(group_ids, places.groups, strict=True):
@@ -362,7 +363,7 @@ class LearnerClient:
             ids.append(group_id)
             attempts.append(attempt)
         calls = (
-            _fetch_from(self._client.store_link(places.addresses[place]), commands.Fetch(tuple(ids), tuple(attempts)))
+            _fetch_from(self._client.store_link(places.addresses[place]), operations.Fetch(tuple(ids), tuple(attempts)))
             for place, (ids, attempts) in asked.items()
         )
         answers = zip(asked, await asyncio.gather(*calls), strict=True)
@@ -378,14 +379,14 @@ class LearnerClient:
 
     async def stats(self) -> BufferStats:
         """Return the buffer's current counts of groups, tokens and bytes."""
-        return (await self._client.call(commands.Stats())).stats
+        return (await self._client.link.call(operations.Stats())).stats
 
     async def close(self) -> None:
         """Close the connection."""
         await self._client.close()
 
 
-async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
+async def _fetch_from(link: ClientSocket, fetch: operations.Fetch) -> Message:
     """Fetch groups from one server.
 
     The server refuses a request if this client has too many unread replies. If a reply arrived while the request was
@@ -402,7 +403,7 @@ async def _fetch_from(link: ClientSocket, fetch: commands.Fetch) -> Message:
 
 def _payloads_in(answer: Message) -> Iterator[Sequence[Any]]:
     frames = iter(answer.payload)
-    counts = answer.body.counts if isinstance(answer.body, commands.Payloads) else ()
+    counts = answer.body.counts if isinstance(answer.body, operations.Payloads) else ()
     if sum(counts) != len(answer.payload):
         raise WireError(f"a reply to a fetch must have {sum(counts)} frames, got {len(answer.payload)}")
     return ([next(frames) for _ in range(number)] for number in counts)
@@ -510,18 +511,18 @@ class ControlClient:
 
     async def plan(self, version: int) -> Plan:
         """Wait for the batch that the learner consumes at ``version``, and return the metadata of its groups."""
-        return Plan(version=version, groups=(await self._client.call(commands.PlanBatch(version))).groups)
+        return Plan(version=version, groups=(await self._client.link.call(commands.PlanBatch(version))).groups)
 
     async def commit(self, version: int) -> BufferStats:
         """Mark the batch of ``version`` as consumed. Return the buffer's counts of groups, tokens and bytes."""
-        return (await self._client.call(commands.Commit(version))).stats
+        return (await self._client.link.call(commands.Commit(version))).stats
 
     async def served(self, after: int, num_engines: int) -> tuple[int, float]:
         """Wait until there are ``num_engines`` engines, and all engines serve versions newer than ``after``.
 
         Returns the oldest version that an engine serves, and the seconds of the slowest load of this version.
         """
-        serving = await self._client.call(commands.Served(after + 1, num_engines))
+        serving = await self._client.link.call(operations.Served(after + 1, num_engines))
         return serving.version, serving.seconds
 
     async def bury(self, worker: str, num_generated: int = 0) -> int:
@@ -530,28 +531,28 @@ class ControlClient:
         Returns how many tokens the worker generated: the larger of ``num_generated`` and the number in the worker's
         latest heartbeat.
         """
-        return (await self._client.call(commands.Bury(worker, num_generated))).value
+        return (await self._client.link.call(operations.Bury(worker, num_generated))).value
 
     async def store_wanted(self, known: Collection[str]) -> str:
         """Wait until a rollout worker connects from a host that is not in ``known``. Return the name of the host.
 
         Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return (await self._client.call(commands.StoreWanted(tuple(sorted(known))))).names[0]
+        return (await self._client.link.call(operations.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
         """Add a store server that the workers of ``host`` prefer. Return the store's number.
 
         A repeated call has no effect. Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
         """
-        return (await self._client.call(commands.AddStore(address, host))).store
+        return (await self._client.link.call(commands.AddStore(address, host))).store
 
     async def drop_store(self, store: int) -> int:
         """Report that store server number ``store`` is lost.
 
         Returns how many of the store's groups are generated again. Groups in planned batches do not count.
         """
-        return len((await self._client.call(commands.DropStore(store))).group_ids)
+        return len((await self._client.link.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
         """Pin at most ``num_engines`` engines to ``version``, until `unpin` or the next `pin`.
@@ -559,18 +560,18 @@ class ControlClient:
         Waits until the set of engines that serve this version differs from ``known``, a set of engine names. Returns
         the names of the engines that then serve the version.
         """
-        return set((await self._client.call(commands.Pin(version, num_engines, tuple(sorted(known))))).names)
+        return set((await self._client.link.call(operations.Pin(version, num_engines, tuple(sorted(known))))).names)
 
     async def unpin(self) -> None:
         """End the effect of `pin`: offer the newest version to all engines."""
-        await self._client.call(commands.Unpin())
+        await self._client.link.call(operations.Unpin())
 
     async def lose(self, group_ids: Sequence[int]) -> None:
         """Report planned groups that the stores lack. These groups are generated again.
 
         The batches of these groups and all later batches are planned again.
         """
-        await self._client.call(commands.LoseGroups(group_ids=tuple(group_ids)))
+        await self._client.link.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
         """Take the buffer back to the checkpoint of ``version``, from which a new learner continues.
@@ -578,7 +579,7 @@ class ControlClient:
         ``incarnation`` counts the learner's returns to a checkpoint, including this one. A repeated number has no
         effect.
         """
-        await self._client.call(commands.Rewind(version=version, incarnation=incarnation))
+        await self._client.link.call(commands.Rewind(version=version, incarnation=incarnation))
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
         """Take the buffer of a resumed run back to the checkpoint ``key`` of ``version``.
@@ -586,33 +587,33 @@ class ControlClient:
         Afterwards, the steps before ``version`` count as committed. ``tokens_generated`` is the number of policy tokens
         that the run generated up to the checkpoint.
         """
-        await self._client.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
+        await self._client.link.call(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
-    async def checkpoint(self, folder: Path, version: int, *, key: str) -> commands.Checkpointed:
+    async def checkpoint(self, folder: Path, version: int, *, key: str) -> operations.Checkpointed:
         """Write the state for a resumed run to ``folder``, an absolute path. Wait until the folder is complete.
 
         ``key`` is a random name of the checkpoint. Returns the numbers of groups, saved prefixes and bytes in the
         checkpoint.
         """
-        return await self._client.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
+        return await self._client.link.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
     async def renew_keys(self) -> None:
         """Make the server and the store servers read the clients' keys again."""
-        await self._client.call(commands.RenewKeys())
-        stores = (await self._client.call(commands.Inspect())).values["stores"]
+        await self._client.link.call(operations.RenewKeys())
+        stores = (await self._client.link.call(operations.Inspect())).values["stores"]
         links = [self._client.store_link(store["address"]) for store in stores if store["address"]]
-        await asyncio.gather(*(link.call(commands.RenewKeys()) for link in links))
+        await asyncio.gather(*(link.call(operations.RenewKeys()) for link in links))
 
     async def stats(self) -> BufferStats:
         """Return the buffer's current counts of groups, tokens and bytes."""
-        return (await self._client.call(commands.Stats())).stats
+        return (await self._client.link.call(operations.Stats())).stats
 
     async def inspect(self, group_id: int = -1) -> dict[str, Any]:
         """Return a JSON object that describes the buffer: its leased, stored and planned groups, and its workers.
 
         A ``group_id`` of 0 or more describes only this group.
         """
-        return (await self._client.call(commands.Inspect(group_id))).values
+        return (await self._client.link.call(operations.Inspect(group_id))).values
 
     async def finished(self) -> list[tuple[int, int]]:
         """Return the ids of consumed and dropped groups, as sorted ranges [start, end)."""
@@ -635,11 +636,11 @@ class BufferConnection:
     address: str
     request_timeout_s: float = 30.0
     keys: str = ""
-    role: commands.BufferRole = commands.BufferRole.controller
+    role: BufferRole = BufferRole.controller
     epoch: str = ""
     incarnation: int = 0
 
-    def for_role(self, role: commands.BufferRole) -> "BufferConnection":
+    def for_role(self, role: BufferRole) -> "BufferConnection":
         """Return a copy of this connection for clients of another role."""
         return replace(self, role=role)
 

@@ -19,7 +19,6 @@ from asyncrl.core.registry import Registry
 from asyncrl.core.types import GroupSummary
 
 from .groups import Entry, Group, GroupState, GroupTable
-from .outcomes import Reserved
 
 Filter = Callable[[GroupSummary], bool]
 """Maps the metadata of a finished group to True if the buffer should keep the group."""
@@ -177,18 +176,19 @@ class Room:
             num_held += self._groups.space.prefix_bytes - group.prefix_bytes
         return self._max_bytes - num_held
 
-    def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> Reserved:
+    def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> tuple[int, tuple[int, ...]]:
         """Choose the store for ``num_bytes`` bytes of a running group's trajectories, and the groups to evict there.
 
         The store on ``host`` comes first. If the bytes do not fit there, choose the store with the most free bytes.
-        Evict groups only if ``may_evict``. This method only decides: it reserves and evicts nothing.
+        Evict groups only if ``may_evict``. This method only decides: it reserves and evicts nothing. Returns the number
+        of the store, and the ids of the groups to evict.
 
         Raises:
             StoreFull: The bytes do not fit now.
             ReplayBufferError: The group is larger than a store.
         """
         if 0 < num_bytes <= group.num_bytes:  # an earlier call has reserved the bytes
-            return Reserved(store=group.store)
+            return group.store, ()
         if 0 < self._max_bytes < num_bytes:
             raise ReplayBufferError(
                 f"a group of {num_bytes} bytes exceeds buffer.max_stored_bytes={self._max_bytes}; raise this limit"
@@ -199,11 +199,11 @@ class Room:
             raise StoreFull(f"{num_bytes} bytes wait for a store: no store has joined, or all stores are lost")
         fitting = [store for store in emptiest_first if num_bytes <= free(store)]
         if fitting:
-            return Reserved(store=next((store for store in fitting if host and stores[store].host == host), fitting[0]))
+            return next((store for store in fitting if host and stores[store].host == host), fitting[0]), ()
         for store in emptiest_first if may_evict else ():
             evicted = self._who_gives_way(group, store, num_bytes - self._num_free(store, group))
             if evicted is not None:
-                return Reserved(store=store, evicted=evicted)
+                return store, evicted
         raise StoreFull(
             f"{num_bytes} bytes do not fit: {free(emptiest_first[0])} of buffer.max_stored_bytes={self._max_bytes} are "
             "free; the worker sends the group again after the learner has consumed a batch"

@@ -36,7 +36,6 @@ from asyncrl.core.errors import (
 from asyncrl.core.host import end_with_parent, keep_freed_memory, make_private_folder
 
 from .checkpoint_parts import store_part
-from .commands import Connect, Connected, Done, Failure, NewKeys, Reconcile, RenewKeys
 from .config import BufferConfig, Durability, OnStale, StoresOn
 from .encoding import (
     JOIN_BELOW_BYTES,
@@ -51,6 +50,7 @@ from .encoding import (
 )
 from .journal import Journal
 from .keys import KeyGate, ServerKeys, check_exposure, secure_server, server_keys, store_keys
+from .operations import Connect, Connected, Done, Failure, NewKeys, Reconcile, RenewKeys
 from .process import StoreServers
 from .service import BufferService
 from .sockets import (

@@ -1,4 +1,7 @@
-"""Handles the requests to the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
+"""Handles the operations of the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
+
+The handler of an operation is the method ``on_<name>`` of a class in this file. `buffer.server` itself handles only
+`Connect` and `RenewKeys`. `buffer.store_servers` handles the operations of the store servers.
 
 A request that cannot be answered yet is held. After each burst of messages, `settle` answers the held requests that can
 be answered now. If a request waits too long, a timer answers the request with `NothingYet`. Other timers revoke expired
@@ -9,39 +12,42 @@ import logging
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any
 
 from msgspec import to_builtins
 from msgspec.structs import replace
 
 from asyncrl.core import record
-from asyncrl.core.errors import AsyncRLError, DeclaredDead, ReplayBufferError, StoreFull, StoreLost, WireError
-from asyncrl.core.record import NONE, GroupEvent, LevelName
+from asyncrl.core.errors import (
+    AsyncRLError,
+    DeclaredDead,
+    ReplayBufferError,
+    StoreFull,
+    StoreLost,
+    WireError,
+    WrongEpoch,
+)
 from asyncrl.core.types import BufferStats, GroupSummary
 
-from . import commands, outcomes
-from .account import NO_ROOM, REWOUND, STALE, STORE_LOST, VERSION_TOO_OLD, WORKER_DIED
+from . import commands, operations
 from .checkpoint_parts import CheckpointRequests
-from .commands import Answer, Done
+from .commands import PutResult
 from .config import BufferConfig
-from .description import describe_group, plan_wait
-from .encoding import JOIN_BELOW_BYTES, Message, Send
+from .description import LedgerNotes, describe_group, plan_wait
+from .encoding import Message, Send
 from .fetches import FetchReplies
-from .frames import FramesOnDisk, size_of
+from .frames import Frames, size_of
 from .journal import Journal, Recovered
 from .ledger import Ledger
 from .offers import OfferRequests
-from .outcomes import PutResult
-from .records import Frames
+from .operations import Done
+from .records import MAX_COUNT, MAX_REASON, Answer
 from .rule import StalenessRule
 from .sockets import Deadline, LoopClock
 from .store_links import StoreJoins, StoreLinks
-from .stores import PayloadStore
+from .stores import PayloadStore, PayloadWriter
 from .waiting import Admission, BatchRequests, Collaborators, PromptIntake, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
-
-_LANE = "buffer"
 
 
 class BufferService:
@@ -87,21 +93,21 @@ class BufferService:
         self._offers = OfferRequests(shared, journal)
         self._joins = StoreJoins(shared, links)
         self._checkpoints = CheckpointRequests(shared, journal=journal, links=links)
-        workers = WorkerRequests(shared, admission=self._admission, offers=self._offers, joins=self._joins)
+        parts = shared, self._admission, self._offers, self._joins
+        self._handlers = handlers_of((self, WorkerRequests(*parts), ControlRequests(*parts)))
         self._reserving = shared.held()
         self._fetches = FetchReplies(self._replies, config.max_stored_bytes)
-        self._refused_for_space: set[bytes] = set()
-        self._refused_prompts: set[bytes] = set()
+        self._refused_for_space, self._refused_prompts = set[bytes](), set[bytes]()
         self._journal = journal
+        self._writer = PayloadWriter(journal, fits_in_memory=self._store.fits_in_memory, refuse=self._refuse)
         self._expiry = Deadline(self._expire, self._clock)
         self._silence = Deadline(self._take_from_silent, self._clock)
         recorder = record.current()
         self._notes = None if recorder is None else LedgerNotes(self.ledger, recorder)
         if self._notes is not None:
             self.ledger.on_applied = self._notes.note
-        parts = self._intake, self._admission, self._batches, self._offers, self._joins, self._checkpoints, workers
-        self._handlers = handlers_of((self, *parts))
-        self._closing = (self._reserving, self._fetches, *parts[:-1], self._expiry, self._silence, self._clock)
+        held = self._intake, self._admission, self._batches, self._offers, self._joins, self._checkpoints
+        self._closing = (self._reserving, self._fetches, *held, self._expiry, self._silence, self._clock)
         earlier = self._checkpoints.continue_earlier()
         if journal is not None:
             self.ledger.log, journal.on_written = journal, self.settle
@@ -131,35 +137,6 @@ class BufferService:
             refused.add(request.client)
         self._replies.fail(request, error)
 
-    def _is_written_first(self, num_bytes: int) -> bool:
-        """Return whether the journal writes a payload of ``num_bytes`` bytes before the payload's command.
-
-        The journal writes a payload first if the payload is large, or does not fit within the bound on memory.
-        """
-        if self._journal is None:
-            return False
-        return num_bytes >= JOIN_BELOW_BYTES or not self._store.fits_in_memory(num_bytes)
-
-    def _when_kept(self, request: Message, store: Callable[[Frames], None]) -> None:
-        """Call ``store`` with the payload. If the journal writes the payload first, call ``store`` after the write."""
-        if self._journal is None or not self._is_written_first(size_of(request.payload)):
-            store(request.payload)
-            return
-
-        def then(kept: FramesOnDisk | ReplayBufferError) -> None:
-            try:
-                if isinstance(kept, ReplayBufferError):
-                    raise kept
-                store(kept)
-            except AsyncRLError as refusal:
-                self._refuse(request, refusal)
-            except Exception as failure:
-                name = request.body.name
-                logger.exception("%s failed", name)
-                self._refuse(request, ReplayBufferError(f"the buffer failed at {name}: {failure!r}"))
-
-        self._journal.keep(request.payload, then)
-
     def settle(self) -> None:
         """Answer held requests that can be answered now, tell workers about revoked leases, and reset the timers."""
         ledger, before = self.ledger, None
@@ -182,7 +159,7 @@ class BufferService:
         except ReplayBufferError as error:
             logger.error("the buffer grants nothing while the journal cannot be written: %s", error)
         for owner, revoked in self.ledger.attempts.drain_revocations():
-            self._admission.revoked(revoked.group_id, revoked.attempt)
+            self._admission.paces.revoked(revoked.group_id, revoked.attempt)
             self._replies.push(owner, revoked)
         self._joins.settle()
         self._expiry.at(self.ledger.groups.leases.next_expiry())
@@ -274,7 +251,7 @@ class BufferService:
 
     def _forget_finished(self) -> None:
         finished = self.ledger.attempts.drain_finished()
-        self._admission.finished(finished)
+        self._admission.paces.finished(finished)
         groups = self.ledger.groups
         ended, groups.ended_attempts = groups.ended_attempts, []
         if self._store.forget(finished, ended):
@@ -283,7 +260,7 @@ class BufferService:
 
     def _tell_of_space(self, clients: set[bytes]) -> None:
         for client in clients:
-            self._replies.push(client, commands.Space())
+            self._replies.push(client, operations.Space())
         clients.clear()
 
     def _compact(self, *, is_urgent: bool = True) -> None:
@@ -315,7 +292,22 @@ class BufferService:
             logger.error("leases of silent producers are not revoked before they expire: %s", error)
         self.settle()
 
-    # Results
+    # Prompts and results
+
+    def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
+        """Hold a request until the queue has room for its prompts. Known prompts are ignored.
+
+        A request without prompts only asks for finished groups, and is answered at once.
+        """
+        if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
+            raise WireError("enqueue must have one group id per prompt, and the frames of all prompts")
+        if enqueue.wants_outcomes:
+            self._intake.keep_finished()
+        if not enqueue.group_ids:
+            return self._intake.answer()
+        frames = iter(request.payload)
+        prompts = ([next(frames) for _ in range(number)] for number in enqueue.counts)
+        return self._intake.hold(request, dict(zip(enqueue.group_ids, prompts, strict=True)))
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
         """Reserve bytes for a group's trajectories, before the worker sends them.
@@ -364,20 +356,20 @@ class BufferService:
             )
         elif group is not None and not group.num_bytes:
             raise StoreLost(f"no store holds group {put.key[0]} attempt {put.key[1]}; send the group again")
-        is_easy = not self._is_written_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)
+        is_easy = not self._writer.writes_first(put.num_bytes) and self.ledger.room.fits(put.num_bytes)
         if is_easy or group is None or self._store.is_elsewhere:
             self._store_group(request, put, request.payload)
         else:
             reserve = commands.Reserve(group_id=put.key[0], attempt=put.key[1], num_bytes=put.num_bytes)
             self._make_room(request.client, reserve)
-            self._when_kept(request, partial(self._store_group, request, put))
+            self._writer.write(request, partial(self._store_group, request, put))
 
     def _store_group(self, request: Message, put: commands.Put, kept: Frames) -> None:
         client, group_id = request.client, put.key[0]
         frames = {} if self._store.is_elsewhere else {("payload", group_id): kept}
         result = self.ledger.apply(put, sender=client, frames=frames).result
         if result in (PutResult.filtered, PutResult.stored):
-            self._admission.ended(client, put)
+            self._admission.ended(put)
             self._intake.note_finished(put.summary)
         if result is PutResult.filtered:
             self._batches.note_filtered()
@@ -394,7 +386,7 @@ class BufferService:
         If the buffer has already revoked the lease, only count the attempt's tokens as dropped. No token counts twice.
         """
         released = self.ledger.apply(release, sender=request.client)
-        self._admission.ended(request.client, release)
+        self._admission.ended(release)
         return released
 
     def on_save_prefix(self, request: Message, save: commands.SavePrefix) -> None:
@@ -404,20 +396,25 @@ class BufferService:
             command = replace(save, num_bytes=size_of(request.payload))
             self.ledger.apply(command, sender=request.client, frames={("progress", save.group_id): kept})
             if save.longest_response >= 0:
-                self._admission.saved(save.group_id, save.attempt, save.longest_response)
+                self._admission.paces.saved(save.group_id, save.attempt, save.longest_response)
             self._store.prefixes.put(save.group_id, request.payload)
             self._replies.answer(request, Done())
 
-        self._when_kept(request, store)
+        self._writer.write(request, store)
 
     # Batches
 
-    def on_fetch(self, request: Message, fetch: commands.Fetch) -> Answer | None:
+    def on_plan_batch(self, request: Message, plan: commands.PlanBatch) -> None:
+        """Hold a request for a batch until the batch can be made."""
+        self.ledger.check_plan(plan.version)
+        self._batches.hold(request)
+
+    def on_fetch(self, request: Message, fetch: operations.Fetch) -> Answer | None:
         """Reply with the trajectories of groups. If store servers hold them, reply with the store of each group."""
         if self._links is not None:
             groups = map(self.ledger.groups.in_store, fetch.group_ids)
             places = tuple((group.store, group.result.attempt, group.digest) for group in groups)
-            return commands.Places(tuple(self._links.addresses), places)
+            return operations.Places(tuple(self._links.addresses), places)
         parts = [self._store.trajectories(group_id) for group_id in fetch.group_ids]
         self._fetches.send(request, fetch, parts)
         return None
@@ -427,9 +424,9 @@ class BufferService:
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers)  # receivers get newer weights
+            self._admission.answer_outdated(except_for=self._offers.receivers.clients)  # they get newer weights
             self._compact(is_urgent=False)  # compacting is cheap after a commit, because the buffer holds few groups
-        self._replies.answer(request, commands.Totals(self._totals()))
+        self._replies.answer(request, operations.Totals(self._totals()))
         self._offers.show()  # sent after the reply to the commit, because offers may go to many engines
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
@@ -457,11 +454,17 @@ class BufferService:
         logger.info("the run goes on from version %d", resume.version)
         return Done()
 
-    def _take_back(self, rewound: outcomes.Rewound) -> None:
+    def _take_back(self, rewound: commands.Rewound) -> None:
         self._store.evict(rewound.dropped)
         self._on_rewound()
         self._offers.withdraw()
         self._checkpoints.note_marks()
+
+    def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
+        """Write a checkpoint, and answer after the write. A repeated request waits for the same write."""
+        self.ledger.apply(checkpoint)
+        self._checkpoints.note_marks()
+        self._checkpoints.begin(request)
 
     # The state of the buffer
 
@@ -473,11 +476,11 @@ class BufferService:
             leases_waiting=self._admission.num_waiting,
         )
 
-    def on_stats(self, request: Message, stats: commands.Stats) -> Answer:
+    def on_stats(self, request: Message, stats: operations.Stats) -> Answer:
         """Answer with the ledger's counts of groups, tokens and bytes."""
-        return commands.Totals(self._totals())
+        return operations.Totals(self._totals())
 
-    def on_inspect(self, request: Message, inspect: commands.Inspect) -> Answer:
+    def on_inspect(self, request: Message, inspect: operations.Inspect) -> Answer:
         """Answer with a description of the buffer, or of the one group that the request names.
 
         The description of the buffer has options, counts, all leased, stored and planned groups, and all producers
@@ -485,10 +488,10 @@ class BufferService:
         """
         now = self._clock.time()
         if inspect.group_id >= 0:
-            return commands.Report(describe_group(self.ledger, inspect.group_id, now))
+            return operations.Report(describe_group(self.ledger, inspect.group_id, now))
         rule, table = self.ledger.rule, self.ledger.groups
         groups = table.leases.all() + [group for group in table if group.summary is not None]
-        return commands.Report(
+        return operations.Report(
             {
                 "max_lag": rule.max_lag,
                 "groups_per_step": rule.groups_per_step,
@@ -506,20 +509,14 @@ class BufferService:
 
 
 class WorkerRequests:
-    """Handles greetings, heartbeats, reports about the versions of engines, and the end of workers."""
+    """Handles the workers' operations on leases and weights, their greetings, heartbeats, and goodbyes."""
 
-    def __init__(
-        self,
-        shared: Collaborators,
-        *,
-        admission: Admission,
-        offers: OfferRequests,
-        joins: StoreJoins,
-    ) -> None:
-        self._ledger, self._store, self._heartbeat_s = shared.ledger, shared.store, shared.config.heartbeat_s
+    def __init__(self, shared: Collaborators, admission: Admission, offers: OfferRequests, joins: StoreJoins) -> None:
+        self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
+        self._heartbeat_s = shared.config.heartbeat_s
         self._admission, self._offers, self._joins = admission, offers, joins
 
-    def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
+    def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
         """Answer with the server's settings for clients.
 
         A client that produces groups is registered, and must send heartbeats from then on.
@@ -528,7 +525,7 @@ class WorkerRequests:
             self._enter(request.client, hello.host)
         return self._welcome()
 
-    def on_beat(self, request: Message, beat: commands.Beat) -> Answer:
+    def on_beat(self, request: Message, beat: operations.Beat) -> Answer:
         """Record a heartbeat. Answer with the server's settings for clients.
 
         The heartbeat also registers a producer that a restarted server does not know yet.
@@ -543,12 +540,37 @@ class WorkerRequests:
         self._admission.heartbeats.enter(client, self._admission.clock.time())
         self._joins.note_host(host)
 
-    def _welcome(self) -> commands.Welcome:
+    def _welcome(self) -> operations.Welcome:
         rule = self._ledger.rule
         clock = record.clock_id(), time.monotonic_ns()
-        return commands.Welcome(rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock)
+        return operations.Welcome(
+            rule.max_lag, rule.groups_per_step, self._heartbeat_s, self._store.is_elsewhere, *clock
+        )
 
-    def on_loaded(self, request: Message, loaded: commands.Loaded) -> Answer:
+    def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
+        """Hold a request for leases. Answer a repeated request with the leases that were granted before."""
+        if self._admission.answer_again(request):
+            return
+        if lease.incarnation == self._ledger.incarnation:
+            self._ledger.check_engine_version(lease.engine_version)
+        self._admission.hold(request)
+
+    def on_cancel(self, request: Message, cancel: operations.Cancel) -> Answer:
+        """Cancel a request for leases. Groups granted to this request go back to the queue."""
+        self._admission.cancel(request.client, cancel.request)
+        return Done()
+
+    def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
+        """Extend leases. Send the owner a `Revoked` for each lost lease."""
+        for key in self._ledger.apply(renew, self._admission.clock.time(), sender=request.client).lost:
+            self._replies.push(request.client, operations.Revoked(*key))
+        return Done()
+
+    def on_next_offer(self, request: Message, wanted: operations.NextOffer) -> Answer | None:
+        """Answer a request for weights, now or as soon as newer weights are offered."""
+        return self._offers.answer_receiver(request) or self._offers.receivers.hold(request)
+
+    def on_loaded(self, request: Message, loaded: operations.Loaded) -> Answer:
         """Record which policy version a worker's engine serves now.
 
         If the learner has gone back to a checkpoint since it published these weights, the buffer ignores the report.
@@ -560,117 +582,99 @@ class WorkerRequests:
             self._admission.adopt(request.client, loaded.version)
         return Done()
 
-    def on_fenced(self, request: Message, fenced: commands.Fenced) -> Answer:
+    def on_fenced(self, request: Message, fenced: operations.Fenced) -> Answer:
         """Record that the worker's engine serves no policy version now."""
         self._offers.forget(request.client)
         return Done()
 
-    def on_leave(self, request: Message, leave: commands.Leave) -> Answer:
+    def on_leave(self, request: Message, leave: operations.Leave) -> Answer:
         """Forget a worker that leaves. Release all leases of the worker, except those that the message names."""
         self._offers.forget(request.client)
-        return self._admission.leave(request.client, leave)
+        self._admission.leave(request.client, set(leave.leases))
+        return Done()
 
-    def on_bury(self, request: Message, bury: commands.Bury) -> Answer:
+
+class ControlRequests:
+    """Handles the operations of the learner and the controller on weights, engines and store servers."""
+
+    def __init__(self, shared: Collaborators, admission: Admission, offers: OfferRequests, joins: StoreJoins) -> None:
+        self._ledger, self._store = shared.ledger, shared.store
+        self._admission, self._offers, self._joins = admission, offers, joins
+
+    def on_offer(self, request: Message, offer: operations.Offer) -> Answer:
+        """Add the learner's offer. Answer with the oldest version in the log of offers; 0 without offers.
+
+        If the message reports a failed publish, all waiting requests fail with this failure. Raises `WrongEpoch` if
+        another learner has replaced the sender.
+        """
+        if not self._offers.is_current(offer):
+            raise WrongEpoch(
+                f"an offer came from incarnation {offer.incarnation} of the learner, but this buffer serves "
+                f"{self._ledger.incarnation}; another learner has replaced the sender; end the sender"
+            )
+        if offer.offer is None:
+            self._offers.fail(offer.failure)
+        else:
+            self._offers.add(offer.offer)
+        return operations.Number(self._offers.log.oldest())
+
+    def on_served(self, request: Message, served: operations.Served) -> Answer | None:
+        """Answer with the oldest version that any engine serves.
+
+        The answer waits until ``num_engines`` engines serve a version, and all of them serve ``at_least`` or newer.
+        Raises `WeightsError` if a publish failed.
+        """
+        self._offers.log.check()
+        return self._offers.answer_follower(request) or self._offers.followers.hold(request)
+
+    def on_pin(self, request: Message, pin: operations.Pin) -> Answer | None:
+        """Pin engines to a version. Answer with the names of the pinned engines that serve this version.
+
+        The answer waits until these names differ from the names that the controller knows. Raises `WeightsGone` if the
+        pinned version is lost, and `WeightsError` if a publish failed.
+        """
+        self._offers.pin(pin.version, pin.num_engines)
+        return self._offers.answer_evaluator(request) or self._offers.evaluators.hold(request)
+
+    def on_unpin(self, request: Message, unpin: operations.Unpin) -> Answer:
+        """End the pin, so the pinned engines may load newer versions."""
+        self._offers.unpin()
+        return Done()
+
+    def on_bury(self, request: Message, bury: operations.Bury) -> Answer:
         """Declare a worker dead, at the request of the controller that started it.
 
         Answers with the number of tokens that the worker generated.
         """
         dead = bytes.fromhex(bury.worker)
-        answer = commands.Number(self._admission.bury(dead, bury.generated))
+        answer = operations.Number(self._admission.bury(dead, bury.generated))
         self._offers.forget(dead)
         return answer
 
+    def on_store_wanted(self, request: Message, wanted: operations.StoreWanted) -> None:
+        """Hold the request until a worker connects from a host without a store."""
+        self._joins.joining()
+        self._joins.wanted.hold(request)
 
-class LedgerNotes:
-    """Records in the run's profile which groups change their state, and the ledger's current counts."""
+    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
+        """Add a store. A repeated request has no effect."""
+        links, added = self._joins.joining(), self._ledger.apply(add)
+        if added.is_new:
+            links.connect(add.address, added.store)
+            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
+        return added
 
-    def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
-        self._ledger = ledger
-        self._recorder = recorder
-        self._planned: dict[int, tuple[int, ...]] = {}
-
-    def note(self, command: Any, outcome: Any) -> None:
-        """Record in the profile which groups changed their state by a command. ``outcome`` is the ledger's decision."""
-        match outcome:
-            case outcomes.Granted():
-                for lease in outcome.leases:
-                    details = {"deadline": lease.deadline, "inherited": lease.num_inherited}
-                    self._stamp(GroupEvent.lease, lease, version=lease.engine_version, **details)
-            case outcomes.PutOutcome():
-                self._stamp_put(command, outcome)
-            case outcomes.Released(was_running=True):
-                event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
-                self._stamp(event, command, reason=command.reason, tokens=command.num_tokens)
-            case outcomes.TakenBack():
-                self._stamp_all(GroupEvent.dropped, outcome.dropped, reason=WORKER_DIED)
-                reason = "silent" if isinstance(command, commands.TakeBack) else "expired"
-                queued = [group_id for group_id in outcome.group_ids if group_id not in outcome.dropped]
-                self._stamp_all(GroupEvent.requeued, queued, reason=reason)
-            case outcomes.Lost() | outcomes.DroppedStore():
-                self._stamp_requeued(outcome.group_ids, reason=STORE_LOST)
-            case outcomes.Reserved():
-                self._stamp_requeued(outcome.evicted, reason=NO_ROOM)
-            case _:
-                self._note_batch(outcome)
-
-    def _note_batch(self, outcome: Any) -> None:
-        match outcome:
-            case outcomes.Planned():  # a repeated plan has the same batch, except after a loss of groups
-                if outcome.group_ids and self._planned.get(outcome.version) != outcome.group_ids:
-                    self._planned[outcome.version] = outcome.group_ids
-                    self._stamp_all(GroupEvent.planned, outcome.group_ids, version=outcome.version)
-                    event = GroupEvent.dropped if outcome.is_dropped else GroupEvent.requeued
-                    self._stamp_all(event, outcome.given_up, reason=STALE)
-            case outcomes.Committed():
-                self._planned.pop(outcome.version, None)
-                self._stamp_all(GroupEvent.trained, outcome.group_ids, version=outcome.version)
-                self._recorder.level(LevelName.cpu, time.process_time_ns() // 1000)
-            case outcomes.Rewound():
-                self._planned.clear()
-                ended = dict.fromkeys((*outcome.dropped, *outcome.revoked))
-                self._stamp_requeued(ended, reason=REWOUND)
-
-    def levels(self, *, held_bytes: int) -> None:
-        """Record the ledger's current counts in the profile. The recorder ignores unchanged counts."""
-        ledger = self._ledger
-        for state in ("queued", "leased", "stored", "planned"):
-            self._recorder.level(LevelName(state), getattr(ledger.groups, f"num_{state}"), lane=_LANE)
-        self._recorder.level(LevelName.budget, ledger.budget, lane=_LANE)
-        self._recorder.level(LevelName.full, int(not ledger.room.has_room()), lane=_LANE)
-        self._recorder.level(LevelName.version, ledger.learner_version, lane=_LANE)
-        self._recorder.level(LevelName.bytes, held_bytes, lane=_LANE)
-
-    def _stamp_put(self, put: commands.Put, outcome: outcomes.PutOutcome) -> None:
-        summary = put.summary
-        match outcome.result:
-            case PutResult.stored:
-                event, details = GroupEvent.stored, {"bytes": put.num_bytes}
-            case PutResult.filtered:
-                event, details = GroupEvent.dropped, {"reason": outcome.reason}
-            case PutResult.too_old:
-                event, details = GroupEvent.requeued, {"reason": VERSION_TOO_OLD}
-            case _:  # a duplicate or late put: an earlier event has recorded the end of the attempt
-                return
-        details |= {
-            "newest": summary.newest_version,
-            "learner": self._ledger.learner_version,
-            "tokens": summary.num_tokens,
-            "prompt_tokens": summary.num_prompt_tokens,
-            "lengths": summary.response_lengths,
-            "rewards": summary.rewards,
-        }
-        self._stamp(event, summary, version=summary.oldest_version, **details)
-
-    def _stamp(self, event: GroupEvent, of: Any, *, version: int = NONE, **details: Any) -> None:
-        self._recorder.stamp(event, of.group_id, attempt=of.attempt, version=version, lane=_LANE, **details)
-
-    def _stamp_requeued(self, group_ids: Iterable[int], *, reason: str) -> None:
-        queued = [group_id for group_id in group_ids if group_id in self._ledger.groups]
-        self._stamp_all(GroupEvent.requeued, queued, reason=reason)
-
-    def _stamp_all(self, event: GroupEvent, group_ids: Iterable[int], *, version: int = NONE, **details: Any) -> None:
-        for group_id in group_ids:
-            self._recorder.stamp(event, group_id, attempt=NONE, version=version, lane=_LANE, **details)
+    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
+        """Drop a store that the controller declares lost."""
+        links, stores = self._joins.joining(), self._ledger.groups.space.stores
+        if drop.store >= len(stores):
+            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have joined")
+        dropped = self._ledger.apply(drop)
+        if dropped.is_new:
+            links.disconnect(drop.store)
+            self._store.evict(dropped.group_ids)
+            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
+        return dropped
 
 
 def check_counts(summary: GroupSummary) -> None:
@@ -683,11 +687,11 @@ def check_counts(summary: GroupSummary) -> None:
     counts = (*versions, summary.num_prompt_tokens, summary.num_tokens, summary.num_truncated, *map(sum, lists))
     if summary.num_uses:
         raise WireError(f"num_uses of a group must be 0 in a put, got {summary.num_uses}; the ledger counts the uses")
-    if len(summary.data_source) > commands.MAX_REASON:
-        raise WireError(f"data_source of a group must have at most {commands.MAX_REASON} characters")
+    if len(summary.data_source) > MAX_REASON:
+        raise WireError(f"data_source of a group must have at most {MAX_REASON} characters")
     least = min(summary.group_id, summary.attempt, *counts, *lists[0], *lists[1], *lists[2])
     most = max(summary.group_id >> 23, summary.attempt >> 23, *counts)
-    if least < 0 or most > commands.MAX_COUNT:
+    if least < 0 or most > MAX_COUNT:
         raise WireError(f"the counts of a group must be integers in [0, 2**40], got {least} to {most}")
 
 

@@ -4,23 +4,20 @@ Stores may join and leave while the buffer serves. The ledger numbers the stores
 over the number of a store that had joined before the resume.
 """
 
-import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from asyncrl.core.errors import ReplayBufferError, WireError
+from asyncrl.core.errors import ReplayBufferError
 
-from . import commands
+from . import operations
 from .client import ClientSocket
-from .commands import Answer
 from .config import BufferConfig
 from .encoding import Message
 from .keys import client_keys
+from .records import Answer, BufferRole
 from .waiting import Collaborators
-
-logger = logging.getLogger(__name__)
 
 _MAX_HOSTS = 65_536
 
@@ -43,7 +40,7 @@ class StoreLinks:
         self.addresses: list[str] = []
         self.disk_bytes: list[int] = []
         self._timeout_s = config.request_timeout_s
-        self._keys = client_keys(Path(config.keys), commands.BufferRole.ledger).for_stores() if config.keys else None
+        self._keys = client_keys(Path(config.keys), BufferRole.ledger).for_stores() if config.keys else None
         self._epoch = config.epoch
         self._on_connected = on_connected
         self._links: list[ClientSocket | None] = []
@@ -80,9 +77,9 @@ class StoreLinks:
         payload of one attempt.
         """
         for number, link in self.connected():
-            link.post(commands.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
+            link.post(operations.Remove(tuple(finished), tuple(ended)), partial(self._note, number, link))
 
-    def _note(self, number: int, link: ClientSocket, answer: commands.Removed | commands.Missing) -> None:
+    def _note(self, number: int, link: ClientSocket, answer: operations.Removed | operations.Missing) -> None:
         if self._links[number] is link:
             self.disk_bytes[number] = answer.disk_bytes
 
@@ -90,7 +87,7 @@ class StoreLinks:
         """Return (store number, connection) pairs of the stores that are not lost."""
         return [(number, link) for number, link in enumerate(self._links) if link is not None]
 
-    async def reconcile(self, number: int, reconcile: commands.Reconcile) -> tuple[int, ...]:
+    async def reconcile(self, number: int, reconcile: operations.Reconcile) -> tuple[int, ...]:
         """Send a store the request ``reconcile``. The store drops unneeded payloads, and reports missing payloads.
 
         Returns the ids of the groups that the store lacks. Raises `AsyncRLError` if the store does not answer.
@@ -110,13 +107,21 @@ class StoreLinks:
 
 
 class StoreJoins:
-    """Handles the store servers that join and leave. ``links`` connects to them."""
+    """The store servers that join and leave.
+
+    Args:
+        shared: The objects that the service shares.
+        links: Connections to the store servers, if these hold the trajectories.
+
+    Attributes:
+        wanted: The controller's requests for the name of a worker's host without a store.
+    """
 
     def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:
-        self._ledger, self._store, self._links = shared.ledger, shared.store, links
+        self._ledger, self._links = shared.ledger, links
         self._hosts: dict[str, None] = {}
-        self._wanted = shared.held()
-        self.close = self._wanted.close
+        self.wanted = shared.held()
+        self.close = self.wanted.close
 
     def note_host(self, host: str) -> None:
         """Remember the host of a worker. An empty name is ignored."""
@@ -143,9 +148,9 @@ class StoreJoins:
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)
-            return None if host is None else commands.Names((host,))
+            return None if host is None else operations.Names((host,))
 
-        self._wanted.answer(answer_to)
+        self.wanted.answer(answer_to)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per store server, for `asyncrl inspect`."""
@@ -159,32 +164,8 @@ class StoreJoins:
             )
         ]
 
-    def _joining(self) -> StoreLinks:
+    def joining(self) -> StoreLinks:
+        """Return the connections to the stores. Raises `ReplayBufferError` if stores cannot join this buffer."""
         if self._links is None or not self._links.may_join:
             raise ReplayBufferError("stores cannot join this buffer; set buffer.stores_on=hosts")
         return self._links
-
-    def on_store_wanted(self, request: Message, wanted: commands.StoreWanted) -> None:
-        """Hold the request until a worker connects from a host without a store."""
-        self._joining()
-        self._wanted.hold(request)
-
-    def on_add_store(self, request: Message, add: commands.AddStore) -> Answer:
-        """Add a store. A repeated request has no effect."""
-        links, added = self._joining(), self._ledger.apply(add)
-        if added.is_new:
-            links.connect(add.address, added.store)
-            logger.info("store %d of host %s joins at %s", added.store, add.host, add.address)
-        return added
-
-    def on_drop_store(self, request: Message, drop: commands.DropStore) -> Answer:
-        """Drop a store that the controller declares lost."""
-        links, stores = self._joining(), self._ledger.groups.space.stores
-        if drop.store >= len(stores):
-            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have joined")
-        dropped = self._ledger.apply(drop)
-        if dropped.is_new:
-            links.disconnect(drop.store)
-            self._store.evict(dropped.group_ids)
-            logger.warning("store %d is lost with %d stored groups", drop.store, len(dropped.group_ids))
-        return dropped

@@ -15,18 +15,18 @@ from pathlib import Path
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, UnknownGroup, WireError
 
-from . import commands
+from . import commands, operations
 from .account import IdSet
-from .checkpoint_parts import PartWriter, PendingWrites
-from .commands import Answer, Done, Key
+from .checkpoint_parts import PartWriter
 from .config import BufferConfig
-from .encoding import JOIN_BELOW_BYTES, Message, Send
+from .encoding import Message, Send
 from .fetches import FetchReplies
-from .frames import in_memory, size_of
+from .frames import Frames, in_memory, size_of
 from .journal import Journal, numbers_of, read_contents
-from .records import Frames
-from .stores import FrameTable
-from .waiting import HeldRequests, Replies, handlers_of
+from .operations import Done
+from .records import Answer, Key
+from .stores import FrameTable, PayloadWriter
+from .waiting import HeldRequests, PendingWrites, Replies, handlers_of
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,7 @@ class StoreService:
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
         self._parts = PartWriter(journal)
+        self._writer = PayloadWriter(journal, fits_in_memory=self._fits_in_memory, refuse=self._refuse)
         self._pending = PendingWrites(HeldRequests(self._replies, config.request_timeout_s / 2))
         self._handlers = handlers_of((self,))
         if journal is not None:
@@ -100,7 +101,7 @@ class StoreService:
     def _held_bytes(self, key: Key) -> int:
         return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
-    def on_hello(self, request: Message, hello: commands.Hello) -> Answer:
+    def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
         """Answer a probe, which shows that the server responds."""
         return Done()
 
@@ -115,7 +116,7 @@ class StoreService:
                 f"a group of {size} bytes exceeds buffer.max_stored_bytes={self._limit}; raise this limit"
             )
 
-    def on_put_payload(self, request: Message, put: commands.PutPayload) -> Answer | None:
+    def on_put_payload(self, request: Message, put: operations.PutPayload) -> Answer | None:
         """Store the trajectories of an attempt. Ignore a repetition, and trajectories of an ended attempt."""
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
@@ -127,12 +128,13 @@ class StoreService:
                 f"{size} bytes do not fit: {self._payloads.num_bytes} bytes are stored, and the limit is {self._limit}"
             )
         self._reserved[key] = size
-        then = partial(self._store, request, key)
-        if self._journal is None or (size < JOIN_BELOW_BYTES and self._fits_in_memory(size)):
-            then(request.payload)
-        else:
-            self._journal.keep(request.payload, then)
+        self._writer.write(request, partial(self._store, request, key))
         return None
+
+    def _refuse(self, request: Message, error: AsyncRLError) -> None:
+        """Answer a put whose payload the journal could not write with an error. Its reserved bytes become free."""
+        self._reserved.pop((request.body.group_id, request.body.attempt), None)
+        self._replies.fail(request, error)
 
     def _fits_in_memory(self, size: int) -> bool:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
@@ -142,18 +144,13 @@ class StoreService:
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
-    def _store(self, request: Message, key: Key, kept: Frames | ReplayBufferError) -> None:
+    def _store(self, request: Message, key: Key, kept: Frames) -> None:
         self._reserved.pop(key, None)
-        try:
-            if isinstance(kept, ReplayBufferError):
-                raise kept
-            if self._is_wanted(key):
-                if self._journal is not None:
-                    self._journal.note({("payload", number_of(key)): kept})
-                self._keep(key, request.payload if self._fits_in_memory(size_of(request.payload)) else kept)
-            self._replies.answer(request, Done())
-        except ReplayBufferError as failure:
-            self._replies.fail(request, failure)
+        if self._is_wanted(key):
+            if self._journal is not None:
+                self._journal.note({("payload", number_of(key)): kept})
+            self._keep(key, request.payload if self._fits_in_memory(size_of(request.payload)) else kept)
+        self._replies.answer(request, Done())
 
     def _keep(self, key: Key, payload: Frames) -> None:
         """Keep a payload. Read a payload on disk if it fits in memory. Raises `OSError` if the read fails."""
@@ -161,7 +158,7 @@ class StoreService:
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))
 
-    def on_fetch(self, request: Message, fetch: commands.Fetch) -> None:
+    def on_fetch(self, request: Message, fetch: operations.Fetch) -> None:
         """Answer with the trajectories of the requested attempts, in the order of the request."""
         if len(fetch.attempts) != len(fetch.group_ids):
             raise WireError("a fetch from a store server must name one attempt per group")
@@ -172,7 +169,7 @@ class StoreService:
             parts.append(self._payloads.get(key))
         self._fetches.send(request, fetch, parts)
 
-    def on_reconcile(self, request: Message, expected: commands.Reconcile) -> Answer:
+    def on_reconcile(self, request: Message, expected: operations.Reconcile) -> Answer:
         """Drop payloads that the ledger does not need. Answer with the ids of the groups that this store lacks.
 
         If the run resumed from a checkpoint, first load expected payloads from this store's files in the checkpoint.
@@ -188,7 +185,7 @@ class StoreService:
         if missing and expected.part and numbers_of(Path(expected.part)):
             self._load(Path(expected.part), missing)
         lacked = tuple(key[0] for key in expected.attempts if key not in self._payloads)
-        return commands.Missing(lacked, self._payloads.disk_bytes)
+        return operations.Missing(lacked, self._payloads.disk_bytes)
 
     def _load(self, part: Path, keys: Iterable[Key]) -> None:
         payloads = read_contents(part).recovered.frames.get("payload", {})
@@ -200,7 +197,7 @@ class StoreService:
                 except OSError as error:
                     logger.error("the part of a checkpoint lacks group %d: %s", key[0], error)
 
-    def on_save_part(self, request: Message, save: commands.SavePart) -> None:
+    def on_save_part(self, request: Message, save: operations.SavePart) -> None:
         """Write the payloads that this store has now, as its files of a checkpoint.
 
         The server answers when the files are on the disk.
@@ -208,7 +205,7 @@ class StoreService:
         held = (("payload", number_of(key), frames) for key, frames in self._payloads)
         self._pending.wait(request, lambda: self._parts.write(Path(save.path), values={}, snapshot=None, frames=held))
 
-    def on_remove(self, request: Message, remove: commands.Remove) -> Answer:
+    def on_remove(self, request: Message, remove: operations.Remove) -> Answer:
         """Drop the payloads of finished groups, and of ended attempts at other groups."""
         for group_id in remove.group_ids:
             self._finished.add(group_id)
@@ -218,7 +215,7 @@ class StoreService:
             if group_id not in self._finished:
                 self._ended[group_id] = max(attempt, self._ended.get(group_id, -1))
             self._forget(group_id, last=attempt)
-        return commands.Removed(self._payloads.disk_bytes)
+        return operations.Removed(self._payloads.disk_bytes)
 
     def _forget(self, group_id: int, *, last: float = math.inf) -> None:
         for key in [key for key in self._by_group.get(group_id, ()) if key[1] <= last]:

@@ -9,11 +9,12 @@ from typing import Any, Generic, TypeVar
 
 import xxhash
 
-from asyncrl.core.errors import ReplayBufferError, StoreFull, UnknownGroup
+from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, UnknownGroup
 
-from .frames import FramesOnDisk, in_memory, size_of
+from .encoding import JOIN_BELOW_BYTES, Message
+from .frames import Frames, FramesOnDisk, in_memory, size_of
+from .journal import Journal
 from .ledger import Ledger
-from .records import Frames
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +77,54 @@ class FrameTable(Generic[Key]):
             self.disk_bytes += sign * frames.num_bytes
         else:
             self.memory_bytes += sign * size_of(frames)
+
+
+class PayloadWriter:
+    """Lets the journal write a payload before the payload is stored, if the payload is large or does not fit in memory.
+
+    Args:
+        journal: The server's journal, or None.
+        fits_in_memory: Returns whether another payload of this number of bytes fits within the bound on memory.
+        refuse: Answers a request with an error.
+    """
+
+    def __init__(
+        self,
+        journal: Journal | None,
+        *,
+        fits_in_memory: Callable[[int], bool],
+        refuse: Callable[[Message, AsyncRLError], None],
+    ) -> None:
+        self._journal, self._fits_in_memory, self._refuse = journal, fits_in_memory, refuse
+
+    def writes_first(self, num_bytes: int) -> bool:
+        """Return whether the journal writes a payload of ``num_bytes`` bytes before the payload is stored."""
+        if self._journal is None:
+            return False
+        return num_bytes >= JOIN_BELOW_BYTES or not self._fits_in_memory(num_bytes)
+
+    def write(self, request: Message, store: Callable[[Frames], None]) -> None:
+        """Call ``store`` with the payload of a request. If the journal writes the payload first, call ``store`` later.
+
+        The later call gets the frames on disk. If the write or the later call fails, the request is refused.
+        """
+        if self._journal is None or not self.writes_first(size_of(request.payload)):
+            store(request.payload)
+            return
+
+        def then(kept: FramesOnDisk | ReplayBufferError) -> None:
+            try:
+                if isinstance(kept, ReplayBufferError):
+                    raise kept
+                store(kept)
+            except AsyncRLError as refusal:
+                self._refuse(request, refusal)
+            except Exception as failure:
+                name = request.body.name
+                logger.exception("%s failed", name)
+                self._refuse(request, ReplayBufferError(f"the buffer failed at {name}: {failure!r}"))
+
+        self._journal.keep(request.payload, then)
 
 
 class PayloadStore:

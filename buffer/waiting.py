@@ -1,32 +1,32 @@
-"""Holds requests for leases, batches and space in the prompt queue until the buffer can answer them.
+"""Holds requests until the buffer can answer them: requests for leases, batches, checkpoints and room in the queue.
 
-A lease is a worker's right to generate a group. The service checks all held requests after each burst of messages. A
-timer ends each wait with `NothingYet`. After a commit, workers whose weights are now too old for any group get
-`NothingYet` at once.
+A lease is a worker's right to generate a group. `buffer.service` handles the operations. The service checks all held
+requests after each burst of messages. A timer ends each wait with `NothingYet`. After a commit, workers whose weights
+are now too old for any group get `NothingYet` at once.
 """
 
 import asyncio
 import logging
 import math
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Any
 
-from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull, WireError
+from asyncrl.core.errors import AsyncRLError, ReplayBufferError, StoreFull
 from asyncrl.core.types import GroupSummary
 
-from . import commands, outcomes
-from .commands import Answer, Done, NothingYet
+from . import commands, operations
 from .config import BufferConfig
 from .encoding import PUSH_ID, Message, Send, failure_of
-from .frames import size_of
+from .frames import Frames, size_of
 from .groups import Group
 from .ledger import Ledger
+from .operations import Checkpointed, NothingYet
 from .pace import Heartbeats, RunningGroup, WorkerPaces
-from .records import Frames
+from .records import Answer, Key, Push
 from .sockets import Deadline, LoopClock
 from .stores import PayloadStore
 
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 _MAX_PER_CLIENT = 256
 _MAX_IN_ALL = 16_384
 _MAX_REMEMBERED = 4096
+_MAX_WRITES = 4
 _FIRST_WARNING_STEPS = 4
 _BEATS_TO_SILENCE = 4
 _SEARCH_S = 5e-5
@@ -56,7 +57,7 @@ class Replies:
         """Answer a request with an error."""
         self.answer(request, failure_of(error))
 
-    def push(self, client: bytes, push: commands.Push) -> None:
+    def push(self, client: bytes, push: Push) -> None:
         """Send a client a message that does not answer a request."""
         self._send(client, Message(request_id=PUSH_ID, body=push))
 
@@ -73,6 +74,11 @@ def handlers_of(parts: Sequence[object]) -> dict[type, Handler]:
     return {kind: getattr(part, name) for kind, name in methods.items() for part in parts if hasattr(part, name)}
 
 
+def nothing_yet(request: Message) -> Answer:
+    """Return `NothingYet`. The client then repeats its request."""
+    return NothingYet()
+
+
 class HeldRequests:
     """The unanswered requests of one operation, in order of arrival.
 
@@ -82,9 +88,7 @@ class HeldRequests:
         late: Returns the answer to a request that has waited for this time, or raises an error.
     """
 
-    def __init__(
-        self, replies: Replies, hold_s: float, late: Callable[[Message], Answer] = lambda request: NothingYet()
-    ) -> None:
+    def __init__(self, replies: Replies, hold_s: float, late: Callable[[Message], Answer] = nothing_yet) -> None:
         self._replies, self._hold_s, self._late = replies, hold_s, late
         self._requests: dict[tuple[bytes, int], Message] = {}
         self._timers: dict[tuple[bytes, int], asyncio.TimerHandle] = {}
@@ -170,6 +174,43 @@ class HeldRequests:
             self.remove(client, request_id)
 
 
+class PendingWrites:
+    """Requests that wait until files are written. A repeated request with the same ``key`` waits for the same files."""
+
+    def __init__(self, held: HeldRequests) -> None:
+        self._held = held
+        self._writes: dict[str, asyncio.Future[Checkpointed]] = {}
+
+    def wait(self, request: Message, begin: Callable[[], Awaitable[Checkpointed]]) -> None:
+        """Answer a request when its write is complete.
+
+        ``begin`` returns the coroutine that writes. ``begin`` is not called if an earlier copy of the request has begun
+        the write.
+        """
+        key = request.body.key
+        if key not in self._writes:
+            self._writes[key] = write = asyncio.ensure_future(begin())
+            write.add_done_callback(lambda _: self._settle())
+            for old in [key for key, known in self._writes.items() if known.done()][:-_MAX_WRITES]:
+                del self._writes[old]
+        self._held.hold(request)
+        if self._writes[key].done():
+            self._settle()
+
+    def _settle(self) -> None:
+        def answer_to(request: Message) -> Answer | None:
+            write = self._writes[request.body.key]
+            return write.result() if write.done() and not write.cancelled() else None
+
+        self._held.answer(answer_to)
+
+    def close(self) -> None:
+        """Cancel the writes."""
+        for write in self._writes.values():
+            write.cancel()
+        self._held.close()
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class WaitingWorker(Message):
     """A held request for leases, with the leases granted so far.
@@ -179,7 +220,7 @@ class WaitingWorker(Message):
 
     body: commands.LeaseGroups
     incarnation: int
-    granted: list[outcomes.GrantedLease] = field(default_factory=list)
+    granted: list[commands.GrantedLease] = field(default_factory=list)
 
     @property
     def version(self) -> int:
@@ -254,7 +295,7 @@ class Collaborators:
     store: PayloadStore
     replies: Replies
 
-    def held(self, late: Callable[[Message], Answer] = lambda request: NothingYet()) -> HeldRequests:
+    def held(self, late: Callable[[Message], Answer] = nothing_yet) -> HeldRequests:
         """Return an empty collection for the held requests of one operation.
 
         ``late`` returns the answer to a request that has waited too long.
@@ -263,7 +304,7 @@ class Collaborators:
 
 
 class PromptIntake:
-    """Handles the operation `Enqueue`. At most ``queue_size`` prompts are in the queue."""
+    """Prompts that wait for room in the queue. At most ``queue_size`` prompts are in the queue."""
 
     def __init__(self, shared: Collaborators) -> None:
         self._ledger, self._store = shared.ledger, shared.store
@@ -272,12 +313,18 @@ class PromptIntake:
         self._outcomes: deque[GroupSummary] | None = None  # None before the first request with ``wants_outcomes``
         self.close = self._held.close
 
+    def keep_finished(self) -> None:
+        """Keep the metadata of groups that finish from now on, for the answers to `Enqueue`."""
+        if self._outcomes is None:
+            self._outcomes = deque(maxlen=_MAX_REMEMBERED)
+
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the metadata of a finished group for the next answer to the controller (`Enqueue.wants_outcomes`)."""
+        """Keep the metadata of a finished group for the next answer, if a request has asked for the metadata."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
-    def _answer(self) -> Answer:
+    def answer(self) -> Answer:
+        """Return the answer to `Enqueue`, with the metadata of the groups finished since the previous answer."""
         outcomes = tuple(self._outcomes or ())
         if self._outcomes:
             self._outcomes.clear()
@@ -293,29 +340,17 @@ class PromptIntake:
         """Size of the prompts in waiting requests, in bytes."""
         return self._held.num_bytes
 
-    def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
-        """Hold a request until the queue has room for its prompts. Known prompts are ignored.
+    def hold(self, request: Message, prompts: Mapping[int, Frames]) -> None:
+        """Hold a request until the queue has room for its ``prompts``, a map from group ids to frames.
 
-        A request without prompts only asks for finished groups, and is answered at once.
+        Known prompts are ignored. Raises the errors of `PayloadStore.check_prompts`.
         """
-        if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
-            raise WireError("enqueue must have one group id per prompt, and the frames of all prompts")
-        if enqueue.wants_outcomes and self._outcomes is None:
-            self._outcomes = deque(maxlen=_MAX_REMEMBERED)
-        if not enqueue.group_ids:
-            return self._answer()
         self._held.remove(request.client, request.request_id)
-        frames = iter(request.payload)
-        prompts = {
-            group_id: [next(frames) for _ in range(number)]
-            for group_id, number in zip(enqueue.group_ids, enqueue.counts, strict=True)
-        }
         new = deque(item for item in prompts.items() if not self._ledger.knows(item[0]))
         payload = [frame for _, parts in new for frame in parts]
         self._store.check_prompts(size_of(payload), num_waiting_bytes=self._held.num_bytes)
         key = {"client": request.client, "request_id": request.request_id}
         self._held.hold(Message(**key, body=new, payload=payload))
-        return None
 
     def fill(self) -> None:
         """Queue waiting prompts in order of arrival while the queue has room."""
@@ -327,7 +362,7 @@ class PromptIntake:
                 request.body.popleft()
             if request.body:
                 return
-            self._held.answer(lambda request: self._answer(), [request])
+            self._held.answer(lambda request: self.answer(), [request])
 
     def _queue(self, prompts: Sequence[tuple[int, Frames]]) -> None:
         new = {group_id: frames for group_id, frames in prompts if not self._ledger.knows(group_id)}
@@ -340,21 +375,26 @@ class PromptIntake:
 
 
 class Admission:
-    """Handles the workers' operations on leases, and decides which worker gets the next lease.
+    """The workers' requests for leases. Decides which worker gets the next lease.
 
     Args:
         clock: Measures the workers' paces and the time since their last messages.
         settle: Called when `grant` may have work although no message has arrived.
+
+    Attributes:
+        clock: The argument ``clock``.
+        paces: The workers' paces, and the groups that faster workers may take over.
+        heartbeats: The workers that send heartbeats.
     """
 
     def __init__(self, shared: Collaborators, *, clock: LoopClock, settle: Callable[[], None]) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
         self.clock = clock
         self._held = WaitingWorkers(shared.replies, shared.config.request_timeout_s / 2)
-        self._granted: OrderedDict[tuple[bytes, int], list[outcomes.GrantedLease]] = OrderedDict()
+        self._granted: OrderedDict[tuple[bytes, int], list[commands.GrantedLease]] = OrderedDict()
         self._turns = FairQueue()
         self._hands_over = shared.config.hand_over
-        self._paces = WorkerPaces()
+        self.paces = WorkerPaces()
         self._look = Deadline(settle, clock)
         self._search_from = -math.inf
         self.heartbeats = Heartbeats(_BEATS_TO_SILENCE * shared.config.heartbeat_s)
@@ -373,7 +413,7 @@ class Admission:
         """Load the records of the groups that workers had leased from an earlier server."""
         for lease in leases:
             self._granted.setdefault((lease.owner, lease.request_id), []).append(lease.granted())
-            self._paces.recover(lease, self.clock.time())
+            self.paces.recover(lease, self.clock.time())
             self.heartbeats.enter(lease.owner, self.clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
@@ -381,16 +421,17 @@ class Admission:
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self.clock.time(), num_leases)
 
-    def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
-        """Hold a request for leases. Answer a repeated request with the leases that were granted before."""
+    def answer_again(self, request: Message) -> bool:
+        """Answer a repeated request with the leases that were granted before. Return False for a new request."""
         granted = self._granted.get((request.client, request.request_id))
         if granted is not None:
             self._answer(request, granted)
-            return
-        if lease.incarnation == self._ledger.incarnation:
-            self._ledger.check_engine_version(lease.engine_version)
+        return granted is not None
+
+    def hold(self, request: Message) -> None:
+        """Hold a request for leases."""
         key = {"client": request.client, "request_id": request.request_id}
-        self._held.hold(WaitingWorker(**key, body=lease, incarnation=lease.incarnation))
+        self._held.hold(WaitingWorker(**key, body=request.body, incarnation=request.body.incarnation))
 
     def adopt(self, client: bytes, version: int) -> None:
         """Record that a client's engine loaded ``version`` from the current learner.
@@ -408,9 +449,7 @@ class Admission:
         """
         rule, learner_version = self._ledger.rule, self._ledger.learner_version
         outdated = [request for request in self._held.all() if rule.deadline(request.version) < learner_version]
-        self._held.answer(
-            lambda request: NothingYet(), [request for request in outdated if request.client not in except_for]
-        )
+        self._held.answer(nothing_yet, [request for request in outdated if request.client not in except_for])
 
     def _admitted(self, versions: Iterable[int]) -> set[int]:
         if not self._ledger.groups.num_queued or not self._ledger.room.has_room():
@@ -424,14 +463,14 @@ class Admission:
         equally many groups take turns.
         """
         now = self.clock.time()
-        self._paces.look(now)
+        self.paces.look(now)
         if self._held:
             versions = self._admitted(self._held.versions)
             if self._hands_over:
                 self._take_over(versions, now)
             if versions:
                 self._grant_to_waiting(versions, now)
-        self._look.at(self._paces.next_look(now))
+        self._look.at(self.paces.next_look(now))
 
     def grant_saved(self) -> None:
         """Grant leases while the group at the head of the queue has a saved prefix (tokens of an earlier attempt)."""
@@ -444,10 +483,10 @@ class Admission:
     def _grant_to_waiting(self, versions: set[int], now: float, *, only_saved: bool = False) -> None:
         waiting = [entry for version in versions for entry in self._held.at_version(version)]
         waiting = [(place, request) for place, request in waiting if self._num_free(request, now) > 0]
-        usual = min((self._paces.usual_pace(request.client, now) for _, request in waiting), default=0.0)
+        usual = min((self.paces.usual_pace(request.client, now) for _, request in waiting), default=0.0)
         line = [
             (
-                self._hands_over and self._paces.is_slow(request.client, usual),
+                self._hands_over and self.paces.is_slow(request.client, usual),
                 self._ledger.groups.leases.num_of_owner(request.client),
                 self._turns.turn_of(request.client),
                 place,
@@ -479,10 +518,10 @@ class Admission:
         """
         if request.incarnation != self._ledger.incarnation:
             return 0
-        return request.body.max_groups - len(request.granted) - self._paces.num_kept(request.client, now)
+        return request.body.max_groups - len(request.granted) - self.paces.num_kept(request.client, now)
 
     def _take_over(self, admitted: set[int], now: float) -> None:
-        while (group := self._paces.first_on_offer()) is not None and self._ledger.room.has_room():
+        while (group := self.paces.first_on_offer()) is not None and self._ledger.room.has_room():
             is_due = group.deadline <= self._ledger.next_plan
             takers = [
                 version
@@ -497,8 +536,8 @@ class Admission:
             if (taker := self._fastest_taker(group, takers, now)) is None:
                 self._search_from = now + _SEARCH_S * len(self._held)
                 return
-            self._paces.take_over(group, taker, now)
-            self._replies.push(group.worker, commands.HandOn(((group.group_id, group.attempt),)))
+            self.paces.take_over(group, taker, now)
+            self._replies.push(group.worker, operations.HandOn(((group.group_id, group.attempt),)))
 
     def _fastest_taker(self, group: RunningGroup, versions: Iterable[int], now: float) -> bytes | None:
         """Return the fastest worker that may take over ``group``, or None.
@@ -506,37 +545,22 @@ class Admission:
         Only workers whose engine serves one of ``versions`` may take over the group.
         """
         paces = [
-            (self._paces.usual_pace(request.client, now), request.client)
+            (self.paces.usual_pace(request.client, now), request.client)
             for version in versions
             if version >= group.engine_version
             for _, request in self._held.at_version(version)
             if request.client != group.worker and self._num_free(request, now) > 0
         ]
         usual, taker = min(paces, default=(math.inf, b""))
-        return taker if self._paces.is_slow(group.worker, usual) else None
+        return taker if self.paces.is_slow(group.worker, usual) else None
 
-    def ended(self, client: bytes, command: commands.Put | commands.Release) -> None:
+    def ended(self, command: commands.Put | commands.Release) -> None:
         """Record that a worker stored or released a group, or that a filter dropped the group."""
         if isinstance(command, commands.Put):
             ended, num_tokens = command.summary, max(command.summary.response_lengths, default=0)
         else:
             ended, num_tokens = command, None
-        self._paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
-
-    def saved(self, group_id: int, attempt: int, longest_response: int) -> None:
-        """Record that a worker saved the prefix (tokens so far) of a group.
-
-        The group's longest sample has ``longest_response`` tokens.
-        """
-        self._paces.saved(group_id, attempt, longest_response)
-
-    def revoked(self, group_id: int, attempt: int) -> None:
-        """Record that a worker lost its lease on a group."""
-        self._paces.revoked(group_id, attempt)
-
-    def finished(self, group_ids: Iterable[int]) -> None:
-        """Forget groups that were consumed or dropped."""
-        self._paces.finished(group_ids)
+        self.paces.ended(ended.group_id, ended.attempt, self.clock.time(), num_tokens=num_tokens)
 
     def _grant_one(self, request: WaitingWorker, served: list[WaitingWorker], now: float) -> bool:
         granted = request.granted
@@ -545,7 +569,7 @@ class Admission:
         for lease in new:
             if lease.progress is None:
                 self._store.prefixes.remove(lease.group_id)
-            self._paces.granted(lease, now)
+            self.paces.granted(lease, now)
         if new:
             self._turns.take(request.client)
         granted.extend(new)
@@ -553,7 +577,7 @@ class Admission:
             served.append(request)
         return bool(new) and self._num_free(request, now) > 0
 
-    def _answer(self, request: Message, granted: Sequence[outcomes.GrantedLease]) -> None:
+    def _answer(self, request: Message, granted: Sequence[commands.GrantedLease]) -> None:
         payload: list[Any] = []
         leases: list[commands.LeasedGroup] = []
         for lease in granted:
@@ -567,41 +591,32 @@ class Admission:
             payload += [*prompt, *prefix]
         self._replies.answer(request, commands.Leased(tuple(leases)), payload)
 
-    def on_cancel(self, request: Message, cancel: commands.Cancel) -> Answer:
+    def cancel(self, client: bytes, request_id: int) -> None:
         """Cancel a request for leases. Groups granted to this request go back to the queue."""
-        if self._held.remove(request.client, cancel.request) is None:
-            for lease in self._granted.pop((request.client, cancel.request), []):
+        if self._held.remove(client, request_id) is None:
+            for lease in self._granted.pop((client, request_id), []):
                 self._give_back(lease, "cancelled")
-        return Done()
 
-    def _give_back(self, lease: outcomes.GrantedLease, reason: str) -> None:
+    def _give_back(self, lease: commands.GrantedLease, reason: str) -> None:
         if self._ledger.groups.running(lease.group_id, lease.attempt) is not None:
             self._ledger.apply(
                 commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=0, reason=reason)
             )
 
-    def on_renew(self, request: Message, renew: commands.Renew) -> Answer:
-        """Extend leases. Send the owner a `Revoked` for each lost lease."""
-        for key in self._ledger.apply(renew, self.clock.time(), sender=request.client).lost:
-            self._replies.push(request.client, commands.Revoked(*key))
-        return Done()
-
-    def leave(self, client: bytes, leave: commands.Leave) -> Answer:
-        """Release the leases of a worker that disconnects, except the leases in ``leave.leases``."""
-        known = set(leave.leases)
+    def leave(self, client: bytes, kept: Container[Key]) -> None:
+        """Release the leases of a worker that disconnects, except ``kept``: (group id, attempt number) pairs."""
         self._held.withdraw(client)
         for lease in self._ledger.groups.leases.of_owner(client):
-            if (lease.group_id, lease.attempt) not in known:
+            if (lease.group_id, lease.attempt) not in kept:
                 self._give_back(lease.granted(), "undelivered")
         if not self._ledger.groups.leases.of_owner(client):
             self.heartbeats.leave(client)
-            self._paces.forget(client)
-        return Done()
+            self.paces.forget(client)
 
     def take_from(self, client: bytes) -> None:
         """Revoke the leases of a worker whose heartbeats have stopped, before the leases expire."""
         self._held.withdraw(client)
-        self._paces.forget(client)
+        self.paces.forget(client)
         if taken := self._ledger.apply(commands.TakeBack(owner=client)).group_ids:
             logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
 
@@ -621,12 +636,12 @@ class Admission:
             )
         self._held.withdraw(client)
         self.heartbeats.leave(client)
-        self._paces.forget(client)
+        self.paces.forget(client)
         return buried[client]
 
 
 class BatchRequests:
-    """Handles the operation `PlanBatch`.
+    """The controller's requests for batches.
 
     Plans fail when filters have dropped ``max_filtered_steps`` times B groups in a row, and no batch can be filled. B
     is the number of groups per learner step.
@@ -638,20 +653,20 @@ class BatchRequests:
         self._held = shared.held(self._late)
         self.close = self._held.close
 
-    def on_plan_batch(self, request: Message, plan: commands.PlanBatch) -> None:
-        """Hold a request for a batch until the batch can be made."""
-        self._ledger.check_plan(plan.version)
+    def hold(self, request: Message) -> None:
+        """Hold a request for a batch until the batch can be made. Raises `ReplayBufferError` if plans fail now."""
         if self._is_filtered_away():
             raise ReplayBufferError(self._filtered())
         self._held.hold(request)
 
     def make(self) -> None:
         """Make every requested batch that can be made, and answer its request."""
-        self._held.answer(self._made, sorted(self._held.all(), key=lambda request: request.body.version))
 
-    def _made(self, request: Message) -> Answer | None:
-        is_made = self._ledger.apply(request.body).group_ids
-        return commands.Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
+        def answer_to(request: Message) -> Answer | None:
+            is_made = self._ledger.apply(request.body).group_ids
+            return commands.Batch(tuple(self._ledger.batch(request.body.version).groups)) if is_made else None
+
+        self._held.answer(answer_to, sorted(self._held.all(), key=lambda request: request.body.version))
 
     def _late(self, request: Message) -> Answer:
         """Answer `NothingYet`, with a warning if filters drop many groups in a row.

@@ -19,9 +19,8 @@ from asyncrl.core.types import Prompt
 from asyncrl.data.config import DataConfig
 from asyncrl.data.prompts import PromptStream
 from asyncrl.weights.publish import WeightPublisher
-from buffer.commands import Commit, Enqueue, LeaseGroups, PlanBatch, Put
+from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Put
 from buffer.ledger import Ledger
-from buffer.outcomes import GrantedLease
 from buffer.rule import StalenessRule
 from learner.advantages import BatchAdvantages
 from learner.batching import rank_batches

@@ -15,10 +15,11 @@ from typing import Any
 import simpy
 
 from asyncrl.core.errors import AsyncRLError
-from buffer.commands import Cancel, Failure, HandOn, Operation, Revoked
 from buffer.config import BufferConfig
 from buffer.encoding import Message, error_of
 from buffer.ledger import Ledger
+from buffer.operations import Cancel, Failure, HandOn, Revoked
+from buffer.records import Operation
 from buffer.service import BufferService
 from buffer.sockets import LoopClock
 

@@ -25,7 +25,7 @@ from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.scenario import Scenario
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
 from asyncrl.planner.simulated_engine import SimulatedEngine, SimulatedGroup, SimulatedHost
-from buffer import commands, outcomes
+from buffer import commands, operations
 
 _CONTROLLER = b"controller"
 _LEARNER = b"learner"
@@ -176,7 +176,7 @@ class SimulatedWorker:
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
 
-    def _begin(self, leased: commands.Leased | commands.NothingYet) -> None:
+    def _begin(self, leased: commands.Leased | operations.NothingYet) -> None:
         self.account()
         self._asked = None
         new = []
@@ -236,7 +236,7 @@ class SimulatedWorker:
             return release()
         self._simulation.saved[group.group_id] = (group.lengths, left)
         oldest = group.oldest_version if group.oldest_version >= 0 else self.engine.version
-        progress = outcomes.Progress(num_tokens=num_tokens, oldest_version=oldest, newest_version=self.engine.version)
+        progress = commands.Progress(num_tokens=num_tokens, oldest_version=oldest, newest_version=self.engine.version)
         longest = max(group.lengths) - max(left)
         save = commands.SavePrefix(group_id=group_id, attempt=attempt, progress=progress, longest_response=longest)
         num_bytes = max(1, round(num_tokens * self._scenario.bytes_per_token))
@@ -312,14 +312,14 @@ class SimulatedWorker:
     # Weights
 
     def _follow_weights(self) -> None:
-        self._buffer.request(self._client, commands.NextOffer(self.engine.version + 1), on_reply=self._load)
+        self._buffer.request(self._client, operations.NextOffer(self.engine.version + 1), on_reply=self._load)
 
     def _report_loaded(self, version: int, load_s: float) -> None:
         self._buffer.request(
-            self._client, commands.Loaded(version=version, seconds=load_s, engine=self._client.decode())
+            self._client, operations.Loaded(version=version, seconds=load_s, engine=self._client.decode())
         )
 
-    def _load(self, offered: commands.Offered) -> None:
+    def _load(self, offered: operations.Offered) -> None:
         self.account()
         version, load_s = offered.offer.version, self._scenario.learner.load_s
 
@@ -399,8 +399,8 @@ class SimulatedLearner:
             yield self._planned.put(groups)
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
-        def on_plan(batch: commands.Batch | commands.NothingYet) -> None:
-            if isinstance(batch, commands.NothingYet):  # filters dropped many groups: repeat the request
+        def on_plan(batch: commands.Batch | operations.NothingYet) -> None:
+            if isinstance(batch, operations.NothingYet):  # filters dropped many groups: repeat the request
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})
@@ -463,7 +463,7 @@ class SimulatedLearner:
     def _offer(self, version: int) -> None:
         self.account()
         offer = WeightOffer(version=version, manifest="", digest="", num_bytes=0)
-        self._buffer.request(_LEARNER, commands.Offer(offer=offer))
+        self._buffer.request(_LEARNER, operations.Offer(offer=offer))
 
 
 class Simulation:

@@ -1,8 +1,9 @@
 """The buffer does no work for waiting engines whose weights are too old for any group."""
 
 from asyncrl.core.types import GroupSummary
-from buffer import BufferConfig, commands
+from buffer import BufferConfig, commands, operations
 from buffer.encoding import Message
+from buffer.records import Operation
 from buffer.service import BufferService
 
 
@@ -25,11 +26,11 @@ class CountedRequests:
 
         self.service.ledger.apply = counted
 
-    def ask(self, client: bytes, operation: commands.Operation) -> None:
+    def ask(self, client: bytes, operation: Operation) -> None:
         self.hand_in(client, operation)
         self.service.settle()
 
-    def hand_in(self, client: bytes, operation: commands.Operation) -> None:
+    def hand_in(self, client: bytes, operation: Operation) -> None:
         self.last_id += 1
         self.service.handle(Message(client=client, request_id=self.last_id, body=operation))
 
@@ -64,7 +65,7 @@ async def test_engines_whose_version_is_refused_cost_nothing_while_others_work()
     for number in range(100):
         requests.ask(b"old-%d" % number, commands.LeaseGroups(engine_version=0, max_groups=1))
     requests.num_lease_commands = 0
-    requests.ask(b"controller", commands.Stats())
+    requests.ask(b"controller", operations.Stats())
     assert requests.num_lease_commands == 0
     requests.ask(b"new", commands.LeaseGroups(engine_version=1, max_groups=1))
     assert requests.num_lease_commands == 1
@@ -89,12 +90,12 @@ async def test_a_commit_does_not_answer_an_outdated_worker_that_also_waits_for_a
     requests.ask(b"worker", commands.LeaseGroups(engine_version=0, max_groups=2))
     requests.ask(b"alone", commands.LeaseGroups(engine_version=0, max_groups=1))
     requests.ask(b"follows", commands.LeaseGroups(engine_version=0, max_groups=1))
-    requests.ask(b"follows", commands.NextOffer(1))
+    requests.ask(b"follows", operations.NextOffer(1))
     for group_id in (0, 1):
         requests.ask(b"worker", put(group_id))
     requests.ask(b"controller", commands.PlanBatch(0))
     requests.replies.clear()
     requests.ask(b"controller", commands.Commit(0))
-    assert [reply.body for client, reply in requests.replies if client == b"alone"] == [commands.NothingYet()]
+    assert [reply.body for client, reply in requests.replies if client == b"alone"] == [operations.NothingYet()]
     requests.ask(b"follows", commands.LeaseGroups(engine_version=1, max_groups=1))
     assert requests.granted() == {b"follows": 1}

@@ -15,9 +15,10 @@ from asyncrl.core.errors import ReplayBufferError, StoreFull, WireError
 from asyncrl.core.types import Prompt
 from buffer import BufferConfig, BufferProcess
 from buffer.client import ClientSocket
-from buffer.commands import Done, Fetch, NothingYet, Renew
+from buffer.commands import Renew
 from buffer.encoding import Message, prompt_frames
 from buffer.frames import size_of
+from buffer.operations import Done, Fetch, NothingYet
 from buffer.records import MAX_LEASES
 from buffer.sockets import Chunk, ChunkReceiver, ChunkSender
 from buffer.waiting import HeldRequests, Replies
@@ -308,7 +309,7 @@ async def test_a_renewal_of_very_many_leases_is_refused_at_once_and_holds_up_no_
         assert [type(refusal) for refusal in await refusals] == [WireError] * 20
         other = run.client()
         with pytest.raises(WireError, match=f"Expected `array` of length <= {MAX_LEASES}"):
-            await other.connection.call(Renew(((0, 0),) * (MAX_LEASES + 1)))
+            await other.connection.link.call(Renew(((0, 0),) * (MAX_LEASES + 1)))
         assert asyncio.get_running_loop().time() - began < 4.0
         assert (await modest.stats()).groups["leased"] == 1
         for link in links:

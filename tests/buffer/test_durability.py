@@ -16,10 +16,10 @@ import pytest
 
 from asyncrl.core.errors import ReplayBufferError
 from asyncrl.core.types import Lease
-from buffer import BufferConfig, BufferProcess, Durability, StoresOn, journal, service
-from buffer.commands import Command, Commit, LeaseGroups, Put
+from buffer import BufferConfig, BufferProcess, Durability, StoresOn, journal, stores
+from buffer.commands import Commit, Committed, LeaseGroups, Put, PutOutcome, PutResult
 from buffer.journal import AppendOnlyFile, Head, Journal, Value
-from buffer.outcomes import Committed, PutOutcome, PutResult
+from buffer.records import Command
 from buffer.sockets import remove_socket_folder, with_socket_folder
 from tests.support.buffer_groups import AnyRole, chat_prompt, prompt, rollout, running
 
@@ -336,7 +336,7 @@ def test_inspect_prints_what_the_server_holds(tmp_path: Path, capsys, monkeypatc
 @pytest.fixture
 def no_frames_in_the_log(monkeypatch):
     """Let the journal write all payloads to the frames file. By default, it writes small payloads to the log file."""
-    monkeypatch.setattr(service, "JOIN_BELOW_BYTES", 0)
+    monkeypatch.setattr(stores, "JOIN_BELOW_BYTES", 0)
 
 
 async def test_after_a_power_failure_whatever_was_written_last_is_lost_as_a_whole(tmp_path: Path):
@@ -494,7 +494,7 @@ async def old_files_are_deleted(directory: Path) -> None:
 async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds_what_is_held(
     tmp_path: Path, monkeypatch, largest_in_log: int
 ):
-    monkeypatch.setattr(service, "JOIN_BELOW_BYTES", largest_in_log)
+    monkeypatch.setattr(stores, "JOIN_BELOW_BYTES", largest_in_log)
     monkeypatch.setattr(journal, "_COMPACT_BYTES", 50_000)
     options = {"durability": Durability.disk, "directory": str(tmp_path)}
     async with running(groups_per_step=2, **options) as run:

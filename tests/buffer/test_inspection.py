@@ -111,6 +111,10 @@ def test_a_group_is_described_in_each_of_its_states():
     assert describe_group(of, 0, 0.0)["planned_for"] == 0
     of.commit(0)
     assert describe_group(of, 0, 0.0)["state"] == "consumed or dropped"
+    of.rewind(0)
+    shown = describe_group(of, 0, 0.0)
+    assert shown["state"] == "not queued: it finished after the checkpoint that the learner went back to"
+    assert shown["num_attempts"] == 3
 
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])

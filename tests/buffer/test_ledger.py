@@ -19,12 +19,13 @@ from asyncrl.core.errors import (
     VersionTooOld,
     WireError,
 )
-from buffer import account, commands, outcomes
+from buffer import account, commands
 from buffer.account import IdSet
 from buffer.config import BufferConfig, Durability, OnStale
 from buffer.encoding import pack, unpack
+from buffer.records import LedgerOutcome, leaves
 from buffer.rule import StalenessRule
-from tests.support.ledgers import DrivenLedger, ledger, summary_of
+from tests.support.ledgers import DrivenLedger, RecordedCommands, ledger, summary_of
 
 
 def test_a_dropped_straggler_is_gone_and_its_late_tokens_count_once():
@@ -59,8 +60,8 @@ def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
     of = ledger(0, 2, filters=["equal_rewards"])
     leases = of.lease(0, 9, now=0.0)
     equal = summary_of(leases[0], rewards=(1.0, 1.0))
-    assert of.put(equal) is outcomes.PutResult.filtered
-    assert of.put(equal) is outcomes.PutResult.duplicate
+    assert of.put(equal) is commands.PutResult.filtered
+    assert of.put(equal) is commands.PutResult.duplicate
     [replacement] = of.lease(0, 9, now=0.0)
     of.put(summary_of(replacement))
     of.put(summary_of(leases[1]))
@@ -71,7 +72,7 @@ def test_a_filtered_group_is_replaced_and_its_put_acknowledged_again():
 def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_once():
     of = ledger(2, 1, lease_s=10.0)
     [dead, other] = of.lease(0, 2, now=0.0)
-    of.save(dead, outcomes.Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    of.save(dead, commands.Progress(num_tokens=40, oldest_version=0, newest_version=0))
     of.put(summary_of(other))
     of.step()
     of.expire(now=11.0)
@@ -88,7 +89,7 @@ def test_a_saved_prefix_is_continued_at_its_own_version_and_its_tokens_count_onc
 def test_left_out_tokens_of_a_group_are_dropped_once_even_if_they_were_saved_before():
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save(lease, outcomes.Progress(num_tokens=8, oldest_version=0, newest_version=0))
+    of.save(lease, commands.Progress(num_tokens=8, oldest_version=0, newest_version=0))
     of.expire(100.0)
     [again] = of.lease(0, 1, now=100.0)
     assert again.num_inherited == 8
@@ -103,7 +104,7 @@ def test_left_out_tokens_of_a_group_are_dropped_once_even_if_they_were_saved_bef
 def test_a_group_that_is_released_to_be_dropped_is_finished_with_all_of_its_tokens():
     of = ledger(2, 1, lease_s=10.0)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save(lease, outcomes.Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    of.save(lease, commands.Progress(num_tokens=40, oldest_version=0, newest_version=0))
     for _ in range(2):
         of.release(0, 0, num_tokens=45, reason="reward", max_failures=1)
     stats = of.stats()
@@ -133,11 +134,11 @@ def test_failures_of_a_group_add_up_over_its_workers_and_nothing_else_is_one():
 
 def test_a_commit_that_breaks_the_bound_is_refused_before_anything_changes():
     of = ledger(1, 1, first_version=5)
-    old = outcomes.GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
-    of.enact(commands.LeaseGroups(engine_version=0, max_groups=1), outcomes.Granted(leases=(old,)))
+    old = commands.GrantedLease(group_id=0, attempt=0, engine_version=0, deadline=1)
+    of.enact(commands.LeaseGroups(engine_version=0, max_groups=1), commands.Granted(leases=(old,)))
     of.put(summary_of(old))
     of.plan(5)
-    with pytest.raises(StalenessError, match="lag 5, bound 1"):
+    with pytest.raises(StalenessError, match="its lag is 5, max_lag is 1"):
         of.commit(5)
     assert of.stats().tokens_trained == 0
 
@@ -213,7 +214,7 @@ def test_a_wrong_option_is_refused_by_name(options, message):
 def test_a_prefix_that_the_worker_did_not_continue_counts_as_dropped_at_the_put():
     of = ledger(2, 1)
     [lease] = of.lease(0, 1, now=0.0)
-    of.save(lease, outcomes.Progress(num_tokens=40, oldest_version=0, newest_version=0))
+    of.save(lease, commands.Progress(num_tokens=40, oldest_version=0, newest_version=0))
     of.release(0, 0, num_tokens=45, reason="aborted")
     [again] = of.lease(0, 1, now=0.0)
     assert (again.num_inherited, of.stats().tokens_buffered) == (40, 40)
@@ -227,7 +228,7 @@ def test_a_prefix_that_the_worker_did_not_continue_counts_as_dropped_at_the_put(
 def test_saved_tokens_of_a_stale_group_count_as_dropped_before_its_worker_reports(on_stale):
     of = ledger(1, 1, on_stale=on_stale)
     [slow, quick] = of.lease(0, 2, now=0.0)
-    of.save(slow, outcomes.Progress(num_tokens=30, oldest_version=0, newest_version=0))
+    of.save(slow, commands.Progress(num_tokens=30, oldest_version=0, newest_version=0))
     of.put(summary_of(quick))
     of.step()
     of.put(summary_of(of.lease(1, 1, now=0.0)[0]))
@@ -244,7 +245,7 @@ def test_a_token_of_a_version_that_no_step_has_made_is_refused_and_nothing_chang
     with pytest.raises(VersionTooNew, match="holds a token of policy version 1, but the learner is at 0"):
         of.put(replace(summary_of(lease), newest_version=1))
     with pytest.raises(VersionTooNew, match="holds a token of policy version 1"):
-        of.save(lease, outcomes.Progress(num_tokens=1, oldest_version=0, newest_version=1))
+        of.save(lease, commands.Progress(num_tokens=1, oldest_version=0, newest_version=1))
     with pytest.raises(VersionTooNew, match="at policy version 1, but the learner has committed 0 steps"):
         of.lease(1, 1)
     assert of.snapshot() == before
@@ -279,7 +280,7 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
         with suppress(VersionTooOld, LeaseExpired):
             return of.apply(command, now)
 
-    def end(lease: outcomes.GrantedLease) -> None:
+    def end(lease: commands.GrantedLease) -> None:
         ending = (lease.group_id * 7 + lease.attempt) % 16
         if ending == 0:
             return  # the worker never sends another message
@@ -326,8 +327,8 @@ def test_only_the_stored_attempt_of_a_group_is_acknowledged_again():
     ledger.release(0, 0, num_tokens=0)
     [again] = ledger.lease(0, 1)
     assert [ledger.put(summary_of(again)) for _ in range(2)] == [
-        outcomes.PutResult.stored,
-        outcomes.PutResult.duplicate,
+        commands.PutResult.stored,
+        commands.PutResult.duplicate,
     ]
     with pytest.raises(LeaseExpired):
         ledger.put(summary_of(lost))
@@ -338,7 +339,7 @@ def test_unreported_tokens_of_a_dead_worker_count_as_lost(num_generated, num_los
     new = ledger(2, 2)
     first, second, _ = new.lease(0, 3, owner=b"a")
     new.put(summary_of(first, lengths=(3, 4)))
-    new.save(second, outcomes.Progress(num_tokens=4, oldest_version=0, newest_version=0))
+    new.save(second, commands.Progress(num_tokens=4, oldest_version=0, newest_version=0))
     taken = new.apply(commands.TakeBack(owner=b"a", num_generated=num_generated))
     assert (taken.group_ids, taken.num_lost) == ((1, 2), num_lost)
     assert new.account.tokens_dropped == ({"lost": num_lost} if num_lost else {})
@@ -423,3 +424,27 @@ def test_a_batch_whose_group_is_missing_may_be_committed():
     of.apply(commands.LoseGroups(group_ids=(), missing=(0,)))
     assert of.commit(0) == [0, 1]
     assert of.account.tokens_dropped == {}
+
+
+def test_an_outcome_declares_whether_the_journal_records_it():
+    kinds = [kind for kind in leaves(LedgerOutcome) if kind.__module__.startswith("buffer.")]
+    assert len(kinds) > 10
+    assert all("is_recorded" in vars(kind) for kind in kinds)
+    with pytest.raises(TypeError, match="Undecided must declare the property is_recorded"):
+        type("Undecided", (LedgerOutcome,), {}, frozen=True)
+
+
+def test_the_ledger_records_an_outcome_that_changes_the_state_and_no_other():
+    of = ledger(1, 1)
+    of.log = recorded = RecordedCommands()
+    assert of.enqueue([0]) == []
+    [lease] = of.lease(0, 1)
+    of.renew(lease.group_id, lease.attempt, now=1.0)
+    of.plan(0)
+    of.put(summary_of(lease))
+    for _ in range(2):
+        of.plan(0)
+    for _ in range(2):
+        of.commit(0)
+    kinds = [type(command) for command, _ in recorded.read()]
+    assert kinds == [commands.LeaseGroups, commands.Put, commands.PlanBatch, commands.Commit]

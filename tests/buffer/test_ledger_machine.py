@@ -19,8 +19,8 @@ from hypothesis.stateful import (
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, VersionTooOld
 from asyncrl.core.types import GroupSummary
 from buffer.checkpoints import MAX_MARKS
+from buffer.commands import GrantedLease, Progress, PutResult
 from buffer.config import OnStale
-from buffer.outcomes import GrantedLease, Progress, PutResult, Reserved
 from buffer.rule import ORDERS, StalenessRule
 from tests.support.ledgers import DrivenLedger, RecordedCommands
 
@@ -279,7 +279,8 @@ class LedgerMachine(RuleBasedStateMachine):
             else:
                 assert self.stored.pop(group_id)[1] > lease.deadline
         self.places[lease.group_id] = reserved.store
-        assert self.ledger.reserve(lease, size) == Reserved(store=reserved.store), "the bytes are on their way there"
+        again = self.ledger.reserve(lease, size)
+        assert (again.store, again.evicted) == (reserved.store, ()), "the bytes are on their way there"
         return True
 
     def _held(self, place: int) -> int:

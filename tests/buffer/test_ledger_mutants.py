@@ -16,7 +16,8 @@ from cosmic_ray.mutating import mutate_code
 from cosmic_ray.plugins import get_operator
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("rule", "ledger", "attempts", "checkpoints")
+MODULES = {"rule": "", "ledger": "", "account": "Attempts", "checkpoints": ""}
+"""The modules that are changed. In a module with the name of a class, only this class is changed."""
 CHANGES = ("Lt_LtE", "LtE_Lt", "Gt_GtE", "GtE_Gt", "Lt_GtE", "LtE_Gt", "Gt_LtE", "GtE_Lt", "Eq_NotEq", "NotEq_Eq")
 
 EQUIVALENT = {
@@ -88,9 +89,10 @@ def comparisons_of(module: str) -> Iterator[Comparison]:
         operator = get_operator(f"core/ReplaceComparisonOperator_{change}")()
         places = [node for node in nodes for _ in operator.mutation_positions(node)]
         for number, node in enumerate(places):
-            scope = parso.python.tree.search_ancestor(node, "funcdef")
+            owner, scope = (parso.python.tree.search_ancestor(node, kind) for kind in ("classdef", "funcdef"))
             function = "" if scope is None else scope.name.value
-            if (module, function, change) not in EQUIVALENT:
+            is_meant = not MODULES[module] or (owner is not None and owner.name.value == MODULES[module])
+            if is_meant and (module, function, change) not in EQUIVALENT:
                 yield Comparison(module=module, change=change, number=number, function=function)
 
 

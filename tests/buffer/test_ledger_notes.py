@@ -9,8 +9,8 @@ from asyncrl.core import record
 from asyncrl.core.record import Pool, ProfileConfig, Recorder, Tag
 from asyncrl.profile.trace import FOLDER, Trace
 from buffer.config import OnStale
+from buffer.description import LedgerNotes
 from buffer.rule import StalenessRule
-from buffer.service import LedgerNotes
 from tests.support.buffer_groups import prompt, running
 from tests.support.ledgers import DrivenLedger, summary_of
 

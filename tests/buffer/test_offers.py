@@ -7,9 +7,10 @@ import pytest
 
 from asyncrl.core.errors import VersionTooNew, WeightsError, WeightsGone, WireError
 from buffer import BufferClient, BufferConfig, SyncBufferClient
-from buffer.commands import Enqueue, Leased, LeaseGroups, NextOffer, Offer, Offered, Pin
+from buffer.commands import Enqueue, Leased, LeaseGroups
 from buffer.encoding import Message
 from buffer.offers import OfferLog
+from buffer.operations import NextOffer, Offer, Offered, Pin
 from buffer.service import BufferService
 from tests.support.buffer_groups import AnyRole, fall_silent, prompt, rollout, running
 from tests.support.offers import bare_offer
@@ -242,9 +243,9 @@ async def test_invalid_offers_pins_versions_and_load_times_are_refused():
             await client.loaded(0, float("nan"))
         for known in ("3", (3,)):
             with pytest.raises(WireError, match=r"Expected `(array|str)`, got `(str|int)`"):
-                await client.connection.call(Pin(0, 1, known))
+                await client.connection.link.call(Pin(0, 1, known))
         with pytest.raises(WireError, match="missing required field `digest`"):
-            await client.connection.call(Offer(offer={"version": 0, "manifest": ""}))
+            await client.connection.link.call(Offer(offer={"version": 0, "manifest": ""}))
 
 
 async def test_the_first_workers_lease_before_the_last_of_many_are_told_of_new_weights():

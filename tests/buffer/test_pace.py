@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from asyncrl.core.types import GroupSummary
 from asyncrl.planner.scenario import EngineModel, LearnerModel, LengthModel, Scenario
 from asyncrl.planner.simulator import Simulation
-from buffer import BufferConfig, commands, outcomes
+from buffer import BufferConfig, commands, operations
 from buffer.encoding import Message
 from buffer.groups import Group
 from buffer.pace import MOST_CHANGES, WorkerPaces
+from buffer.records import Operation
 from buffer.service import BufferService
 from buffer.sockets import LoopClock
 from buffer.waiting import Replies
@@ -176,11 +177,11 @@ def test_hand_overs_are_requested_from_a_hanging_engine_even_if_no_message_arriv
 
 def lease(
     group_id: int, owner: bytes, *, attempt: int = 0, num_inherited: int = 0, deadline: int = 1
-) -> outcomes.GrantedLease:
+) -> commands.GrantedLease:
     progress = (
-        outcomes.Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0) if num_inherited else None
+        commands.Progress(num_tokens=num_inherited, oldest_version=0, newest_version=0) if num_inherited else None
     )
-    return outcomes.GrantedLease(
+    return commands.GrantedLease(
         group_id=group_id, attempt=attempt, engine_version=0, deadline=deadline, owner=owner, progress=progress
     )
 
@@ -313,12 +314,12 @@ class Workers:
         self.last_id = self.num_prompts = 0
 
     def _send(self, client: bytes, message: Message) -> None:
-        if isinstance(message.body, commands.HandOn):
+        if isinstance(message.body, operations.HandOn):
             self.to_hand_over += message.body.groups
         elif isinstance(message.body, commands.Leased) and self.asking.pop(client, None) is not None:
             self.held |= {lease.key: (client, lease.engine_version) for lease in message.body.leases}
 
-    def ask(self, client: bytes, operation: commands.Operation) -> None:
+    def ask(self, client: bytes, operation: Operation) -> None:
         self.last_id += 1
         self.now += 0.01
         self.service.handle(Message(client=client, request_id=self.last_id, body=operation))
@@ -373,7 +374,7 @@ async def test_workers_that_may_begin_a_group_do_not_wait_for_a_lease(max_lag: i
         elif action == "die":
             of.asking.pop(worker, None)
             of.held = {key: value for key, value in of.held.items() if value[0] != worker}
-            of.ask(worker, commands.Leave(()))
+            of.ask(worker, operations.Leave(()))
     of.service.close()
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from asyncrl.core.errors import DeclaredDead, LeaseExpired, NotLeaseOwner, WireError
 from buffer import BufferConfig, BufferProcess, Durability, journal
+from buffer.commands import GrantedLease
 from buffer.encoding import Message
-from buffer.outcomes import GrantedLease
 from buffer.server import BufferServer
 from buffer.sockets import LoopClock
 from buffer.waiting import FairQueue

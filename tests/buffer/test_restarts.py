@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.lives import keep_up
 from asyncrl.core.types import Lease
-from buffer import BufferConfig, BufferSupervisor, Durability, commands, journal
+from buffer import BufferConfig, BufferSupervisor, Durability, commands, journal, operations
 from buffer.encoding import Message, prompt_frames
 from buffer.journal import Journal
+from buffer.records import Operation
 from buffer.sockets import folder_of
 from buffer.store_servers import StoreService
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
@@ -36,7 +37,7 @@ class Script:
         self.last_id = 0
         self.plans: list[list[int]] = []
 
-    def ask(self, client: bytes, operation: commands.Operation, payload: list[Any] | None = None) -> Any:
+    def ask(self, client: bytes, operation: Operation, payload: list[Any] | None = None) -> Any:
         self.last_id += 1
         request = Message(request_id=self.last_id, body=operation, payload=payload or [])
         return self.server.ask(client, request).body
@@ -58,9 +59,9 @@ class Script:
         plan = self.ask(CONTROLLER, commands.PlanBatch(version))
         assert self.ask(CONTROLLER, commands.PlanBatch(version)) == plan
         self.plans.append([group.group_id for group in plan.groups])
-        assert len(self.ask(CONTROLLER, commands.Fetch(tuple(self.plans[-1]))).counts) == 2
+        assert len(self.ask(CONTROLLER, operations.Fetch(tuple(self.plans[-1]))).counts) == 2
         self.ask(CONTROLLER, commands.Commit(version))
-        self.ask(CONTROLLER, commands.Offer(offer=bare_offer(version + 1)))
+        self.ask(CONTROLLER, operations.Offer(offer=bare_offer(version + 1)))
 
     def put(self, group_id: int, attempt: int, version: int) -> None:
         class Leased:
@@ -84,12 +85,12 @@ def test_at_whatever_write_the_server_is_killed_the_steps_are_those_of_a_run_wit
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(journal, "write_all", MortalWrites(kills))
             script.run()
-        stats = script.ask(CONTROLLER, commands.Stats()).stats
+        stats = script.ask(CONTROLLER, operations.Stats()).stats
         assert script.plans == [[2 * version, 2 * version + 1] for version in range(NUM_STEPS)]
         assert (stats.learner_version, stats.groups["consumed"]) == (NUM_STEPS, 2 * NUM_STEPS)
         assert stats.tokens_trained == sum(4 + group_id for group_id in range(2 * NUM_STEPS))
         assert (stats.tokens_dropped, stats.tokens_buffered, stats.lag_histogram) == ({}, 0, {0: 2 * NUM_STEPS})
-        assert script.ask(WORKER, commands.NextOffer(0)).offer.version == NUM_STEPS
+        assert script.ask(WORKER, operations.NextOffer(0)).offer.version == NUM_STEPS
         server.close()
 
     asyncio.run(run())
@@ -153,7 +154,7 @@ async def test_a_late_message_about_a_lease_before_a_restart_does_not_affect_a_l
     script.ask(WORKER, commands.Release(group_id=0, attempt=0, num_tokens=0, reason="aborted"))
     assert script.ask(other, wanted).leases[0].key == (0, 1)
     assert server.ask(WORKER, lease).body.leases == ()
-    script.ask(WORKER, commands.Cancel(lease.request_id))
+    script.ask(WORKER, operations.Cancel(lease.request_id))
     assert server.service.ledger.groups.running(0, 1) is not None
     server.close()
 
@@ -348,7 +349,7 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     config = BufferConfig(durability=Durability.disk, directory=str(tmp_path))
     replies: list[Message] = []
 
-    def ask(service: StoreService, operation: commands.Operation, payload: list[bytes] | None = None) -> Any:
+    def ask(service: StoreService, operation: Operation, payload: list[bytes] | None = None) -> Any:
         service.handle(Message(client=b"x", request_id=len(replies) + 1, body=operation, payload=payload or []))
         service.settle()
         return replies[-1].body
@@ -359,9 +360,9 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
 
     service, kept = start()
     for group_id in range(2):
-        ask(service, commands.PutPayload(group_id, 0), [b"x" * 100])
+        ask(service, operations.PutPayload(group_id, 0), [b"x" * 100])
     disk.is_full = True
-    ask(service, commands.Remove((0,)))
+    ask(service, operations.Remove((0,)))
     if not is_restarted_while_full:
         disk.is_full = False
         service.settle()
@@ -369,14 +370,14 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     kept.close()
     disk.is_full = False
     service, kept = start()
-    held = ask(service, commands.Fetch((0,), (0,)))
-    assert isinstance(held, commands.Payloads if is_restarted_while_full else commands.Failure)
-    missing = ask(service, commands.Reconcile(attempts=((1, 0),), finished=((0, 1),))).group_ids
+    held = ask(service, operations.Fetch((0,), (0,)))
+    assert isinstance(held, operations.Payloads if is_restarted_while_full else operations.Failure)
+    missing = ask(service, operations.Reconcile(attempts=((1, 0),), finished=((0, 1),))).group_ids
     assert missing == ()
-    assert ask(service, commands.Fetch((0,), (0,))).name == "UnknownGroup"
-    ask(service, commands.PutPayload(0, 0), [b"late"])
-    assert ask(service, commands.Fetch((0,), (0,))).name == "UnknownGroup", "its group is finished"
-    assert ask(service, commands.Fetch((1,), (0,))).counts == (1,)
+    assert ask(service, operations.Fetch((0,), (0,))).name == "UnknownGroup"
+    ask(service, operations.PutPayload(0, 0), [b"late"])
+    assert ask(service, operations.Fetch((0,), (0,))).name == "UnknownGroup", "its group is finished"
+    assert ask(service, operations.Fetch((1,), (0,))).counts == (1,)
     service.close()
     kept.close()
 

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from asyncrl.core.errors import LeaseExpired, ReplayBufferError, StoreFull, UnknownGroup, WrongEpoch
 from buffer import Durability
 from buffer.account import IdSet
-from buffer.commands import Rewind
+from buffer.commands import GrantedLease, Progress, Rewind
 from buffer.groups import GroupState
-from buffer.outcomes import GrantedLease, Progress
 from buffer.rule import StalenessRule
 from tests.support.buffer_groups import prompt, rollout, running
 from tests.support.ledgers import DrivenLedger, RecordedCommands, summary_of
@@ -311,7 +310,7 @@ def test_the_next_stores_that_join_take_the_groups_of_those_of_an_earlier_life()
     ledger.checkpoint(0)
     ledger.resume(0)
     assert ledger.groups.space.open_stores() == []
-    with pytest.raises(UnknownGroup, match="was not replaced after the resume"):
+    with pytest.raises(UnknownGroup, match="group 1 are lost: store 1 was not replaced after the resume"):
         ledger.groups.in_store(1)
     [lease] = ledger.lease(0, 1)
     with pytest.raises(StoreFull, match="no store has joined"):

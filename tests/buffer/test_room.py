@@ -8,8 +8,7 @@ from asyncrl.core.errors import (
     ReplayBufferError,
     StoreFull,
 )
-from buffer.commands import Reserve
-from buffer.outcomes import Progress, Reserved
+from buffer.commands import Progress, Reserve, Reserved
 from buffer.rule import StalenessRule
 from tests.support.ledgers import DrivenLedger, ledger, summary_of
 

@@ -33,7 +33,7 @@ from buffer import (
     client_keys,
     make_keys,
 )
-from buffer.commands import OPERATIONS, BufferRole, Operation, Stats
+from buffer.commands import OPERATIONS
 from buffer.encoding import (
     PROTOCOL_VERSION,
     Message,
@@ -42,6 +42,8 @@ from buffer.encoding import (
     parse_answers,
     parse_requests,
 )
+from buffer.operations import Stats
+from buffer.records import BufferRole, Operation
 from buffer.server import BufferServer
 from buffer.service import BufferService
 from buffer.sockets import Channel, PortListener, bulk_address, folder_of, make_socket_folder, remove_socket_folder
@@ -217,7 +219,9 @@ async def test_an_exception_of_any_kind_answers_its_client_and_the_server_goes_o
 
         with monkeypatch.context() as broken:
             broken.setattr(BufferService, "_totals", fail)
-            with pytest.raises(ReplayBufferError, match=r"the buffer failed at .*RuntimeError: a defect; its log"):
+            with pytest.raises(
+                ReplayBufferError, match=r"the buffer failed at .*RuntimeError: a defect; see the server's log"
+            ):
                 await client.stats()
             broken.setattr(BufferService, "settle", fail)
             with pytest.raises(ReplayBufferError, match="RuntimeError"):

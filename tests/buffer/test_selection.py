@@ -8,7 +8,7 @@ import pytest
 from asyncrl.core.errors import (
     ReplayBufferError,
 )
-from buffer.outcomes import PutResult
+from buffer.commands import PutResult
 from buffer.rule import ORDERS, StalenessRule, Window
 from tests.support.ledgers import ledger, summary_of
 

@@ -1,12 +1,15 @@
 """The buffer over real sockets."""
 
 import asyncio
+import importlib
+import pkgutil
 from itertools import groupby
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import buffer
 from asyncrl.core.errors import (
     DeadlineError,
     LeaseExpired,
@@ -16,11 +19,13 @@ from asyncrl.core.errors import (
     VersionTooOld,
 )
 from buffer import BufferClient, BufferConfig, BufferProcess, OnStale, SyncBufferClient
-from buffer.commands import Payloads
+from buffer.commands import OPERATIONS
 from buffer.encoding import Message
-from buffer.records import Frames
+from buffer.frames import Frames
+from buffer.operations import Connect, Payloads, RenewKeys
 from buffer.server import ServerSocket
 from buffer.stores import PayloadStore
+from buffer.waiting import handlers_of
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running
 
 
@@ -309,3 +314,18 @@ async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_w
         with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
             await asyncio.wait_for(plan, 30)
         put.cancel()
+
+
+def test_the_services_of_the_two_servers_hold_the_handler_of_every_operation():
+    modules = [importlib.import_module(f"buffer.{found.name}") for found in pkgutil.iter_modules(buffer.__path__)]
+    handlers = {
+        module.__name__: handlers_of([kind for kind in vars(module).values() if is_class_of(module, kind)])
+        for module in modules
+    }
+    assert {name for name, found in handlers.items() if found} == {"buffer.service", "buffer.store_servers"}
+    handled = handlers["buffer.service"].keys() | handlers["buffer.store_servers"].keys()
+    assert handled == set(OPERATIONS) - {Connect, RenewKeys}  # the socket of both servers handles these two
+
+
+def is_class_of(module, value):
+    return isinstance(value, type) and value.__module__ == module.__name__

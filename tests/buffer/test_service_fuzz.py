@@ -13,10 +13,11 @@ import pytest
 
 from asyncrl.core.types import BufferStats, GroupSummary
 from asyncrl.run.reporting import balanced_account
-from buffer import BufferConfig, commands, journal, outcomes
+from buffer import BufferConfig, commands, journal, operations
 from buffer.checkpoint_parts import CheckpointRequests
 from buffer.config import OnStale
 from buffer.encoding import Message, prompt_frames
+from buffer.records import Operation
 from rollout_fleet.metrics import FleetCounters
 from tests.support.buffer_groups import prompt
 from tests.support.mortal_buffer import ManualClock, MortalServer, MortalWrites, kind_of
@@ -123,7 +124,7 @@ class Life:
 
     # Messages
 
-    def send(self, client: bytes, operation: commands.Operation, payload: Sequence[Any] = ()) -> int:
+    def send(self, client: bytes, operation: Operation, payload: Sequence[Any] = ()) -> int:
         """Send a request, and return its number."""
         self.next_request += 1
         request = Message(request_id=self.next_request, body=operation, payload=payload)
@@ -131,18 +132,18 @@ class Life:
         self.server.send(client, request)
         return request.request_id
 
-    def ask(self, client: bytes, operation: commands.Operation, payload: Sequence[Any] = ()) -> Message:
+    def ask(self, client: bytes, operation: Operation, payload: Sequence[Any] = ()) -> Message:
         """Send a request that gets an immediate reply, which may be an error."""
         number = self.send(client, operation, payload)
         return self.server.replies.pop((client, number))
 
-    def control(self, operation: commands.Operation) -> Any:
+    def control(self, operation: Operation) -> Any:
         reply = self.ask(CONTROLLER, operation)
         assert kind_of(reply) == "ok", reply
         return reply.body
 
     def stats(self) -> BufferStats:
-        return self.control(commands.Stats()).stats
+        return self.control(operations.Stats()).stats
 
     # Events
 
@@ -153,7 +154,7 @@ class Life:
         name = b"worker %d" % self.num_workers
         worker = WorkerModel(name=name, version=self.version, incarnation=self.incarnation)
         self.workers.append(worker)
-        assert kind_of(self.ask(name, commands.Hello(produces=True))) == "ok"
+        assert kind_of(self.ask(name, operations.Hello(produces=True))) == "ok"
 
     def living(self) -> list[WorkerModel]:
         return [worker for worker in self.workers if not worker.is_dead]
@@ -184,7 +185,7 @@ class Life:
 
     def withdraw(self, worker: WorkerModel) -> None:
         if worker.asking:
-            assert kind_of(self.ask(worker.name, commands.Cancel(worker.asking))) == "ok"
+            assert kind_of(self.ask(worker.name, operations.Cancel(worker.asking))) == "ok"
             self.server.forget(worker.name)
             worker.asking = 0
 
@@ -278,7 +279,7 @@ class Life:
         if (found := self.any_group()) is None or not found[1].num_tokens:
             return
         worker, group = found
-        progress = outcomes.Progress(
+        progress = commands.Progress(
             num_tokens=group.num_tokens, oldest_version=group.oldest, newest_version=group.newest
         )
         save = commands.SavePrefix(
@@ -309,7 +310,7 @@ class Life:
 
     def a_worker_beats(self) -> None:
         if (worker := self.any_living()) is not None:
-            self.ask(worker.name, commands.Beat(generated=worker.num_generated))
+            self.ask(worker.name, operations.Beat(generated=worker.num_generated))
 
     def time_passes(self) -> None:
         self.advance(self.rng.choice([1.0, 5.0, 15.0]))
@@ -334,7 +335,7 @@ class Life:
         """Bury a worker. ``share`` is the share of its generated tokens that the controller knows."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
-            number = self.control(commands.Bury(worker.name.hex(), known)).value
+            number = self.control(operations.Bury(worker.name.hex(), known)).value
             known = 0
         assert number <= worker.num_generated
         assert share < 1 or number == worker.num_generated
@@ -369,7 +370,7 @@ class Life:
         if self.version not in self.planned:
             return
         ids = tuple(group_id for group_id, _ in self.planned[self.version])
-        assert len(self.control(commands.Fetch(ids, read=self.next_request)).counts) == self.size
+        assert len(self.control(operations.Fetch(ids, read=self.next_request)).counts) == self.size
         if self.rng.random() < 0.4:
             self.checkpoints.append(self.version + 1)
             key = f"checkpoint {self.next_request}"
@@ -475,7 +476,7 @@ class Life:
             if self.version in self.planned:
                 self.a_step_is_made()
                 return
-        described = self.control(commands.Inspect()).values
+        described = self.control(operations.Inspect()).values
         raise AssertionError(f"no batch {self.version} was made: {self.config}, {described}")
 
     def close(self) -> None:
@@ -511,8 +512,8 @@ def live(seed: int, directory: Path) -> Life:
         await life.run()
         return life
 
-    async def no_files(*_: Any) -> commands.Checkpointed:
-        return commands.Checkpointed()
+    async def no_files(*_: Any) -> operations.Checkpointed:
+        return operations.Checkpointed()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointRequests, "_write", no_files)

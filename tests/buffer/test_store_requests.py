@@ -13,9 +13,10 @@ from asyncrl.core.errors import DeadlineError, ReplayBufferError, UnknownGroup, 
 from asyncrl.core.types import Lease
 from buffer import BufferConfig, Durability, StoresOn, make_keys
 from buffer.client import ClientSocket
-from buffer.commands import Fetch, Put, PutPayload, Remove
+from buffer.commands import Put
 from buffer.encoding import group_frames
 from buffer.keys import BufferRole, client_keys
+from buffer.operations import Fetch, PutPayload, Remove
 from buffer.server import StoreServer
 from buffer.sockets import folder_of, make_socket_folder, remove_socket_folder
 from buffer.store_links import StoreLinks
@@ -150,7 +151,7 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         assert await of.control.drop_store(0) == 1
         assert await of.control.drop_store(0) == 0
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
-        with pytest.raises(UnknownGroup, match=r"group 0 are lost: the store of host a at ipc://.* is lost"):
+        with pytest.raises(UnknownGroup, match=r"group 0 are lost: store 0 of host a at ipc://.* is lost"):
             await of.control.fetch([0, 1])
         [again] = await a.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (2, 1)
@@ -171,7 +172,7 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
         assert [group.group_id for group in (await of.control.plan(1)).groups] == [2, 3]
         of.stores["a"].close()
         assert await of.control.drop_store(0) == 0, "a batch holds its group"
-        with pytest.raises(UnknownGroup, match="group 0 are lost: the store of host a"):
+        with pytest.raises(UnknownGroup, match="group 0 are lost: store 0 of host a"):
             await of.control.fetch([0, 1])
         await of.control.lose([0, 4, 99])
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}, "only what a batch holds is lost by that"

@@ -14,10 +14,11 @@ import pytest
 from asyncrl.core.errors import LeaseExpired, UnknownGroup
 from buffer import BufferClient, BufferConfig, BufferProcess, BufferSupervisor, Durability, SyncBufferClient
 from buffer.client import ClientSocket
-from buffer.commands import Checkpointed, Fetch, Operation, PutPayload, Remove, SavePart
 from buffer.encoding import Message
 from buffer.groups import GroupState
 from buffer.journal import read_contents
+from buffer.operations import Checkpointed, Fetch, PutPayload, Remove, SavePart
+from buffer.records import Operation
 from buffer.server import StoreServer
 from buffer.store_servers import StoreService, number_of
 from tests.support.buffer_groups import AnyRole, prompt, rollout, running

@@ -6,9 +6,8 @@ from hypothesis import strategies as st
 
 from asyncrl.core.errors import LeaseExpired
 from buffer import BufferConfig
-from buffer.commands import TakeBack
+from buffer.commands import GrantedLease, Progress, TakeBack
 from buffer.groups import Group
-from buffer.outcomes import GrantedLease, Progress
 from buffer.rule import StalenessRule
 from tests.support.buffer_groups import prompt, rollout, running
 from tests.support.ledgers import DrivenLedger, summary_of

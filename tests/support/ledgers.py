@@ -6,14 +6,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.core.types import GroupSummary, Plan
-from buffer import commands, outcomes
+from buffer import commands
 from buffer.journal import Decided
 from buffer.ledger import Ledger
 from buffer.rule import StalenessRule
 
 
 def summary_of(
-    lease: outcomes.GrantedLease,
+    lease: commands.GrantedLease,
     *,
     lengths: tuple[int, ...] = (5,),
     rewards: tuple[float, ...] = (0.0, 1.0),
@@ -42,14 +42,14 @@ class DrivenLedger(Ledger):
 
     def lease(
         self, engine_version: int, max_groups: int, *, owner: bytes = b"", now: float = 0.0
-    ) -> list[outcomes.GrantedLease]:
+    ) -> list[commands.GrantedLease]:
         command = commands.LeaseGroups(engine_version=engine_version, max_groups=max_groups)
         return list(self.apply(command, now, sender=owner).leases)
 
     def renew(self, group_id: int, attempt: int, *, now: float) -> bool:
         return not self.apply(commands.Renew(((group_id, attempt),)), now).lost
 
-    def reserve(self, lease: outcomes.GrantedLease, num_bytes: int, *, host: str = "") -> outcomes.Reserved:
+    def reserve(self, lease: commands.GrantedLease, num_bytes: int, *, host: str = "") -> commands.Reserved:
         return self.apply(
             commands.Reserve(group_id=lease.group_id, attempt=lease.attempt, num_bytes=num_bytes, host=host)
         )
@@ -57,11 +57,11 @@ class DrivenLedger(Ledger):
     def add_store(self, host: str) -> int:
         return self.apply(commands.AddStore(address=f"tcp://{host}:{len(self.groups.space.stores)}", host=host)).store
 
-    def drop_store(self, store: int) -> outcomes.DroppedStore:
+    def drop_store(self, store: int) -> commands.DroppedStore:
         return self.apply(commands.DropStore(store=store))
 
     def save(
-        self, lease: outcomes.GrantedLease, progress: outcomes.Progress, *, continued: bool = True, num_bytes: int = 0
+        self, lease: commands.GrantedLease, progress: commands.Progress, *, continued: bool = True, num_bytes: int = 0
     ) -> None:
         self.apply(
             commands.SavePrefix(
@@ -75,7 +75,7 @@ class DrivenLedger(Ledger):
 
     def put(
         self, summary: GroupSummary, *, continued: bool = True, num_bytes: int = 0, num_left_out: int = 0
-    ) -> outcomes.PutResult:
+    ) -> commands.PutResult:
         command = commands.Put(summary=summary, continued=continued, num_bytes=num_bytes, num_left_out=num_left_out)
         return self.apply(command).result
 
@@ -118,10 +118,10 @@ class DrivenLedger(Ledger):
         """Mark a checkpoint. Returns whether the mark is new."""
         return self.apply(commands.Checkpoint(folder="/unused/v00000001", version=version, key=key)).is_new
 
-    def rewind(self, version: int) -> outcomes.Rewound:
+    def rewind(self, version: int) -> commands.Rewound:
         return self.apply(commands.Rewind(version=version, incarnation=self.incarnation + 1))
 
-    def resume(self, version: int, *, tokens_generated: int = 0, key: str = "saved") -> outcomes.Rewound:
+    def resume(self, version: int, *, tokens_generated: int = 0, key: str = "saved") -> commands.Rewound:
         return self.apply(commands.Resume(version=version, key=key, tokens_generated=tokens_generated))
 
     def step(self) -> list[int]:

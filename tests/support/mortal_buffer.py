@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from buffer import BufferConfig, Durability, journal
-from buffer.commands import Failure
 from buffer.encoding import PUSH_ID, Message
 from buffer.journal import AppendOnlyFile, Journal
+from buffer.operations import Failure
 from buffer.service import BufferService
 from buffer.sockets import LoopClock
 

@@ -11,9 +11,8 @@ import numpy as np
 
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import GroupSummary, Lease, Prompt
-from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Put, Release, Renew, SavePrefix
+from buffer.commands import Commit, Enqueue, Expire, LeaseGroups, PlanBatch, Progress, Put, Release, Renew, SavePrefix
 from buffer.ledger import Ledger
-from buffer.outcomes import Progress
 from buffer.rule import StalenessRule
 from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import RolloutFleetConfig

@@ -11,7 +11,7 @@ import simpy
 
 from asyncrl.core.types import GroupSummary, WeightOffer
 from asyncrl.planner.simulated_buffer import SimulatedBuffer, SimulatedLoop, buffer_options, call_after
-from buffer import commands, outcomes
+from buffer import commands, operations
 
 _CONTROLLER = b"controller"
 _GATHER_S = 0.02
@@ -59,9 +59,9 @@ class SimulatedEngineWorker:
         self._ask()
 
     def _follow_weights(self) -> None:
-        self._buffer.request(self._client, commands.NextOffer(self._version + 1), on_reply=self._load)
+        self._buffer.request(self._client, operations.NextOffer(self._version + 1), on_reply=self._load)
 
-    def _load(self, offered: commands.Offered) -> None:
+    def _load(self, offered: operations.Offered) -> None:
         self._version = offered.offer.version
         if self._asked is not None:
             self._buffer.cancel_lease(self._client, self._asked)
@@ -144,7 +144,7 @@ class SimulatedEngineWorker:
         self._count(group, num_tokens)
         written, named = int(num_tokens), {"group_id": group_id, "attempt": attempt}
         if written:
-            progress = outcomes.Progress(num_tokens=written, oldest_version=group.version, newest_version=self._version)
+            progress = commands.Progress(num_tokens=written, oldest_version=group.version, newest_version=self._version)
             save = commands.SavePrefix(**named, progress=progress, longest_response=written)
             self._buffer.request(self._client, save, num_bytes=1)
             self._fleet.saved[group_id] = num_tokens
@@ -208,7 +208,7 @@ class SimulatedFleet:
 
     def _offer(self, version: int) -> None:
         offer = WeightOffer(version=version, manifest=f"/v{version}", digest="", num_bytes=0)
-        self.buffer.request(b"learner", commands.Offer(offer=offer))
+        self.buffer.request(b"learner", operations.Offer(offer=offer))
 
     def _feed(self, number: int) -> None:
         groups = tuple(range(self._num_prompts, self._num_prompts + number))

@@ -15,11 +15,10 @@ from pathlib import Path
 from asyncrl.core.record import GroupEvent, LevelName, OpenSpan, Pool, Recorder, SpanKind
 from asyncrl.core.types import GroupSummary
 from asyncrl.profile.trace import FOLDER, Level, Process, Span, Trace
-from buffer.commands import Commit, Enqueue, LeaseGroups, PlanBatch, Put
+from buffer.commands import Commit, Enqueue, GrantedLease, LeaseGroups, PlanBatch, Put
+from buffer.description import LedgerNotes
 from buffer.ledger import Ledger
-from buffer.outcomes import GrantedLease
 from buffer.rule import StalenessRule
-from buffer.service import LedgerNotes
 
 MS = 1_000_000
 
