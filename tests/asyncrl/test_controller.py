@@ -191,6 +191,7 @@ class ScriptedFleet:
 
 class Prompts:
     wants_outcomes = False
+    num_repeats = 0
 
     def note(self, groups):
         assert not groups
@@ -200,6 +201,9 @@ class Prompts:
 
     def state(self):
         return {"position": 99}
+
+    def repeat_unfinished(self, finished):
+        self.num_repeats += 1
 
 
 def make_controller(
