@@ -221,7 +221,7 @@ class RoleBatches:
                 version=batch.version,
             )
         ]
-        scored = self.model.pack_to_score(sequences, self.mesh) if self._is_scored else None
+        scored = self.model.pack(sequences, mesh=self.mesh) if self._is_scored else None
         step = None
         if self.step is not None:
             step = self.step.pack(sequences, self.mesh, is_measured=batch.version < self.measured_steps)

@@ -188,21 +188,12 @@ class Trainer(PackedModel):
         lora = self.config.lora
         return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
 
-    def pack_to_train(
-        self, sequences: Sequence[TokenSequence], objective: Objective, mesh: LearnerMesh | None = None
-    ) -> PackedBatch:
-        """Pack this rank's sequences into micro-batches for `update` and `evaluate`. All ranks call this together.
-
-        The ranks agree on the number of micro-batches over ``mesh``, by default the trainer's mesh.
-        """
-        return self.pack(sequences, keep_branches=objective.needs_trajectories, mesh=mesh)
-
     def update(
         self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
     ) -> dict[str, float]:
         """Make one optimizer update on the sequences of all ranks. Ranks of one sp group pass the same sequences.
 
-        ``packed`` may be the result of `pack_to_train`.
+        ``packed`` may be the result of `pack` with ``keep_branches=objective.needs_trajectories``.
 
         Returns:
             The same dict on each rank: ``loss``, the loss's own metrics, ``num_tokens`` (in the loss),
@@ -211,7 +202,7 @@ class Trainer(PackedModel):
                 does not apply ``Objective.summarize`` to them.
         """
         self._set_training(True)
-        batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
+        batch = (packed or self.pack(sequences, keep_branches=objective.needs_trajectories)).with_columns(sequences)
         rows = self.accumulate(batch, objective)
         with record.span(SpanKind.optimizer):
             return self._reduce(rows) | batch.counts() | self.optimizer.step()
@@ -246,7 +237,7 @@ class Trainer(PackedModel):
         Returns the metrics of `update`, without the metrics of the optimizer.
         """
         self._set_training(False)
-        batch = (packed or self.pack_to_train(sequences, objective)).with_columns(sequences)
+        batch = (packed or self.pack(sequences, keep_branches=objective.needs_trajectories)).with_columns(sequences)
         with self.sharding:
             rows = [self._share_of_loss(micro_batch, objective, batch)[1] for micro_batch in batch.micro_batches]
         return self._reduce(rows) | batch.counts()
@@ -317,8 +308,10 @@ class LearnerStep:
         parts = [sequences] if is_measured else split_sequences(trained, self._num_mini_batches)
         scores = not is_measured and self._first_scored < self._num_mini_batches
         return PackedStep(
-            scored=self._trainer.pack_to_score(later, mesh) if scores else None,
-            updates=[self._trainer.pack_to_train(part, self._objective, mesh) for part in parts],
+            scored=self._trainer.pack(later, mesh=mesh) if scores else None,
+            updates=[
+                self._trainer.pack(part, keep_branches=self._objective.needs_trajectories, mesh=mesh) for part in parts
+            ],
         )
 
     def run(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
