@@ -161,7 +161,7 @@ class PackedModel:
         """Return what the role's head computes for each of this rank's sequences: log-probs, values or a reward.
 
         There is one array per sequence, [T] float32, 0 for tokens outside the loss. A reward is at the last token.
-        ``packed`` may be the result of `pack_to_score` for the same sequences.
+        ``packed`` may be the result of `pack` for the same sequences.
         """
         return self._run(sequences, packed)[0]
 
@@ -202,7 +202,7 @@ class PackedModel:
     ) -> list[list[np.ndarray]]:
         self._set_training(False)
         whole, results = self.head.per_sequence, []
-        packed = packed or self.pack_to_score(sequences)
+        packed = packed or self.pack(sequences)
         with self.sharding:
             for micro_batch in packed.micro_batches:
                 outputs = self.head(micro_batch.to(self.mesh.device), **asked)
@@ -221,28 +221,17 @@ class PackedModel:
         if self.head.training != training:
             self.head.train(training)
 
-    def pack_to_score(self, sequences: Sequence[TokenSequence], mesh: LearnerMesh | None = None) -> PackedBatch:
-        """Pack this rank's sequences into micro-batches for `scores`. All ranks call this together.
-
-        The ranks agree on the number of micro-batches over ``mesh``, by default the model's mesh.
-        """
-        return self.pack(sequences, whole=self.head.per_sequence, mesh=mesh)
-
     def pack(
-        self,
-        sequences: Sequence[TokenSequence],
-        *,
-        whole: bool = False,
-        keep_branches: bool = False,
-        mesh: LearnerMesh | None = None,
+        self, sequences: Sequence[TokenSequence], *, keep_branches: bool = False, mesh: LearnerMesh | None = None
     ) -> PackedBatch:
-        """Pack this rank's sequences into micro-batches. All ranks get the same number of micro-batches.
+        """Pack this rank's sequences into micro-batches, the same number on all ranks. All ranks call this together.
 
         The columns of the micro-batches are empty. `PackedBatch.with_columns` fills them, for example with advantages.
+        If the head computes one number per sequence, all tokens are packed. Otherwise, only the tokens before a
+        sequence's last token in the loss are packed.
 
         Args:
             sequences: This rank's sequences.
-            whole: Pack all tokens. If False, pack only the tokens before a sequence's last token in the loss.
             keep_branches: Raise `ValueError` if the branches of a trajectory do not fit into one micro-batch.
             mesh: The ranks agree on the number of micro-batches over this mesh; None is the model's mesh.
         """
@@ -255,7 +244,7 @@ class PackedModel:
         packer = Packer(
             max_tokens=self.config.max_tokens_per_micro_batch * sp_size,
             budget=budget if sp_size == 1 else f"{budget} of {sp_size} sequence-parallel ranks",
-            whole=whole,
+            whole=self.head.per_sequence,
             together=self.selftest is None or self.selftest.packs,
             share_prompts=self._shares_prompts,
             keep_branches=keep_branches,

@@ -17,8 +17,8 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
-from functools import partial, wraps
+from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -37,10 +37,10 @@ from asyncrl.weights.carriers import PublishOptions
 
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
-from .prepared_batches import BatchPreparer, PreparedBatch, StepGroups
+from .prepared_batches import BatchPreparer, RoleBatches
 from .roles import ACTOR, CRITIC, Role, Scores, scored_by
 from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog, trained_groups
-from .types import RankBatch, SampleKey, TokenSequence, group_sequences
+from .types import RankBatch, SampleKey, TokenSequence
 
 if TYPE_CHECKING:
     from asyncrl.single_controller import DataProto
@@ -90,41 +90,19 @@ def _recorded(method: Callable[..., T]) -> Callable[..., T]:
     return recorded
 
 
+@dataclass
 class BatchCache:
-    """Data that the roles of one process share within a learner step: the prepared batches and each role's scores.
+    """What the roles of one process share.
 
     Attributes:
-        open_roles: Names of the roles that have not stopped. When no role is left, the process group is destroyed.
         preparer: Prepares the batches of all roles.
-        lost: Ids of the prompt groups that this process did not find in the replay buffer.
-        most_lost: The largest number of lost groups on one rank. If it is not 0, calls that need a batch raise
-            `BatchLost` until `clear` is called.
+        scores: The newest scores of each column, with the version of their learner step.
+        open_roles: Names of the roles that have not stopped. When no role is left, the process group is destroyed.
     """
 
-    def __init__(self) -> None:
-        self.open_roles: set[str] = set()
-        self.preparer = BatchPreparer()
-        self.lost: set[int] = set()
-        self.most_lost = 0
-        self._scores: dict[str, tuple[int, Scores]] = {}
-
-    def clear(self) -> None:
-        """Drop the prepared batches and scores of a lost batch and of the batches after it.
-
-        Afterwards, calls that need a batch no longer raise `BatchLost` because of this batch.
-        """
-        self.lost, self.most_lost = set(), 0
-        self.preparer.forget()
-        self._scores = {}
-
-    def keep_scores(self, version: int, column: str, scores: Scores) -> None:
-        """Store a column of scores for the step of ``version``. It replaces the column of an earlier step."""
-        self._scores[column] = (version, scores)
-
-    def scores(self, version: int, column: str) -> Scores | None:
-        """Return a column for the step of ``version``, or None if no role of this process has computed it."""
-        known, scores = self._scores.get(column, (-1, {}))
-        return scores if known == version else None
+    preparer: BatchPreparer = field(default_factory=BatchPreparer)
+    scores: dict[str, tuple[int, Scores]] = field(default_factory=dict)
+    open_roles: set[str] = field(default_factory=set)
 
 
 class ModelWorker(Worker):
@@ -186,6 +164,7 @@ class ModelWorker(Worker):
         self._version: int | None = None
         self._config = config = config.of_role(role.name)
         self._algorithm = algorithm
+        self._measured_steps = role.measured_steps(config, algorithm)
         self._model_path = model_path
         self._total_steps = total_steps
         self._temperature = temperature
@@ -214,14 +193,23 @@ class ModelWorker(Worker):
         from .offload import OffloadPolicy
         from .trainer import Trainer
 
-        self.model, optimizer = self._load(), None
+        self.model, optimizer, step = self._load(), None, None
         if isinstance(self.model, Trainer):
-            optimizer = self.model.optimizer
+            optimizer, step = self.model.optimizer, self._step
             self._advantages = BatchAdvantages(self._algorithm, self.model.mesh)
         # The first rank of each sp group fetches the prompt groups, and sends them to the other ranks of the sp group.
         if self._connect_buffer is not None and self.model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
-        self._host_mesh = self.model.mesh.on_host() if self._connect_buffer is not None else self.model.mesh
+        self._batches = RoleBatches(
+            role=self.role,
+            config=self._config,
+            algorithm=self._algorithm,
+            model=self.model,
+            step=step,
+            measured_steps=self._measured_steps,
+            mesh=self.model.mesh if self._connect_buffer is None else self.model.mesh.on_host(),
+            buffer=self._buffer,
+        )
         if self._snapshot_dir is not None:
             self._publisher = WeightPublisher(
                 PretrainedShards.of(self.model),
@@ -242,7 +230,7 @@ class ModelWorker(Worker):
         Returns immediately. The controller must announce the batches of a step in the order in which the roles of a
         process use these batches.
         """
-        self.cache.preparer.announce(self.role.name, batch, partial(self._prepared, batch))
+        self.cache.preparer.announce(self._batches, batch)
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
@@ -254,9 +242,23 @@ class ModelWorker(Worker):
         ``send``, the scores stay in this process for other roles. Raises `ValueError` if the role is an actor
         without adapters, and `BatchLost` if a rank needs a group that the buffer does not have.
         """
-        scores = self._scored(batch)
-        self.cache.keep_scores(batch.version, self.role.column, scores)
-        return _rows_of(scores, self.role.column) if send and self.model.mesh.sp_rank == 0 else None
+        own = self.cache.preparer.take(self._batches, batch)
+        # Only the actor has adapters. It computes the reference policy's log-probs, so its adapters are off here.
+        weights = self.model.frozen() if self.role.adapters else nullcontext()
+        with self.offload.reading(), weights:
+            values = self.model.scores(own.sequences, own.scored)
+        parts: dict[SampleKey, list[np.ndarray]] = {key: [] for key in batch.sample_keys}
+        for sequence, value in zip(own.sequences, values, strict=True):
+            parts[sequence.trajectory].append(value[sequence.loss_mask])
+        scores = {key: np.concatenate(each) for key, each in parts.items()}
+        self.cache.scores[self.role.column] = batch.version, scores
+        if not send or self.model.mesh.sp_rank != 0:
+            return None
+        column = np.empty(len(scores), dtype=object)  # numpy would join arrays of equal length
+        for row, value in enumerate(scores.values()):
+            column[row] = value
+        keys = np.array(list(scores), dtype=np.int64).reshape(-1, 2)
+        return single_controller.DataProto(non_tensor_batch={"sample_key": keys, self.role.column: column})
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
@@ -266,7 +268,7 @@ class ModelWorker(Worker):
         A reward is the reward model's score of the trajectory's last branch (path through its turns), plus the rewards
         of the trajectory's turns. Raises `BatchLost` if a rank needs a group that the buffer does not have.
         """
-        own = self._taken(batch)
+        own = self.cache.preparer.take(self._batches, batch)
         with self.offload.reading():
             scores = self.model.scores(own.sequences, own.scored)
         earned = {s.trajectory: float(score[-1]) for s, score in zip(own.sequences, scores, strict=True)}
@@ -303,7 +305,7 @@ class ModelWorker(Worker):
         started_at = time.time()
         self._check_turn(batch.version)
         self._version = batch.version
-        own = self._taken(batch)
+        own = self.cache.preparer.take(self._batches, batch)
         lag = _largest_lag(batch, own.groups)
         fetched_at = time.time()
         sequences = self._with_columns(batch, own.sequences, sent)
@@ -385,9 +387,8 @@ class ModelWorker(Worker):
 
         Returns the ids of the groups that this process did not find in the buffer, ascending.
         """
-        lost = sorted(self.cache.lost)
-        self.cache.clear()
-        return lost
+        self.cache.scores.clear()
+        return self.cache.preparer.forget()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     def rollout_mode(self, version: int) -> None:
@@ -489,23 +490,11 @@ class ModelWorker(Worker):
                 f"algorithm.advantage={algorithm.advantage}; decorate your own with learner.token_level or "
                 "learner.turn_level, or set algorithm.critic=false"
             )
-        self._measured_steps = self.role.measured_steps(self._config, algorithm)
         total_updates = max(1, self._total_steps - self._measured_steps) * algorithm.num_mini_batches
         trainer = Trainer(self._config, self.role, total_updates=total_updates, seed=self._seed, **options)
         objective = self.role.objective(self._config, algorithm)
         self._step = LearnerStep(trainer, objective, num_mini_batches=algorithm.num_mini_batches)
         return trainer
-
-    def _scored(self, batch: RankBatch) -> dict[SampleKey, np.ndarray]:
-        own = self._taken(batch)
-        # Only the actor has adapters. It computes the reference policy's log-probs, so its adapters are off here.
-        weights = self.model.frozen() if self.role.adapters else nullcontext()
-        with self.offload.reading(), weights:
-            values = self.model.scores(own.sequences, own.scored)
-        scores: dict[SampleKey, list[np.ndarray]] = {key: [] for key in batch.sample_keys}
-        for sequence, value in zip(own.sequences, values, strict=True):
-            scores[sequence.trajectory].append(value[sequence.loss_mask])
-        return {key: np.concatenate(parts) for key, parts in scores.items()}
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
         """Return the sequences for the token log, with the learner's log-probs; none in a step that is not logged.
@@ -526,8 +515,11 @@ class ModelWorker(Worker):
         given = [*sent, *[None] * (len(names) - len(sent))]
         sequences = list(sequences)
         for name, rows in zip(names, given, strict=True):
-            scores = self.cache.scores(batch.version, name) if rows is None else _scores_in(rows, name)
-            if scores is None:
+            version, scores = self.cache.scores.get(name, (-1, {}))
+            if rows is not None:
+                keys, values = rows.non_tensor_batch["sample_key"].tolist(), rows.non_tensor_batch[name]
+                version, scores = batch.version, {(g, s): value for (g, s), value in zip(keys, values, strict=True)}
+            if version != batch.version:
                 role = scored_by(name, self._config).name
                 raise ValueError(
                     f"role {self.role.name!r} needs {name} of role {role!r} for version {batch.version}, got none; "
@@ -554,57 +546,6 @@ class ModelWorker(Worker):
                 "because the previous batch was lost"
             )
 
-    def _taken(self, batch: RankBatch) -> PreparedBatch:
-        """Return the prepared batch.
-
-        If the batch is lost, this call and all later calls raise `BatchLost` on all ranks, until `forget_batch`.
-        """
-        cache = self.cache
-        with record.span(SpanKind.fetch, step=batch.version):
-            own = cache.preparer.take(self.role.name, batch, partial(self._prepared, batch))
-        cache.lost |= own.lost
-        cache.most_lost = max(cache.most_lost, own.most_lost)
-        if cache.most_lost:
-            raise BatchLost(
-                f"the batch of step {batch.version} is lost: rank {self.rank} of {self.role.name!r} did not find "
-                f"{len(cache.lost)} of its {len(batch.group_ids)} groups in the buffer; the largest number of missing "
-                f"groups on one rank is {cache.most_lost}"
-            )
-        return own
-
-    def _prepared(self, batch: RankBatch, groups: StepGroups) -> PreparedBatch:
-        """Fetch the groups of a batch, and pack them for the calls of this role. Runs in the preparer's thread."""
-        import torch
-
-        mesh, started_at = self._host_mesh, time.monotonic()
-        with record.span(SpanKind.prepare, lane="/prepare", step=batch.version, cause=self.role.name):
-            groups.fetch(batch, mesh, self._buffer)
-            most_lost = int(mesh.largest(torch.tensor(len(groups.lost))))
-            found = {group_id: groups.found[group_id] for group_id in batch.group_ids if group_id in groups.found}
-            own = PreparedBatch(groups=found, lost=frozenset(groups.lost), most_lost=most_lost)
-            if not most_lost:
-                own = self._packed(batch, own)
-        return replace(own, seconds=time.monotonic() - started_at)
-
-    def _packed(self, batch: RankBatch, own: PreparedBatch) -> PreparedBatch:
-        import torch
-
-        sequences, mesh, step = self._sequences(batch, own.groups), self._host_mesh, None
-        scored = self.model.pack_to_score(sequences, mesh) if self._is_scored else None
-        if self.role.objective is not None:
-            step = self._step.pack(sequences, mesh, is_measured=batch.version < self._measured_steps)
-        if self.model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self.model.mesh.device)  # torch locks memory pages for the current GPU of the thread
-            scored, step = (packed and packed.pinned() for packed in (scored, step))
-        return replace(own, sequences=sequences, scored=scored, step=step)
-
-    @property
-    def _is_scored(self) -> bool:
-        """Whether `score` or `rewards` is called for each batch."""
-        if self.role is not ACTOR:
-            return True
-        return self._algorithm.needs_reference and scored_by(self.role.column, self._config) is ACTOR
-
     @contextmanager
     def _torch_trace(self, version: int) -> Iterator[None]:
         if version not in self._profile.torch_steps or record.current() is None:
@@ -616,33 +557,6 @@ class ModelWorker(Worker):
             yield
         name = record.torch_trace_name(version, self.role.name, self.rank)
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
-
-    def _sequences(self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup]) -> list[TokenSequence]:
-        return [
-            sequence
-            for share in batch.shares
-            for sequence in group_sequences(
-                groups[share.group_id],
-                samples=share.samples,
-                mini_batch=share.mini_batch,
-                mask_truncated=self._algorithm.mask_truncated,
-                all_columns=self._algorithm.has_own_loss,
-                version=batch.version,
-            )
-        ]
-
-
-def _rows_of(scores: Scores, column: str) -> DataProto:
-    values = np.empty(len(scores), dtype=object)
-    for row, value in enumerate(scores.values()):
-        values[row] = value
-    keys = np.array(list(scores), dtype=np.int64).reshape(-1, 2)
-    return single_controller.DataProto(non_tensor_batch={"sample_key": keys, column: values})
-
-
-def _scores_in(rows: DataProto, column: str) -> Scores:
-    arrays = rows.non_tensor_batch
-    return {(g, s): value for (g, s), value in zip(arrays["sample_key"].tolist(), arrays[column], strict=True)}
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:

@@ -39,7 +39,7 @@ class PromptStream:
 
     The group id of a prompt is the prompt's position in the stream. The same seed, files and options give the same
     order on every machine. ``num_filtered`` is the number of prompts that the stream leaves out, because they are
-    longer than ``max_prompt_tokens``.
+    longer than ``max_prompt_tokens``. A run that goes back to a checkpoint calls `repeat_unfinished`.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class PromptStream:
         self._seed = seed
         self._shuffle = config.shuffle
         self._position = 0
+        self._again: list[int] = []
         self._order = lru_cache(maxsize=1)(self._draw_order)
         self._chosen: list[int] = []
         self._sampler: Sampler | None = None
@@ -102,11 +103,25 @@ class PromptStream:
         return {prompt.environment for prompt in self._prompts} - {""}
 
     def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts of the stream, and advance the stream. ``count`` must be >= 0."""
-        self._position += count
+        """Return the next ``count`` prompts, and advance the stream. ``count`` must be >= 0.
+
+        The prompts of `repeat_unfinished` come first. They do not advance the stream.
+        """
+        again, self._again = self._again[:count], self._again[count:]
+        start, self._position = self._position, self._position + count - len(again)
         if self._sampler is not None:
-            self._chosen += [self._choose(self._sampler) for _ in range(count)]
-        return self.at(range(self._position - count, self._position))
+            self._chosen += [self._choose(self._sampler) for _ in range(start, self._position)]
+        return self.at([*again, *range(start, self._position)])
+
+    def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
+        """Let `take` return all earlier prompts again that are not in ``finished``, before it returns new prompts.
+
+        ``finished`` has sorted ranges [start, end) of group ids. The buffer skips prompts that it already has.
+        """
+        self._again, start = [], 0
+        for first, end in [*finished, (self._position, self._position)]:
+            self._again.extend(range(start, first))
+            start = end
 
     def first(self) -> Prompt:
         """Return the prompt that `take` returns first on a new stream. The position of this stream does not change.
@@ -179,7 +194,7 @@ class PromptStream:
         Raises the errors of `check`.
         """
         self.check(state)
-        self._position = state["position"]
+        self._position, self._again = state["position"], []
         if self._sampler is not None:
             self._chosen = list(state["chosen"])
             self._asked("restore", self._sampler.restore, state["sampler_state"])

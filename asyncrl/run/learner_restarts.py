@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, TypeAlias
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import BatchLost, CheckpointError, ClusterDiedError, LearnerDiedError, ReplayBufferError
 from asyncrl.core.lives import keep_up
+from asyncrl.data.prompts import PromptStream
 from asyncrl.run.controller import ColocatedController, Controller
-from asyncrl.run.resume import RepeatedPrompts, Resumed
+from asyncrl.run.resume import Resumed
 
 if TYPE_CHECKING:
     from asyncrl.run.learner_group import LearnerGroup  # this import loads torch and Ray
@@ -49,7 +50,7 @@ class LearnerRestarts:
         *,
         controller: AnyController,
         learner: LearnerGroup,
-        prompts: RepeatedPrompts,
+        prompts: PromptStream,
         resumed: Resumed | None,
         say: Callable[[str], None],
     ) -> None:

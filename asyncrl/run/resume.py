@@ -23,8 +23,7 @@ from typing import Any
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import CheckpointError, ReplayBufferError
 from asyncrl.core.ports import ControlBuffer, FleetPort, LearnerPort, PromptSource
-from asyncrl.core.types import BufferStats, GroupSummary, Prompt
-from asyncrl.data.prompts import PromptStream
+from asyncrl.core.types import BufferStats
 from asyncrl.run.run_folder import is_in_use, shared_folder
 from buffer.checkpoint_parts import LEDGER_PART, MARKS
 from buffer.checkpoints import MAX_WRITING
@@ -394,48 +393,3 @@ async def take_up(buffer: ControlBuffer, resumed: Resumed) -> Resumed:
     await buffer.resume(state.version, key=state.key, tokens_generated=state.tokens_generated)
     earlier = await buffer.stats()
     return replace(resumed, state=replace(state, tokens_generated=earlier.num_tokens), earlier=earlier)
-
-
-class RepeatedPrompts:
-    """The prompts of a run: first the unfinished earlier prompts (`repeat_unfinished`), then those of ``stream``.
-
-    The stream continues at its position in ``resumed``.
-
-    Raises:
-        ValueError: the stream's files or options differ from those in ``resumed``.
-    """
-
-    def __init__(self, stream: PromptStream, resumed: RunState | None = None) -> None:
-        self._stream = stream
-        self._again: list[int] = []
-        if resumed is not None:
-            stream.restore(resumed.prompts)
-
-    def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Make `take` return all unfinished earlier prompts again.
-
-        ``finished`` has the group ids of the finished prompts, as sorted ranges [start, end). The buffer skips prompts
-        that it already has.
-        """
-        self._again, start = [], 0
-        for first, end in [*finished, (self._stream.state().get("position", 0),) * 2]:
-            self._again.extend(range(start, first))
-            start = end
-
-    def take(self, count: int) -> list[Prompt]:
-        """Return the next ``count`` prompts."""
-        again, self._again = self._again[:count], self._again[count:]
-        return [*self._stream.at(again), *self._stream.take(count - len(again))]
-
-    @property
-    def wants_outcomes(self) -> bool:
-        """True if the outcomes that `note` receives can change the order of the prompts."""
-        return self._stream.wants_outcomes
-
-    def note(self, groups: Sequence[GroupSummary]) -> None:
-        """Receive the outcomes of finished groups. The outcomes can change the order of later prompts."""
-        self._stream.note(groups)
-
-    def state(self) -> Mapping[str, Any]:
-        """Return the state of the prompt stream as JSON values, such as its position."""
-        return self._stream.state()

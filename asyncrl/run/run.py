@@ -36,14 +36,7 @@ from asyncrl.run.host_stores import HostStores, ray_actors
 from asyncrl.run.learner_group import LearnerGroup
 from asyncrl.run.node_folders import NodeFolders, node_folders
 from asyncrl.run.reporting import Watching
-from asyncrl.run.resume import (
-    RepeatedPrompts,
-    Resumed,
-    RunState,
-    begin_buffer_at,
-    find_checkpoint,
-    take_up,
-)
+from asyncrl.run.resume import Resumed, RunState, begin_buffer_at, find_checkpoint, take_up
 from asyncrl.run.run_folder import SHARED_MEMORY, RunPaths, shared_folder
 from asyncrl.run.run_lives import begin_life, record_policy
 from asyncrl.run.training import Training, unless
@@ -101,9 +94,9 @@ class Run:
         """
         self._resumed = find_checkpoint(self._config)
         begin_life(self._run_dir, self._resumed and self._resumed.checkpoint)
-        prompts = RepeatedPrompts(self._prompts, self._resumed and self._resumed.state)
         if self._resumed is not None:
             state = self._resumed.state
+            self._prompts.restore(state.prompts)
             self._view.say(f"resuming {self._resumed.checkpoint}: {state.version} steps done")
             if changed := state.changed_options(self._config):
                 self._view.say(f"resuming with other options than the checkpoint's: {'; '.join(changed)}")
@@ -125,7 +118,7 @@ class Run:
                 with self._view.waiting_for("the nodes' models and keys") if several else nullcontext():
                     resumes, keys = self._resumed is not None, server.connection.keys
                     self._config = await self._nodes.supply(self._config, keys=keys, resumes=resumes)
-                work = self._run_parts(stack, server, prompts)
+                work = self._run_parts(stack, server)
                 watchers = [keep_up(server), ray_death()]
                 if options.stores_on is StoresOn.hosts:
                     watchers.append(self._host_stores(stack, options, server.connection).watch())
@@ -195,14 +188,12 @@ class Run:
         self._view.say(f"to look into the buffer: python -m buffer.inspect {server.connection.address}{keys}")
         return server
 
-    async def _run_parts(
-        self, stack: AsyncExitStack, server: BufferSupervisor, prompts: RepeatedPrompts
-    ) -> dict[str, Any]:
+    async def _run_parts(self, stack: AsyncExitStack, server: BufferSupervisor) -> dict[str, Any]:
         buffer = ControlClient(server.connection.client())
         stack.push_async_callback(buffer.close)
         if self._resumed is not None:
             self._resumed = await take_up(buffer, self._resumed)
-            prompts.repeat_unfinished(await buffer.finished())
+            self._prompts.repeat_unfinished(await buffer.finished())
             if (kept := self._resumed.earlier) is not None:
                 self._view.say(
                     f"the buffer goes on with {kept.groups['stored']} stored groups, {kept.groups['queued']} queued "
@@ -212,7 +203,7 @@ class Run:
         if not self._warming.has_begun:
             await self._warm_up()
         learner, fleet = await self._start_groups(stack, server.connection)
-        return await self._train(buffer, learner, fleet, prompts)
+        return await self._train(buffer, learner, fleet)
 
     async def _start_groups(self, stack: AsyncExitStack, buffer: BufferConnection) -> tuple[LearnerGroup, FleetGroup]:
         """Start fleet and learner at the same time, during the warm start.
@@ -284,9 +275,7 @@ class Run:
     def _state(self) -> RunState:
         return self._resumed.state if self._resumed is not None else RunState(lineage=self._lineage)
 
-    async def _train(
-        self, buffer: ControlClient, learner: LearnerGroup, fleet: FleetGroup, prompts: RepeatedPrompts
-    ) -> dict[str, Any]:
+    async def _train(self, buffer: ControlClient, learner: LearnerGroup, fleet: FleetGroup) -> dict[str, Any]:
         writer = MetricsWriter(self._run_dir)
         if self._resumed is not None:
             await self._go_on(writer, self._resumed)
@@ -296,7 +285,7 @@ class Run:
             buffer=buffer,
             learner=learner,
             fleet=fleet,
-            prompts=prompts,
+            prompts=self._prompts,
             evaluator=HeldOutEvaluator(self._config, fleet=fleet, prompts=self._held_out),
             writer=writer,
             watching=self._watching,

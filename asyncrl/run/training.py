@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from asyncrl.config import RunConfig
 from asyncrl.core import record
 from asyncrl.core.errors import AsyncRLError, WeightsGone, root_cause
+from asyncrl.data.prompts import PromptStream
 from asyncrl.metrics import (
     Evaluation,
     MetricsWriter,
@@ -34,7 +35,7 @@ from asyncrl.run.evaluator import HeldOutEvaluator, PinnedEngines
 from asyncrl.run.learner_restarts import LearnerRestarts
 from asyncrl.run.node_folders import NodeFolders
 from asyncrl.run.reporting import Watching
-from asyncrl.run.resume import RepeatedPrompts, Resumed, RunState
+from asyncrl.run.resume import Resumed, RunState
 from asyncrl.run.run_socket import answered_requests
 from asyncrl.samples import NewSamples, sample_line
 from buffer import ControlClient
@@ -75,7 +76,7 @@ class Training:
         buffer: ControlClient,
         learner: LearnerGroup,
         fleet: FleetGroup,
-        prompts: RepeatedPrompts,
+        prompts: PromptStream,
         evaluator: HeldOutEvaluator,
         writer: MetricsWriter,
         watching: Watching,

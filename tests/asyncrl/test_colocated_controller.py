@@ -8,7 +8,6 @@ from asyncrl.checks import check_options
 from asyncrl.cli.compose import compose_run
 from asyncrl.run.controller import ColocatedController
 from asyncrl.run.learner_restarts import LearnerRestarts
-from asyncrl.run.resume import RepeatedPrompts
 from tests.asyncrl.test_controller import Prompts, ScriptedBuffer, ScriptedFleet, ScriptedLearner, train
 from tests.asyncrl.test_learner_restarts import MortalLearner, RewindingBuffer
 
@@ -197,7 +196,7 @@ async def test_wherever_a_colocated_learner_dies_it_starts_again_on_devices_that
         compose_run(overrides),
         controller=turns,
         learner=learner,
-        prompts=RepeatedPrompts(Prompts()),
+        prompts=Prompts(),
         resumed=None,
         say=lambda _: None,
     )

@@ -4,7 +4,7 @@ import json
 from collections import Counter
 
 from asyncrl.data import DataConfig, PromptStream
-from asyncrl.run.resume import RepeatedPrompts, Resumed, RunState, take_up
+from asyncrl.run.resume import Resumed, RunState, take_up
 from buffer import Durability
 from learner.checkpoint_folder import checkpoint_path, part_of
 from tests.asyncrl.test_resume import Letters
@@ -22,7 +22,7 @@ def stream_of(tmp_path, sampler: str) -> PromptStream:
     return PromptStream(config, Letters(), seed=0)
 
 
-async def train(client: AnyRole, prompts: RepeatedPrompts, steps: range) -> Counter[str]:
+async def train(client: AnyRole, prompts: PromptStream, steps: range) -> Counter[str]:
     """Run the learner steps ``steps``. Returns the number of generated groups per difficulty."""
     generated: Counter[str] = Counter()
     for step in steps:
@@ -43,7 +43,7 @@ async def test_a_curriculum_generates_the_groups_that_filters_keep(tmp_path):
     counts = {}
     for sampler in ("uniform", "difficulty"):
         async with running(groups_per_step=SIZE, max_lag=0, filters=["equal_rewards"]) as run:
-            prompts = RepeatedPrompts(stream_of(tmp_path, sampler))
+            prompts = stream_of(tmp_path, sampler)
             counts[sampler] = await train(run.client(), prompts, range(NUM_STEPS))
     shares = {sampler: count["mid"] / count.total() for sampler, count in counts.items()}
     assert shares["uniform"] < 0.45
@@ -53,7 +53,7 @@ async def test_a_curriculum_generates_the_groups_that_filters_keep(tmp_path):
 async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_same_prompts(tmp_path):
     async def lives(name: str, *, restarts: bool) -> list[int]:
         kept = {"durability": Durability.disk, "directory": str(tmp_path / name)}
-        prompts, start = RepeatedPrompts(stream_of(tmp_path, "difficulty")), 0
+        prompts, start = stream_of(tmp_path, "difficulty"), 0
         while start < 12:
             async with running(groups_per_step=SIZE, max_lag=0, filters=["equal_rewards"], **kept) as run:
                 client = run.client()
@@ -63,8 +63,9 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
                     prompts.note(await client.enqueue([], wants_outcomes=True))
                     start = end
             if restarts:
-                state = RunState(prompts=json.loads(json.dumps(prompts.state())))
-                prompts = RepeatedPrompts(stream_of(tmp_path, "difficulty"), state)
+                state = json.loads(json.dumps(prompts.state()))
+                prompts = stream_of(tmp_path, "difficulty")
+                prompts.restore(state)
         return list(prompts.state()["chosen"])
 
     assert await lives("many", restarts=True) == await lives("one", restarts=False)
@@ -74,7 +75,7 @@ async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint
     """As in a run, the states of the ledger and the sampler are saved after a step's plan and before its commit."""
     options = {"groups_per_step": SIZE, "max_lag": 2, "max_uses": 2, "filters": ["equal_rewards"]}
 
-    async def step_of(client: AnyRole, prompts: RepeatedPrompts, step: int) -> list[tuple[int, int]]:
+    async def step_of(client: AnyRole, prompts: PromptStream, step: int) -> list[tuple[int, int]]:
         """Generate groups one at a time until the step's batch is full, and plan the step.
 
         Returns the id of each planned group, and how often the group was trained before.
@@ -89,7 +90,9 @@ async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint
         """Run one life up to each of these steps. Each later life continues from a checkpoint of the previous life."""
         planned, resumed, account = [], None, {}
         for life, end in enumerate(ends):
-            prompts = RepeatedPrompts(stream_of(tmp_path, "difficulty"), resumed and resumed.state)
+            prompts = stream_of(tmp_path, "difficulty")
+            if resumed:
+                prompts.restore(resumed.state.prompts)
             begin = {"checkpoint": str(resumed.buffer_part)} if resumed else {}
             async with running(**options, **begin) as run:
                 client = run.client()

@@ -10,9 +10,8 @@ from ray.exceptions import RaySystemError
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.core.errors import BatchLost, LearnerDiedError, ReplayBufferError, WorkerDiedError
-from asyncrl.core.types import Prompt
 from asyncrl.run.learner_restarts import LearnerRestarts, death_in
-from asyncrl.run.resume import RepeatedPrompts, Resumed, RunState
+from asyncrl.run.resume import Resumed, RunState
 from asyncrl.run.run_folder import remove_published
 from learner.checkpoint_folder import SavedProgress, write_progress
 from tests.asyncrl.test_controller import (
@@ -56,8 +55,8 @@ class MortalLearner(ScriptedLearner):
         self.lives: list[tuple[str, int]] = []
         self.is_dead = False
 
-    def update(self, plan):
-        return _unwatched(super().update(plan))
+    def step(self, plan):
+        return _unwatched(super().step(plan))
 
     def save(self, version, run, *, wait, parts=()):
         return _unwatched(super().save(version, run, wait=wait))
@@ -129,7 +128,7 @@ class Run:
             buffer=self.buffer, learner=self.learner, fleet=self.fleet, overrides=overrides
         )
         self.said: list[str] = []
-        self.prompts = RepeatedPrompts(Prompts())
+        self.prompts = Prompts()
         self.restarts = LearnerRestarts(
             compose_run(overrides),
             controller=self.controller,
@@ -157,6 +156,7 @@ async def test_a_run_whose_learner_dies_goes_on_from_its_newest_checkpoint_and_e
     assert run.restarts.num_restarts == 1
     said = "the learner starts again from the newest checkpoint (restart 1 of learner.restarts=1): "
     assert run.said[0] == f"{said}worker of group 'learner', rank 1 died."
+    assert run.prompts.num_repeats == 1
     assert "the learner goes on from version 2 (" in run.said[1]
     result = await run.controller.account()
     assert (result.policy_version, result.tokens.balance) == (6, 0)
@@ -349,28 +349,6 @@ async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_taken(tmp_p
     run.learner.run_save = save_foreign
     with pytest.raises(LearnerDiedError, match="no checkpoint to restart the learner from"):
         await run.train()
-
-
-def test_prompts_that_were_handed_out_and_are_not_finished_come_again_before_new_ones():
-    class Stream:
-        position = 0
-
-        def take(self, count):
-            taken = [Prompt(group_id=self.position + i, prompt_ids=()) for i in range(count)]
-            self.position += count
-            return taken
-
-        def at(self, positions):
-            return [Prompt(group_id=i, prompt_ids=()) for i in positions]
-
-        def state(self):
-            return {"position": self.position}
-
-    prompts = RepeatedPrompts(Stream())
-    prompts.take(6)
-    prompts.repeat_unfinished([(0, 2), (4, 5)])
-    assert [prompt.group_id for prompt in prompts.take(2) + prompts.take(3)] == [2, 3, 5, 6, 7]
-    assert prompts.state() == {"position": 8}
 
 
 def test_weights_of_versions_that_were_lost_are_removed_and_older_ones_stay(tmp_path: Path):

@@ -9,10 +9,7 @@ import pytest
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.core.errors import ReplayBufferError
-from asyncrl.data import PromptStream
-from asyncrl.data.config import DataConfig
 from asyncrl.run.resume import (
-    RepeatedPrompts,
     Resumed,
     RunState,
     begin_buffer_at,
@@ -92,24 +89,6 @@ def test_a_run_with_a_critic_takes_the_newest_checkpoint_that_both_have_saved(tm
     assert find_checkpoint(config_of(tmp_path, *options)).checkpoint == older
     save(tmp_path / "c" / "critic", 20)
     assert find_checkpoint(config_of(tmp_path, *options)).checkpoint == newest
-
-
-def test_prompts_go_on_with_the_unfinished_ones_and_then_in_the_old_order(tmp_path):
-    rows = [{"prompt": "abcdefghij"[: 1 + index], "ground_truth": str(index)} for index in range(5)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataConfig(train_files=[str(tmp_path / "train.jsonl")], max_prompt_tokens=20)
-    saved = PromptStream(data, Letters(), seed=3)
-    taken = saved.take(12)
-    resumed = RepeatedPrompts(PromptStream(data, Letters(), seed=3), replace(STATE, prompts=saved.state()))
-    resumed.repeat_unfinished([(0, 5), (7, 9)])
-    again = resumed.take(2) + resumed.take(4)
-    assert [prompt.group_id for prompt in again] == [5, 6, 9, 10, 11, 12]
-    for prompt in again[:5]:
-        assert prompt.prompt_ids.tolist() == taken[prompt.group_id].prompt_ids.tolist()
-    assert again[5].prompt_ids.tolist() == saved.take(1)[0].prompt_ids.tolist()
-    assert resumed.state()["position"] == 13
-    with pytest.raises(ValueError, match="the seed was 3"):
-        RepeatedPrompts(PromptStream(data, Letters(), seed=4), replace(STATE, prompts=saved.state()))
 
 
 def resumed_at(folder: Path) -> Resumed:

@@ -114,6 +114,28 @@ def test_a_stream_can_be_restored_to_an_earlier_position(make_stream):
     assert truths(stream.take(17)) == first
 
 
+def test_unfinished_prompts_come_again_before_new_ones(make_stream):
+    saved = make_stream(seed=3)
+    taken = saved.take(12)
+    stream = make_stream(seed=3)
+    stream.restore(saved.state())
+    stream.repeat_unfinished([(0, 5), (7, 9)])
+    again = stream.take(2) + stream.take(4)
+    assert [prompt.group_id for prompt in again] == [5, 6, 9, 10, 11, 12]
+    assert truths(again) == truths([taken[5], taken[6], *taken[9:], *saved.take(1)])
+    assert stream.state()["position"] == 13
+
+
+@pytest.mark.parametrize("sampler", ["uniform", "difficulty"])
+def test_a_take_of_repeated_prompts_alone_does_not_advance_the_stream(make_stream, sampler):
+    stream = make_stream(sampler=sampler)
+    first = stream.take(4)
+    stream.repeat_unfinished([])
+    state = stream.state()
+    assert truths(stream.take(3)) == truths(first[:3])
+    assert stream.state() == state
+
+
 def test_the_state_of_a_stream_is_small(make_stream):
     stream = make_stream()
     stream.take(1000)

@@ -2,10 +2,12 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from asyncrl.core.errors import BatchLost
 from learner.prepared_batches import BatchPreparer, PreparedBatch, StepGroups
 from learner.types import GroupShare, RankBatch
 
@@ -18,21 +20,25 @@ def batch(version: int, *group_ids: int) -> RankBatch:
     return RankBatch(version=version, shares=tuple(shares), max_lag=1)
 
 
-class Preparation:
-    """A preparation that notes when it begins, and waits until it is allowed to end."""
+class ScriptedRole:
+    """The batches of a role. Its preparation notes when it begins, and waits until it is allowed to end."""
 
-    def __init__(self, begun: list[str], name: str, *, fails: bool = False) -> None:
+    def __init__(self, begun: list[str], name: str, *, role: str = "actor", fails: bool = False, lost: int = 0) -> None:
+        self.role, self.mesh = SimpleNamespace(name=role), SimpleNamespace(rank=3)
         self.has_begun, self.may_end = threading.Event(), threading.Event()
         self.may_end.set()
-        self._begun, self._name, self._fails = begun, name, fails
+        self.groups: list[StepGroups] = []
+        self._begun, self._name, self._fails, self._lost = begun, name, fails, lost
 
-    def __call__(self, groups: StepGroups) -> PreparedBatch:
+    def prepare(self, batch: RankBatch, groups: StepGroups) -> PreparedBatch:
         self._begun.append(self._name)
+        self.groups.append(groups)
         self.has_begun.set()
         assert self.may_end.wait(WAIT_S)
         if self._fails:
             raise RuntimeError(f"{self._name} failed")
-        return PreparedBatch(groups={}, lost=frozenset(), most_lost=0, seconds=float(len(self._begun)))
+        lost = frozenset(batch.group_ids[: self._lost])
+        return PreparedBatch(groups={}, lost=lost, most_lost=len(lost), seconds=float(len(self._begun)))
 
 
 @pytest.fixture
@@ -48,27 +54,27 @@ def begun() -> list[str]:
 
 
 @pytest.fixture
-def work(begun) -> Callable[..., Preparation]:
-    return lambda name, **options: Preparation(begun, name, **options)
+def work(begun) -> Callable[..., ScriptedRole]:
+    return lambda name, **options: ScriptedRole(begun, name, **options)
 
 
 def test_a_batch_is_prepared_before_its_step_asks_for_it(preparer, work, begun):
     announced = work("announced")
-    preparer.announce("actor", batch(3, 1), announced)
+    preparer.announce(announced, batch(3, 1))
     assert announced.has_begun.wait(WAIT_S)
-    assert preparer.take("actor", batch(3, 1), work("again")).seconds == 1
+    assert preparer.take(work("again"), batch(3, 1)).seconds == 1
     assert begun == ["announced"]
 
 
 def test_a_batch_is_prepared_one_step_ahead_and_not_two(preparer, work, begun):
     next_one, later = work("next"), work("later")
-    preparer.announce("actor", batch(0), work("first"))
-    preparer.announce("actor", batch(1), next_one)
-    preparer.announce("actor", batch(2), later)
-    preparer.take("actor", batch(0), work("never"))
+    preparer.announce(work("first"), batch(0))
+    preparer.announce(next_one, batch(1))
+    preparer.announce(later, batch(2))
+    preparer.take(work("never"), batch(0))
     assert next_one.has_begun.wait(WAIT_S)
     assert not later.has_begun.is_set()
-    preparer.take("actor", batch(1), work("never"))
+    preparer.take(work("never"), batch(1))
     assert later.has_begun.wait(WAIT_S)
     assert begun == ["first", "next", "later"]
 
@@ -76,49 +82,55 @@ def test_a_batch_is_prepared_one_step_ahead_and_not_two(preparer, work, begun):
 def test_batches_are_prepared_in_one_order_whether_announced_before_or_after_their_steps(preparer, work, begun):
     """Preparing needs collectives, but the calls of the controller reach the two threads of each rank in any order."""
     for version in (0, 1):
-        preparer.take("ref", batch(version, 1), work(f"ref {version}"))
-        for role in ("ref", "actor", "critic"):
-            preparer.announce(role, batch(version, 1), work(f"{role} {version}"))
-        preparer.take("actor", batch(version, 1), work(f"actor {version}"))
-        preparer.take("critic", batch(version, 1), work(f"critic {version}"))
+        roles = [work(f"{role} {version}", role=role) for role in ("ref", "actor", "critic")]
+        preparer.take(roles[0], batch(version, 1))
+        for role in roles:
+            preparer.announce(role, batch(version, 1))
+        for role in roles[1:]:
+            preparer.take(role, batch(version, 1))
     assert begun == ["ref 0", "actor 0", "critic 0", "ref 1", "actor 1", "critic 1"]
 
 
-def test_roles_of_a_step_share_the_groups_that_were_fetched(preparer):
-    seen: list[StepGroups] = []
+def test_roles_of_a_step_share_the_groups_that_were_fetched(preparer, work):
+    ref, actor = work("ref", role="ref"), work("actor")
+    for version, role in ((0, ref), (0, actor), (1, ref)):
+        preparer.take(role, batch(version))
+    assert ref.groups[0] is actor.groups[0]
+    assert ref.groups[0] is not ref.groups[1]
 
-    def prepare(groups: StepGroups) -> PreparedBatch:
-        seen.append(groups)
-        return PreparedBatch(groups={}, lost=frozenset(), most_lost=0)
 
-    for version, role in ((0, "ref"), (0, "actor"), (1, "ref")):
-        preparer.take(role, batch(version), prepare)
-    assert seen[0] is seen[1]
-    assert seen[0] is not seen[2]
+def test_a_lost_batch_stops_all_later_batches_until_it_is_forgotten(preparer, work):
+    with pytest.raises(BatchLost, match="step 4 is lost: rank 3 of 'actor' did not find 2 of its 3 groups"):
+        preparer.take(work("lost", lost=2), batch(4, 9, 7, 8))
+    with pytest.raises(BatchLost, match="the batch of step 5 is lost"):
+        preparer.take(work("whole"), batch(5, 6))
+    assert preparer.forget() == [7, 9]
+    assert preparer.forget() == []
+    preparer.take(work("again"), batch(4, 6))
 
 
 def test_a_failed_preparation_is_raised_by_its_own_step(preparer, work):
-    preparer.announce("actor", batch(0), work("first"))
-    preparer.announce("actor", batch(1), work("second", fails=True))
-    preparer.take("actor", batch(0), work("never"))
+    preparer.announce(work("first"), batch(0))
+    preparer.announce(work("second", fails=True), batch(1))
+    preparer.take(work("never"), batch(0))
     with pytest.raises(RuntimeError, match="second failed"):
-        preparer.take("actor", batch(1), work("never"))
+        preparer.take(work("never"), batch(1))
 
 
 def test_a_batch_that_is_withdrawn_while_it_is_prepared_is_prepared_again(preparer, work, begun):
     slow, waiting = work("slow"), work("waiting")
     slow.may_end.clear()
-    preparer.announce("actor", batch(5, 1), slow)
-    preparer.announce("actor", batch(6, 2), waiting)
+    preparer.announce(slow, batch(5, 1))
+    preparer.announce(waiting, batch(6, 2))
     assert slow.has_begun.wait(WAIT_S)
     preparer.forget()
-    preparer.announce("actor", batch(5, 1), work("new"))
+    preparer.announce(work("new"), batch(5, 1))
     slow.may_end.set()
-    assert preparer.take("actor", batch(5, 1), work("never")).seconds == 2
+    assert preparer.take(work("never"), batch(5, 1)).seconds == 2
     assert begun == ["slow", "new"]
 
 
 def test_a_batch_with_other_groups_is_not_taken_for_the_announced_one(preparer, work, begun):
-    preparer.announce("actor", batch(5, 1), work("announced"))
-    preparer.take("actor", batch(5, 2), work("other"))
+    preparer.announce(work("announced"), batch(5, 1))
+    preparer.take(work("other"), batch(5, 2))
     assert begun == ["announced", "other"]
