@@ -224,11 +224,12 @@ class LocalWorker:
         self._loop = RolloutLoop(
             self._config,
             AnsweringParts(engine=self.engine, rewards=WeightedRewards(self._config), decode=str, player=self._player),
-            member=self.member,
+            name=self.member.name,
             buffer=self._client,
             samples_per_prompt=self._num_samples,
         )
         await self._loop.load_next(-1)
+        self.member.verified(self.member.epoch)
         self._running = asyncio.create_task(self._loop.run())
 
     async def watch(self) -> NoReturn:
@@ -334,7 +335,7 @@ async def recovery() -> dict[str, float]:
         epoch = struck.member.epoch
         died_s = time.perf_counter()
         struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]
-        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - members have no event
+        while struck.member.epoch == epoch or not struck.member.is_serving:  # noqa: ASYNC110 - members have no event
             await asyncio.sleep(0.005)
         took_s = time.perf_counter() - died_s
         dropped = (await run.control.stats()).tokens_dropped

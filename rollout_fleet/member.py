@@ -1,23 +1,22 @@
-"""The state machine of a member. A member is a rollout worker with its engine, which loads the run's weights.
+"""The state machine of a member. A member is a rollout worker with its engine, as the run's controller sees it.
 
 ::
 
-    starting ──▶ catching_up(v) ──▶ ready ◀──▶ updating(v)
+    starting ──▶ catching_up ──▶ ready
        ▲ │
        │ ▼
      pending                                                     the cluster has no resources for the member
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
                                                     ├──▶ failed     too many faults in ``window_s``, or it did not stop
                                                     └──▶ left       the member was asked to leave
-    ready, updating ──▶ draining ──▶ left                        the member was asked to leave while it served
+    ready ──▶ draining ──▶ left                                  the member was asked to leave while it served
     pending, starting, catching_up, fenced, backoff ──▶ left     the member was asked to leave
 
 A member is ``fenced`` after a fault, until its processes have ended. Its reports then have no effect.
 
 This module does not wait and does no I/O. The code that uses a `Member` does the work of each state, and reports the
-result and the time. This code is in `asyncrl/run/fleet_member.py` for the controller, and in `worker.py` and `loop.py`
-for the worker. An epoch of a member lasts until the member's next fault. Each report names the epoch in which the
-reported work began. Reports of older epochs have no effect.
+result and the time. In a run, this code is `asyncrl/run/fleet_member.py`. An epoch of a member lasts until the member's
+next fault. Each report names the epoch in which the reported work began. Reports of older epochs have no effect.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ class MemberState(StrEnum):
     starting = "starting"
     catching_up = "catching_up"
     ready = "ready"
-    updating = "updating"
     fenced = "fenced"
     backoff = "backoff"
     draining = "draining"
@@ -52,8 +50,6 @@ class MemberState(StrEnum):
 
 ENDED = frozenset({MemberState.left, MemberState.failed})
 """The states that a member never leaves."""
-SERVING = frozenset({MemberState.ready, MemberState.updating})
-"""The states in which a member holds verified weights and may take new prompt groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +101,6 @@ class Member:
     Attributes:
         name: Name of the member in the run. Example: ``"engine-3"``.
         epoch: Number of faults so far. A report on work that began before the latest fault has no effect.
-        version: Policy version whose weights the member has verified or is loading; -1 before the first load.
         deadline: Time in seconds at which the current state must have ended; infinite for no deadline. All times,
             also the argument ``now`` of the methods, are of the same clock.
         reason: Cause of the latest fault; empty before the first fault.
@@ -116,7 +111,6 @@ class Member:
         self.name = name
         self.state = MemberState.starting
         self.epoch = 0
-        self.version = -1
         self.deadline = now + limits.start_s
         self.reason = ""
         self.on_enter: Callable[[MemberState, int], None] = lambda state, epoch: None
@@ -125,14 +119,14 @@ class Member:
         self._is_leaving = False
 
     @property
-    def may_lease(self) -> bool:
+    def is_serving(self) -> bool:
         """Whether the member holds verified weights and may take new prompt groups."""
-        return self.state in SERVING
+        return self.state is MemberState.ready
 
     @property
     def may_release(self) -> bool:
         """Whether the member has started and can free its memory on the device. Its weights may be unverified."""
-        return self.may_lease or self.state is MemberState.catching_up
+        return self.state in (MemberState.catching_up, MemberState.ready)
 
     @property
     def has_ended(self) -> bool:
@@ -170,33 +164,11 @@ class Member:
         """Record that the member has started and waits for its first weights. State: ``catching_up``."""
         if self.accepts(epoch) and self.state is MemberState.starting:
             self._enter(MemberState.catching_up, math.inf)
-            self.version = -1
 
-    def offered(self, epoch: int, version: int, now: float, *, within_s: float) -> None:
-        """Record that the member begins to load a policy version, which may take ``within_s`` seconds from ``now``."""
-        if not self.accepts(epoch):
-            return
-        if self.state is MemberState.catching_up:
-            self._enter(MemberState.catching_up, now + within_s)
-        elif self.state in SERVING:
-            self._enter(MemberState.updating, now + within_s)
-        self.version = version
-
-    def skipped(self, epoch: int, version: int) -> None:
-        """Record that the offered version was removed. ``version`` is the member's earlier version (-1: none)."""
-        if not self.accepts(epoch):
-            return
-        if self.state is MemberState.catching_up:
-            self._enter(MemberState.catching_up, math.inf)
-        elif self.state is MemberState.updating:
+    def verified(self, epoch: int) -> None:
+        """Record that the member has loaded and verified its first weights, and serves them. State: ``ready``."""
+        if self.accepts(epoch) and self.state is MemberState.catching_up:
             self._enter(MemberState.ready, math.inf)
-        self.version = version
-
-    def verified(self, epoch: int, version: int) -> None:
-        """Record that the member has loaded and verified a policy version, and serves it. State: ``ready``."""
-        if self.accepts(epoch) and self.state in (MemberState.catching_up, *SERVING):
-            self._enter(MemberState.ready, math.inf)
-            self.version = version
 
     def drained(self, epoch: int) -> None:
         """Record that a leaving member has finished or given back its prompt groups. State: ``left``."""
@@ -246,11 +218,11 @@ class Member:
     def drain(self, now: float) -> None:
         """Ask the member to leave the run.
 
-        A member that is ``ready`` or ``updating`` enters ``draining``: it finishes or gives back its groups. A member
-        that is ``draining`` or has ended does not change. Any other member enters ``left`` at once.
+        A member that is ``ready`` enters ``draining``: it finishes or gives back its groups. A member that is
+        ``draining`` or has ended does not change. Any other member enters ``left`` at once.
         """
         self._is_leaving = True
-        if self.state in SERVING:
+        if self.state is MemberState.ready:
             self._enter(MemberState.draining, now + self._limits.drain_s)
         elif self.state is not MemberState.draining and not self.has_ended:
             self.epoch += 1  # ignore reports of work that still runs

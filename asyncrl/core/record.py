@@ -98,7 +98,7 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # a phase of loading weights, on lane ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # from the end of a pause to the next token of a running sample
     released = "released"  # the learner uses the GPU that it shares with the engine
-    # Members: lane ``engine-0/worker`` for the state in the controller, ``engine-0/member`` for the state in the worker
+    # Members: lane ``engine-0/worker``; the controller records them
     member = "member"  # the member is in the `MemberState` that ``cause`` names
     # Rollout workers: lane ``engine-0/reward``
     reward = "reward"

@@ -110,7 +110,7 @@ class FleetMember:
     @property
     def is_serving(self) -> bool:
         """Whether the engine serves verified weights, so that the worker may generate groups."""
-        return self.member.may_lease
+        return self.member.is_serving
 
     @property
     def is_there(self) -> bool:
@@ -229,7 +229,7 @@ class FleetMember:
         await self._until(lambda member: member.may_release or not self._may_use_device)
         if not self._may_use_device:
             return
-        is_watched = self.member.may_lease
+        is_watched = self.member.is_serving
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
             if not is_watched:  # during a start, `watch` does not run, so `end` does not free the device
@@ -256,8 +256,8 @@ class FleetMember:
 
     async def _is_up(self) -> bool:
         """Return whether the worker serves. Wait while it starts, but do not wait for free resources."""
-        await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
-        return self.member.may_lease
+        await self._until(lambda member: member.is_serving or member.has_ended or member.state is MemberState.pending)
+        return self.member.is_serving
 
     async def leave(self) -> None:
         """Ask the worker to give its running groups back and to end. Returns when the worker has ended.
@@ -323,7 +323,7 @@ class FleetMember:
     async def _catch_up(self) -> None:
         epoch = self.member.epoch
         await self._while_answering(self._call("load_first"), "the rollout workers, which wait for the first weights")
-        self.member.verified(epoch, 0)
+        self.member.verified(epoch)
         self._has_served = True
 
     async def _ready(self) -> int | None:
@@ -331,7 +331,7 @@ class FleetMember:
 
         Returns None if the member has left. Raises `EngineLost` if the member has failed.
         """
-        await self._until(lambda member: member.may_lease or member.has_ended)
+        await self._until(lambda member: member.is_serving or member.has_ended)
         if self.member.state is MemberState.left:
             return None
         if (failure := self._failure) is not None:

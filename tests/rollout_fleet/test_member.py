@@ -6,28 +6,26 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout_fleet.member import ENDED, SERVING, Member, MemberLimits, MemberState
+from rollout_fleet.member import ENDED, Member, MemberLimits, MemberState
 
 LIMITS = MemberLimits(
     start_s=10.0, stop_s=4.0, drain_s=20.0, restarts=4, window_s=100.0, backoff_s=1.0, longest_backoff_s=3.0
 )
 epochs_ago = st.integers(0, 2)
-versions = st.integers(0, 9)
 
 
 def up(now: float = 0.0) -> Member:
-    """Return a member that serves version 5."""
+    """Return a member that serves."""
     member = Member("engine-3", LIMITS, now)
     member.started(0)
-    member.offered(0, 5, now, within_s=2.0)
-    member.verified(0, 5)
+    member.verified(0)
     return member
 
 
 class MemberMachine(RuleBasedStateMachine):
     """Drives a member in any order: with reports of any epoch, with faults, and with deadlines.
 
-    Records the verified versions per epoch.
+    Records the epochs in which the member verified weights.
     """
 
     def __init__(self):
@@ -55,19 +53,11 @@ class MemberMachine(RuleBasedStateMachine):
     def started(self, ago):
         self.member.started(self.epoch(ago))
 
-    @rule(ago=epochs_ago, version=versions, within_s=st.floats(0.1, 30))
-    def offered(self, ago, version, within_s):
-        self.member.offered(self.epoch(ago), version, self.now, within_s=within_s)
-
-    @rule(ago=epochs_ago, version=versions)
-    def skipped(self, ago, version):
-        self.member.skipped(self.epoch(ago), version)
-
-    @rule(ago=epochs_ago, version=versions)
-    def verified(self, ago, version):
+    @rule(ago=epochs_ago)
+    def verified(self, ago):
         epoch = self.epoch(ago)
         before = self.member.state
-        self.member.verified(epoch, version)
+        self.member.verified(epoch)
         if self.member.accepts(epoch) and before not in (MemberState.pending, MemberState.starting):
             self.verified_in.add(epoch)
 
@@ -112,10 +102,10 @@ class MemberMachine(RuleBasedStateMachine):
         self.now = until
 
     @invariant()
-    def leases_only_under_weights_verified_in_this_epoch(self):
-        if self.member.may_lease:
+    def serves_only_with_weights_verified_in_this_epoch(self):
+        if self.member.is_serving:
             assert self.member.epoch in self.verified_in
-        assert self.member.may_lease == (self.member.state in SERVING)
+        assert self.member.is_serving == (self.member.state is MemberState.ready)
 
     @invariant()
     def nothing_of_an_older_epoch_is_accepted(self):
@@ -145,23 +135,14 @@ MemberMachine.TestCase.settings = settings(max_examples=150, stateful_step_count
 test_a_member_keeps_its_promises_whatever_is_reported_when = MemberMachine.TestCase
 
 
-def test_a_member_leases_from_its_first_verified_version_on():
+def test_a_member_serves_from_its_first_verified_weights_on():
     member = Member("engine-3", LIMITS, 0.0)
-    assert not member.may_lease
+    member.verified(0)
+    assert (member.state, member.is_serving) == (MemberState.starting, False), "it has not started yet"
     member.started(0)
-    assert (member.state, member.may_lease) == (MemberState.catching_up, False)
-    member.offered(0, 7, 1.0, within_s=2.0)
-    assert (member.version, member.deadline, member.may_lease) == (7, 3.0, False)
-    member.verified(0, 7)
-    assert (member.state, member.may_lease) == (MemberState.ready, True)
-
-
-def test_a_version_that_is_gone_leaves_a_member_where_it_was():
-    member = up()
-    member.offered(0, 6, 1.0, within_s=2.0)
-    assert member.state is MemberState.updating
-    member.skipped(0, 5)
-    assert (member.state, member.version) == (MemberState.ready, 5)
+    assert (member.state, member.is_serving, member.may_release) == (MemberState.catching_up, False, True)
+    member.verified(0)
+    assert (member.state, member.is_serving, member.may_release) == (MemberState.ready, True, True)
 
 
 def test_reports_of_an_older_life_have_no_effect():
@@ -171,7 +152,7 @@ def test_reports_of_an_older_life_have_no_effect():
     member.due(1.0)
     assert (member.state, member.epoch) == (MemberState.starting, 1)
     member.started(0)
-    member.verified(0, 6)
+    member.verified(0)
     assert not member.fault(0, "it died, again", 2.5)
     assert (member.state, member.epoch, member.reason) == (MemberState.starting, 1, "it died")
 
@@ -228,7 +209,7 @@ def test_a_member_that_dies_while_it_leaves_has_left():
 def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_leaves_by_its_deadline():
     member = up()
     member.drain(1.0)
-    assert (member.state, member.may_lease, member.accepts(0)) == (MemberState.draining, False, True)
+    assert (member.state, member.is_serving, member.accepts(0)) == (MemberState.draining, False, True)
     member.due(21.0)
     assert member.state is MemberState.left
     early = Member("engine-4", LIMITS, 0.0)
