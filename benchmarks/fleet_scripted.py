@@ -187,7 +187,7 @@ class LocalWorker:
         num_samples: int,
         player: Player | None = None,
     ) -> None:
-        self.member = Member(name, member_limits(config), time.monotonic())
+        self.member = Member(name, member_limits(config))
         self.engine = make()
         self._config = config
         self._make = make
@@ -213,7 +213,7 @@ class LocalWorker:
 
     async def begin(self) -> None:
         """Start another engine in place of the failed one."""
-        self.member.due(self.member.deadline)
+        self.member.restart()
         self.engine = self._make()
         await self._come_up()
 
@@ -243,12 +243,12 @@ class LocalWorker:
 
         If the engine may not start again, raise ``fault``.
         """
-        self.member.fault(self.member.epoch, str(fault), time.monotonic())
+        self.member.fault(self.member.epoch, time.monotonic())
         await self._stop()
-        self.member.stopped(time.monotonic())
+        self.member.stopped()
         if self.member.has_ended:
             raise fault
-        return self.member.seconds_left(time.monotonic()) or 0.0
+        return self.member.pause_s
 
     async def close(self) -> None:
         """Stop the rollout loop and the engine, and close the buffer's client."""

@@ -6,22 +6,23 @@
        ▲ │
        │ ▼
      pending                                                     the cluster has no resources for the member
-    any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault, or a missed deadline
-                                                    ├──▶ failed     too many faults in ``window_s``, or it did not stop
+    any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault
+                                                    ├──▶ failed     too many faults in ``window_s``
                                                     └──▶ left       the member was asked to leave
     ready ──▶ draining ──▶ left                                  the member was asked to leave while it served
     pending, starting, catching_up, fenced, backoff ──▶ left     the member was asked to leave
+    any of these but left ──▶ failed                             a restart would not help
 
 A member is ``fenced`` after a fault, until its processes have ended. Its reports then have no effect.
 
-This module does not wait and does no I/O. The code that uses a `Member` does the work of each state, and reports the
-result and the time. In a run, this code is `asyncrl/run/fleet_member.py`. An epoch of a member lasts until the member's
-next fault. Each report names the epoch in which the reported work began. Reports of older epochs have no effect.
+This module does not wait and does no I/O. The code that uses a `Member` does the work of each state, sets its deadline
+and reports the result. In a run, this code is `asyncrl/run/fleet_member.py`. An epoch of a member lasts until the
+member's next fault. Each report names the epoch in which the reported work began. Reports of older epochs have no
+effect.
 """
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,8 +31,6 @@ from enum import StrEnum
 from .config import RolloutFleetConfig
 
 LONGEST_BACKOFF_S = 60.0
-STOP_MARGIN_S = 5.0
-"""Seconds that are added to the options' deadlines for a start and for a stop of a member."""
 
 
 class MemberState(StrEnum):
@@ -54,21 +53,15 @@ ENDED = frozenset({MemberState.left, MemberState.failed})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemberLimits:
-    """Deadlines of a member, and limits of its restarts.
+    """Limits of a member's restarts.
 
     Attributes:
-        start_s: Seconds from the start until the member waits for weights.
-        stop_s: Seconds from a fault until the processes of the member have ended.
-        drain_s: Seconds from the leave request until the member has left.
         restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
         window_s: Seconds for which a fault counts towards ``restarts``.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
         longest_backoff_s: Longest pause before a restart.
     """
 
-    start_s: float
-    stop_s: float
-    drain_s: float
     restarts: int
     window_s: float
     backoff_s: float
@@ -83,11 +76,8 @@ class MemberLimits:
 
 
 def member_limits(config: RolloutFleetConfig) -> MemberLimits:
-    """Return the deadlines and restart limits of a rollout worker, from the options of the rollout fleet."""
+    """Return the limits of a rollout worker's restarts, from the options of the rollout fleet."""
     return MemberLimits(
-        start_s=config.start_timeout_s + config.server_stop_timeout_s + STOP_MARGIN_S,
-        stop_s=config.server_stop_timeout_s + STOP_MARGIN_S,
-        drain_s=config.drain_timeout_s,
         restarts=config.restarts,
         window_s=config.restart_window_s,
         backoff_s=config.restart_backoff_s,
@@ -101,18 +91,15 @@ class Member:
     Attributes:
         name: Name of the member in the run. Example: ``"engine-3"``.
         epoch: Number of faults so far. A report on work that began before the latest fault has no effect.
-        deadline: Time in seconds at which the current state must have ended; infinite for no deadline. All times,
-            also the argument ``now`` of the methods, are of the same clock.
-        reason: Cause of the latest fault; empty before the first fault.
+        pause_s: Seconds to wait in the state ``backoff``.
         on_enter: Function that is called with each new state and the epoch.
     """
 
-    def __init__(self, name: str, limits: MemberLimits, now: float) -> None:
+    def __init__(self, name: str, limits: MemberLimits) -> None:
         self.name = name
         self.state = MemberState.starting
         self.epoch = 0
-        self.deadline = now + limits.start_s
-        self.reason = ""
+        self.pause_s = 0.0
         self.on_enter: Callable[[MemberState, int], None] = lambda state, epoch: None
         self._limits = limits
         self._faults: deque[float] = deque()
@@ -141,59 +128,52 @@ class Member:
         """
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
-    def seconds_left(self, now: float) -> float | None:
-        """Return the seconds from ``now`` to the deadline of the current state; None if the state has no deadline.
-
-        ``now`` is a time in seconds, on the same clock as the ``now`` of the constructor.
-        """
-        return None if math.isinf(self.deadline) else max(0.0, self.deadline - now)
-
     # Reports of the member's progress
 
     def unplaced(self, epoch: int) -> None:
         """Record that the cluster has no resources (such as GPUs) for the member yet. State: ``pending``."""
         if self.accepts(epoch) and self.state is MemberState.starting:
-            self._enter(MemberState.pending, math.inf)
+            self._enter(MemberState.pending)
 
-    def placed(self, epoch: int, now: float) -> None:
+    def placed(self, epoch: int) -> None:
         """Record that a pending member has got its resources, and starts now. State: ``starting``."""
         if self.accepts(epoch) and self.state is MemberState.pending:
-            self._enter(MemberState.starting, now + self._limits.start_s)
+            self._enter(MemberState.starting)
 
     def started(self, epoch: int) -> None:
         """Record that the member has started and waits for its first weights. State: ``catching_up``."""
         if self.accepts(epoch) and self.state is MemberState.starting:
-            self._enter(MemberState.catching_up, math.inf)
+            self._enter(MemberState.catching_up)
 
     def verified(self, epoch: int) -> None:
         """Record that the member has loaded and verified its first weights, and serves them. State: ``ready``."""
         if self.accepts(epoch) and self.state is MemberState.catching_up:
-            self._enter(MemberState.ready, math.inf)
+            self._enter(MemberState.ready)
 
-    def drained(self, epoch: int) -> None:
-        """Record that a leaving member has finished or given back its prompt groups. State: ``left``."""
-        if self.accepts(epoch) and self.state is MemberState.draining:
-            self._enter(MemberState.left, math.inf)
+    def drained(self) -> None:
+        """Record that a leaving member has given back its prompt groups, or is killed instead. State: ``left``."""
+        if self._is_leaving and not self.has_ended:
+            self._enter(MemberState.left)
 
     # Reports of faults, and requests to leave
 
-    def fault(self, epoch: int, reason: str, now: float) -> bool:
+    def fault(self, epoch: int, now: float) -> bool:
         """Record that the member died, hangs, or holds weights that could not be verified. State: ``fenced``.
 
-        This begins the next epoch, so later reports with ``epoch`` have no effect. Returns whether the fault was
-        recorded; False if ``epoch`` had already ended.
+        This begins the next epoch, so later reports with ``epoch`` have no effect. ``now`` is a time in seconds, of the
+        same clock for all faults. Returns whether the fault was recorded; False if ``epoch`` had already ended.
         """
         if not self.accepts(epoch):
             return False
         self.epoch += 1
-        self.reason = reason
         while self._faults and self._faults[0] + self._limits.window_s <= now:
             self._faults.popleft()
         self._faults.append(now)
-        self._enter(MemberState.fenced, now + self._limits.stop_s)
+        self.pause_s = self._limits.pause_s(len(self._faults))
+        self._enter(MemberState.fenced)
         return True
 
-    def stopped(self, now: float) -> None:
+    def stopped(self) -> None:
         """Record that the member's processes have ended after a fault.
 
         The member then waits for its restart (``backoff``). A member that was asked to leave becomes ``left``. After
@@ -202,20 +182,24 @@ class Member:
         if self.state is not MemberState.fenced:
             return
         if self._is_leaving:
-            self._enter(MemberState.left, math.inf)
+            self._enter(MemberState.left)
         elif len(self._faults) > self._limits.restarts:
-            self._enter(MemberState.failed, math.inf)
+            self._enter(MemberState.failed)
         else:
-            self._enter(MemberState.backoff, now + self._limits.pause_s(len(self._faults)))
+            self._enter(MemberState.backoff)
 
-    def fail(self, reason: str) -> None:
-        """Record that the member has failed for good, because a restart would not help. ``reason`` is the cause."""
+    def restart(self) -> None:
+        """Record that the pause before a restart is over, and the member starts again. State: ``starting``."""
+        if self.state is MemberState.backoff:
+            self._enter(MemberState.starting)
+
+    def fail(self) -> None:
+        """Record that the member has failed for good, because a restart would not help. State: ``failed``."""
         if not self.has_ended:
             self.epoch += 1
-            self.reason = reason
-            self._enter(MemberState.failed, math.inf)
+            self._enter(MemberState.failed)
 
-    def drain(self, now: float) -> None:
+    def drain(self) -> None:
         """Ask the member to leave the run.
 
         A member that is ``ready`` enters ``draining``: it finishes or gives back its groups. A member that is
@@ -223,25 +207,11 @@ class Member:
         """
         self._is_leaving = True
         if self.state is MemberState.ready:
-            self._enter(MemberState.draining, now + self._limits.drain_s)
+            self._enter(MemberState.draining)
         elif self.state is not MemberState.draining and not self.has_ended:
             self.epoch += 1  # ignore reports of work that still runs
-            self._enter(MemberState.left, math.inf)
+            self._enter(MemberState.left)
 
-    def due(self, now: float) -> None:
-        """Enter the next state if ``now`` has reached the deadline of the current state. Call this regularly."""
-        if now < self.deadline:
-            return
-        if self.state is MemberState.fenced:  # no restart: the member's processes did not end in time
-            self._enter(MemberState.failed, math.inf)
-        elif self.state is MemberState.draining:
-            self._enter(MemberState.left, math.inf)
-        elif self.state is MemberState.backoff:
-            self._enter(MemberState.starting, now + self._limits.start_s)
-        else:
-            self.fault(self.epoch, f"it exceeded the deadline of the state {self.state}", now)
-
-    def _enter(self, state: MemberState, deadline: float) -> None:
+    def _enter(self, state: MemberState) -> None:
         self.state = state
-        self.deadline = deadline
         self.on_enter(state, self.epoch)

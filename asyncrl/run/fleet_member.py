@@ -86,7 +86,7 @@ class FleetMember:
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
         self.rank = rank
-        self.member = Member(f"rollout worker {rank}", member_limits(fleet), time.monotonic())
+        self.member = Member(f"rollout worker {rank}", member_limits(fleet))
         note_member(self.member, f"engine-{rank}/worker")
         self._parts = parts
         self._fleet = fleet
@@ -152,7 +152,7 @@ class FleetMember:
         try:
             found = await self._come_up(node, place_timeout_s)
         except BaseException as error:
-            self.member.fail(str(raised_in_worker(error)))
+            self.member.fail()
             if isinstance(error, Exception):
                 await self._end_worker(error)
             await asyncio.to_thread(self._parts.places.close, self.rank)
@@ -265,7 +265,7 @@ class FleetMember:
         `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
         member, epoch = self.member, self.member.epoch
-        member.drain(time.monotonic())
+        member.drain()
         await self._notify()
         if member.state is MemberState.draining:
             leaving = self._while_answering(self._call("leave"), f"{member.name}, which leaves")
@@ -274,12 +274,11 @@ class FleetMember:
                     if found := await self._tried(epoch, leaving):
                         self._before.append(await self._closed(found[0] or FleetCounters()))
                         self._last, self._worker = FleetCounters(), ""
-                        member.drained(epoch)
                     else:
                         await self._ready()
             except (TimeoutError, AsyncRLError, RayError) as error:
                 logger.warning("%s is killed, because it did not leave by itself: %r", member.name, error)
-                member.due(member.deadline)
+            member.drained()
         await self._close()
         await self._end_worker(missed(f"{member.name} was asked to leave, and did not end"))
         await asyncio.to_thread(self._parts.places.close, self.rank)
@@ -344,7 +343,7 @@ class FleetMember:
         try:
             await keep_up(self)
         except Exception as error:  # noqa: BLE001 - raised to the callers that wait for this member
-            self.member.fail(str(raised_in_worker(error)))
+            self.member.fail()
             self._failure = error
             if self._shares_device:
                 await self._free_device()
@@ -362,7 +361,7 @@ class FleetMember:
 
     async def _declare(self, epoch: int, error: Exception) -> None:
         """Report ``error`` to `watch` if ``epoch`` (one worker process of this member) has not ended yet."""
-        if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
+        if self._keeping is not None and self.member.fault(epoch, time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
@@ -406,7 +405,7 @@ class FleetMember:
         if isinstance(fault, ClusterDiedError):
             raise fault
         member = self.member
-        member.fault(member.epoch, str(raised_in_worker(fault)), time.monotonic())
+        member.fault(member.epoch, time.monotonic())
         self._declared = asyncio.Queue()
         self._died_s = time.monotonic() if math.isnan(self._died_s) else self._died_s
         await self._notify()
@@ -416,14 +415,14 @@ class FleetMember:
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
-        member.stopped(time.monotonic())
+        member.stopped()
         if member.has_ended:
             raise fault
-        return member.seconds_left(time.monotonic()) or 0.0
+        return member.pause_s
 
     async def begin(self) -> None:
         """Start a new worker after the death of the old one, and let it load the newest weights."""
-        self.member.due(self.member.deadline)
+        self.member.restart()
         await self._come_up()
         self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
         self._died_s = math.nan
@@ -496,7 +495,7 @@ class FleetMember:
             ) from None
         finally:
             placing.cancel()
-        self.member.placed(self.member.epoch, time.monotonic())
+        self.member.placed(self.member.epoch)
         return node
 
 

@@ -63,13 +63,13 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
 
 
 async def test_every_state_of_a_member_and_its_epochs_are_noted(recorded):
-    limits = MemberLimits(start_s=9, stop_s=9, drain_s=9, restarts=1, window_s=99, backoff_s=1, longest_backoff_s=9)
-    member = Member("engine-0", limits, 0.0)
+    limits = MemberLimits(restarts=1, window_s=99, backoff_s=1, longest_backoff_s=9)
+    member = Member("engine-0", limits)
     note_member(member, "engine-0/worker")
     member.started(0)
     member.verified(0)
-    member.fault(0, "it died", 2.0)
-    member.stopped(3.0)
+    member.fault(0, 2.0)
+    member.stopped()
     trace = recorded()
     spans = trace.spans_of("member", "engine-0/worker")
     states = ["starting", "catching_up", "ready", "fenced", "backoff"]
