@@ -30,7 +30,7 @@ from rollout_fleet.engines.engine import Engine, SampleOutput, SampleRequest
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
 from rollout_fleet.episodes.episode_run import Player
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.member import Member, member_limits
+from rollout_fleet.member import Member, member_faults
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
 
@@ -187,7 +187,7 @@ class LocalWorker:
         num_samples: int,
         player: Player | None = None,
     ) -> None:
-        self.member = Member(name, member_limits(config))
+        self.member = Member(name, member_faults(config))
         self.engine = make()
         self._config = config
         self._make = make
@@ -245,10 +245,9 @@ class LocalWorker:
         """
         self.member.fault(self.member.epoch, time.monotonic())
         await self._stop()
-        self.member.stopped()
-        if self.member.has_ended:
+        if (pause_s := self.member.stopped()) is None:
             raise fault
-        return self.member.pause_s
+        return pause_s
 
     async def close(self) -> None:
         """Stop the rollout loop and the engine, and close the buffer's client."""

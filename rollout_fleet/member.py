@@ -7,7 +7,7 @@
        │ ▼
      pending                                                     the cluster has no resources for the member
     any of these, and draining ──▶ fenced(epoch + 1) ──▶ backoff ──▶ starting      a fault
-                                                    ├──▶ failed     too many faults in ``window_s``
+                                                    ├──▶ failed     too many faults
                                                     └──▶ left       the member was asked to leave
     ready ──▶ draining ──▶ left                                  the member was asked to leave while it served
     pending, starting, catching_up, fenced, backoff ──▶ left     the member was asked to leave
@@ -23,10 +23,10 @@ effect.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from enum import StrEnum
+
+from asyncrl.core.lives import Faults
 
 from .config import RolloutFleetConfig
 
@@ -51,34 +51,10 @@ ENDED = frozenset({MemberState.left, MemberState.failed})
 """The states that a member never leaves."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MemberLimits:
-    """Limits of a member's restarts.
-
-    Attributes:
-        restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
-        window_s: Seconds for which a fault counts towards ``restarts``.
-        backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
-        longest_backoff_s: Longest pause before a restart.
-    """
-
-    restarts: int
-    window_s: float
-    backoff_s: float
-    longest_backoff_s: float
-
-    def pause_s(self, num_faults: int) -> float:
-        """Return the seconds to wait before a restart, if ``num_faults`` faults happened within ``window_s``.
-
-        Example: 0, 1, 2, 4 s after 1, 2, 3, 4 faults with ``backoff_s`` 1.
-        """
-        return 0.0 if num_faults < 2 else min(self.longest_backoff_s, self.backoff_s * 2.0 ** min(num_faults - 2, 63))
-
-
-def member_limits(config: RolloutFleetConfig) -> MemberLimits:
-    """Return the limits of a rollout worker's restarts, from the options of the rollout fleet."""
-    return MemberLimits(
-        restarts=config.restarts,
+def member_faults(config: RolloutFleetConfig) -> Faults:
+    """Return the rule for restarts of a rollout worker, from the options of the rollout fleet."""
+    return Faults(
+        config.restarts,
         window_s=config.restart_window_s,
         backoff_s=config.restart_backoff_s,
         longest_backoff_s=LONGEST_BACKOFF_S,
@@ -88,21 +64,21 @@ def member_limits(config: RolloutFleetConfig) -> MemberLimits:
 class Member:
     """The state of one member, from its first start through all restarts to its end.
 
+    ``faults`` decides after each fault whether the member restarts.
+
     Attributes:
         name: Name of the member in the run. Example: ``"engine-3"``.
         epoch: Number of faults so far. A report on work that began before the latest fault has no effect.
-        pause_s: Seconds to wait in the state ``backoff``.
         on_enter: Function that is called with each new state and the epoch.
     """
 
-    def __init__(self, name: str, limits: MemberLimits) -> None:
+    def __init__(self, name: str, faults: Faults) -> None:
         self.name = name
         self.state = MemberState.starting
         self.epoch = 0
-        self.pause_s = 0.0
         self.on_enter: Callable[[MemberState, int], None] = lambda state, epoch: None
-        self._limits = limits
-        self._faults: deque[float] = deque()
+        self._faults = faults
+        self._pause_s: float | None = None
         self._is_leaving = False
 
     @property
@@ -166,27 +142,21 @@ class Member:
         if not self.accepts(epoch):
             return False
         self.epoch += 1
-        while self._faults and self._faults[0] + self._limits.window_s <= now:
-            self._faults.popleft()
-        self._faults.append(now)
-        self.pause_s = self._limits.pause_s(len(self._faults))
+        self._pause_s = self._faults.add(now)
         self._enter(MemberState.fenced)
         return True
 
-    def stopped(self) -> None:
+    def stopped(self) -> float | None:
         """Record that the member's processes have ended after a fault.
 
         The member then waits for its restart (``backoff``). A member that was asked to leave becomes ``left``. After
-        too many faults, the member becomes ``failed``.
+        too many faults, the member becomes ``failed``. Returns the seconds to wait before `restart`; None if the
+        member has ended.
         """
-        if self.state is not MemberState.fenced:
-            return
-        if self._is_leaving:
-            self._enter(MemberState.left)
-        elif len(self._faults) > self._limits.restarts:
-            self._enter(MemberState.failed)
-        else:
-            self._enter(MemberState.backoff)
+        if self.state is MemberState.fenced:
+            ended = MemberState.left if self._is_leaving else MemberState.failed
+            self._enter(ended if self._is_leaving or self._pause_s is None else MemberState.backoff)
+        return None if self.has_ended else self._pause_s
 
     def restart(self) -> None:
         """Record that the pause before a restart is over, and the member starts again. State: ``starting``."""

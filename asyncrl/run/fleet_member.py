@@ -36,7 +36,7 @@ from asyncrl.core.stacks import missed
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import EnginePlaces, finished_in_thread
 from rollout_fleet.engines.engine import engine_seed
-from rollout_fleet.member import Member, MemberState, member_limits
+from rollout_fleet.member import Member, MemberState, member_faults
 from rollout_fleet.metrics import FleetCounters, note_member
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ class FleetMember:
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
         self.rank = rank
-        self.member = Member(f"rollout worker {rank}", member_limits(fleet))
+        self.member = Member(f"rollout worker {rank}", member_faults(fleet))
         note_member(self.member, f"engine-{rank}/worker")
         self._parts = parts
         self._fleet = fleet
@@ -415,10 +415,9 @@ class FleetMember:
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
-        member.stopped()
-        if member.has_ended:
+        if (pause_s := member.stopped()) is None:
             raise fault
-        return member.pause_s
+        return pause_s
 
     async def begin(self) -> None:
         """Start a new worker after the death of the old one, and let it load the newest weights."""

@@ -5,9 +5,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout_fleet.member import ENDED, Member, MemberLimits, MemberState
+from asyncrl.core.lives import Faults
+from rollout_fleet.member import ENDED, Member, MemberState
 
-LIMITS = MemberLimits(restarts=4, window_s=100.0, backoff_s=1.0, longest_backoff_s=3.0)
+RESTARTS, WINDOW_S = 4, 100.0
 ANY_TIME = {MemberState.fenced, MemberState.failed}
 NEXT = {
     MemberState.starting: {MemberState.pending, MemberState.catching_up, MemberState.left, *ANY_TIME},
@@ -24,9 +25,13 @@ NEXT = {
 epochs_ago = st.integers(0, 2)
 
 
+def make_member() -> Member:
+    return Member("engine-3", Faults(RESTARTS, window_s=WINDOW_S, backoff_s=1.0, longest_backoff_s=3.0))
+
+
 def up() -> Member:
     """Return a member that serves."""
-    member = Member("engine-3", LIMITS)
+    member = make_member()
     member.started(0)
     member.verified(0)
     return member
@@ -41,7 +46,7 @@ class MemberMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.member = Member("engine-3", LIMITS)
+        self.member = make_member()
         self.member.on_enter = self.entered
         self.before = (MemberState.starting, 0)
         self.verified_in: set[int] = set()
@@ -90,14 +95,13 @@ class MemberMachine(RuleBasedStateMachine):
     @rule()
     def stopped(self):
         was_fenced = self.member.state is MemberState.fenced
-        self.member.stopped()
+        pause_s = self.member.stopped()
         if was_fenced:
-            recent = [at for at in self.faults if at + LIMITS.window_s > self.faults[-1]]
+            recent = [at for at in self.faults if at + WINDOW_S > self.faults[-1]]
             ends = MemberState.left if self.is_leaving else MemberState.failed
-            assert (self.member.state is ends) == (self.is_leaving or len(recent) > LIMITS.restarts)
-            if not self.member.has_ended:
-                assert self.member.state is MemberState.backoff
-                assert self.member.pause_s == [0.0, 1.0, 2.0, 3.0][len(recent) - 1]
+            assert (self.member.state is ends) == (self.is_leaving or len(recent) > RESTARTS)
+            assert (self.member.state is MemberState.backoff) == (pause_s is not None)
+            assert pause_s is None or pause_s == [0.0, 1.0, 2.0, 3.0][len(recent) - 1]
 
     @rule()
     def restart(self):
@@ -151,7 +155,7 @@ test_a_member_keeps_its_promises_whatever_is_reported_when = MemberMachine.TestC
 
 
 def test_a_member_serves_from_its_first_verified_weights_on():
-    member = Member("engine-3", LIMITS)
+    member = make_member()
     member.verified(0)
     assert (member.state, member.is_serving) == (MemberState.starting, False), "it has not started yet"
     member.started(0)
@@ -176,11 +180,10 @@ def test_restarts_are_paused_longer_each_time_and_capped_within_a_window():
     member, now, pauses = up(), 0.0, []
     while True:
         member.fault(member.epoch, now)
-        member.stopped()
-        if member.has_ended:
+        if (pause_s := member.stopped()) is None:
             break
-        pauses.append(member.pause_s)
-        now += member.pause_s
+        pauses.append(pause_s)
+        now += pause_s
         member.restart()
     assert pauses == [0.0, 1.0, 2.0, 3.0]
     assert member.state is MemberState.failed
@@ -190,8 +193,7 @@ def test_faults_that_are_older_than_the_window_are_forgotten():
     member = up()
     for fault in range(10):
         member.fault(member.epoch, 101.0 * fault)
-        member.stopped()
-        assert (member.state, member.pause_s) == (MemberState.backoff, 0.0)
+        assert (member.stopped(), member.state) == (0.0, MemberState.backoff)
         member.restart()
     assert member.epoch == 10
 
@@ -204,7 +206,7 @@ def test_a_member_is_not_started_again_before_its_processes_have_ended():
 
 
 def test_a_member_without_a_place_waits_for_it_and_then_starts():
-    member = Member("engine-3", LIMITS)
+    member = make_member()
     member.unplaced(0)
     member.started(0)
     assert member.state is MemberState.pending
@@ -229,7 +231,7 @@ def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_has_left_when_it
         member.fault(0, 2.0)
     member.drained()
     assert member.state is MemberState.left
-    early = Member("engine-4", LIMITS)
+    early = make_member()
     early.drain()
     early.started(0)
     assert early.state is MemberState.left

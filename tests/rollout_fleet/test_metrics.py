@@ -2,8 +2,9 @@
 
 import pytest
 
+from asyncrl.core.lives import Faults
 from rollout_fleet.engines.engine import SilenceWatch
-from rollout_fleet.member import Member, MemberLimits
+from rollout_fleet.member import Member
 from rollout_fleet.metrics import FleetMeter, note_member
 from tests.support.rollout import running_loop, writes
 
@@ -63,8 +64,7 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
 
 
 async def test_every_state_of_a_member_and_its_epochs_are_noted(recorded):
-    limits = MemberLimits(restarts=1, window_s=99, backoff_s=1, longest_backoff_s=9)
-    member = Member("engine-0", limits)
+    member = Member("engine-0", Faults(1))
     note_member(member, "engine-0/worker")
     member.started(0)
     member.verified(0)
