@@ -35,7 +35,7 @@ from asyncrl.core.remote import raised_in_worker, within
 from asyncrl.core.stacks import missed
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import EnginePlaces, finished_in_thread
-from rollout_fleet.engines.engine import engine_seed
+from rollout_fleet.engines.engine import cancel, engine_seed
 from rollout_fleet.member import Member, MemberState, member_faults
 from rollout_fleet.metrics import FleetCounters, note_member
 
@@ -89,6 +89,7 @@ class FleetMember:
         self.member = Member(f"rollout worker {rank}", member_faults(fleet))
         note_member(self.member, f"engine-{rank}/worker")
         self._parts = parts
+        self._call = partial(parts.places.execute_rank_async, rank)
         self._fleet = fleet
         self._seed = config.seed
         self._failure: Exception | None = None
@@ -279,7 +280,7 @@ class FleetMember:
             except (TimeoutError, AsyncRLError, RayError) as error:
                 logger.warning("%s is killed, because it did not leave by itself: %r", member.name, error)
             member.drained()
-        await self._close()
+        await cancel([task for task in (self._keeping, self._counting) if task is not None])
         await self._end_worker(missed(f"{member.name} was asked to leave, and did not end"))
         await asyncio.to_thread(self._parts.places.close, self.rank)
         self._has_process = False
@@ -287,17 +288,11 @@ class FleetMember:
 
     async def stop(self) -> None:
         """End the worker, and do not restart it."""
-        await self._close()
+        await cancel([task for task in (self._keeping, self._counting) if task is not None])
         if self._has_process:
             await self._call("stop")
 
-    async def _close(self) -> None:
-        await _cancel(*filter(None, (self._keeping, self._counting)))
-
     # Calls to the worker
-
-    def _call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        return self._parts.places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
@@ -382,7 +377,7 @@ class FleetMember:
             await self._declare(epoch, error)
             return None
         finally:
-            await _cancel(call, ending)
+            await cancel((call, ending))
 
     async def watch(self) -> NoReturn:
         """Wait until the engine or a call to the worker fails, and raise the cause."""
@@ -394,7 +389,7 @@ class FleetMember:
                 raise declared.result()
             await watching
         finally:
-            await _cancel(watching, declared)
+            await cancel((watching, declared))
         raise EngineLost(f"the engine of {self.member.name} has ended")
 
     async def end(self, fault: Exception) -> float:
@@ -496,9 +491,3 @@ class FleetMember:
             placing.cancel()
         self.member.placed(self.member.epoch)
         return node
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -492,7 +492,7 @@ def _first_tokens(output: SampleOutput, length: int) -> SampleOutput:
     )
 
 
-async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+async def cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:
