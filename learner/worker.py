@@ -38,7 +38,7 @@ from asyncrl.weights.carriers import PublishOptions
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .prepared_batches import BatchPreparer, PreparedBatch, StepGroups
-from .roles import ACTOR, CRITIC, Role, Scores, scored_by
+from .roles import ACTOR, CRITIC, Role, TokenScores, scored_by
 from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog, trained_groups
 from .types import RankBatch, SampleKey, TokenSequence, group_sequences
 
@@ -106,7 +106,7 @@ class BatchCache:
         self.preparer = BatchPreparer()
         self.lost: set[int] = set()
         self.most_lost = 0
-        self._scores: dict[str, tuple[int, Scores]] = {}
+        self._scores: dict[str, tuple[int, TokenScores]] = {}
 
     def clear(self) -> None:
         """Drop the prepared batches and scores of a lost batch and of the batches after it.
@@ -117,11 +117,11 @@ class BatchCache:
         self.preparer.forget()
         self._scores = {}
 
-    def keep_scores(self, version: int, column: str, scores: Scores) -> None:
+    def keep_scores(self, version: int, column: str, scores: TokenScores) -> None:
         """Store a column of scores for the step of ``version``. It replaces the column of an earlier step."""
         self._scores[column] = (version, scores)
 
-    def scores(self, version: int, column: str) -> Scores | None:
+    def scores(self, version: int, column: str) -> TokenScores | None:
         """Return a column for the step of ``version``, or None if no role of this process has computed it."""
         known, scores = self._scores.get(column, (-1, {}))
         return scores if known == version else None
@@ -632,7 +632,7 @@ class ModelWorker(Worker):
         ]
 
 
-def _rows_of(scores: Scores, column: str) -> DataProto:
+def _rows_of(scores: TokenScores, column: str) -> DataProto:
     values = np.empty(len(scores), dtype=object)
     for row, value in enumerate(scores.values()):
         values[row] = value
@@ -640,12 +640,12 @@ def _rows_of(scores: Scores, column: str) -> DataProto:
     return single_controller.DataProto(non_tensor_batch={"sample_key": keys, column: values})
 
 
-def _scores_in(rows: DataProto, column: str) -> Scores:
+def _scores_in(rows: DataProto, column: str) -> TokenScores:
     arrays = rows.non_tensor_batch
     return {(g, s): value for (g, s), value in zip(arrays["sample_key"].tolist(), arrays[column], strict=True)}
 
 
-def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
+def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: TokenScores) -> list[TokenSequence]:
     used = dict.fromkeys(scores, 0)
     scored = []
     for sequence in sequences:

@@ -11,13 +11,13 @@ from asyncrl.core.image_files import ImageReader, image_reader
 
 from .config import EngineDevice, EngineKind, RolloutFleetConfig, SGLangConfig
 from .engines import check_engine_installed, make_engine, resolve_device
-from .engines.engine import Engine, read_model_facts
+from .engines.engine import Decode, Engine, load_decoder, read_model_facts
 from .engines.sglang_server import SGLangServer
 from .episodes.episode_run import Player
 from .episodes.player import EpisodePlayer
 from .reward_judge import KEY_VARIABLE, URL_VARIABLE
 from .rewards import WeightedRewards
-from .sample_log import Decode, SampleLog, load_decoder
+from .sample_log import SampleLog
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,12 +25,11 @@ from asyncrl.core.remote import raised_in_worker
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import EnginePlaces
 from asyncrl.run.fleet_member import FleetMember, MemberParts
-from asyncrl.run.host_stores import client_on_this_node
 from asyncrl.run.run_folder import RunPaths
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool
 from asyncrl.single_controller.resource_pool import current_node
 from asyncrl.weights.staging import LINKS
-from buffer import BufferConnection, BufferRole, ControlClient
+from buffer import BufferConnection, BufferRole, ControlClient, WorkerClient
 from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.engine import cancel, engine_seed
 from rollout_fleet.member import MemberState
@@ -479,6 +478,11 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
         sample_dir=str(paths.samples),
         profile=config.profile,
     )
+
+
+def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
+    """Return the buffer's client for a rollout worker on this node. It puts groups into the store of the node."""
+    return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:

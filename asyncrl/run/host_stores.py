@@ -25,7 +25,7 @@ from asyncrl.config import WORKER_ENV
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.lives import Faults, keep_up
 from asyncrl.core.remote import fetch_async, raised_in_worker, within
-from buffer import BufferConfig, BufferConnection, BufferRole, BufferSupervisor, ControlClient, WorkerClient
+from buffer import BufferConfig, BufferRole, BufferSupervisor, ControlClient
 from buffer.config import is_loopback
 from buffer.process import store_config
 from buffer.sockets import allow_clients
@@ -237,8 +237,3 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
         return made.remote(config, store=number, log_path=path, **options)
 
     return make
-
-
-def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Return the buffer's client for a rollout worker on this node. It puts groups into the store of the node."""
-    return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

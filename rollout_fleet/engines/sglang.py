@@ -27,11 +27,11 @@ from asyncrl.core.errors import EngineError, RequestRefused
 from asyncrl.core.record import SpanKind
 from asyncrl.core.types import FinishReason, WeightOffer
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig
-from rollout_fleet.sample_log import Decode, load_decoder
 
 from .engine import (
     TAIL_TOKENS,
     Answers,
+    Decode,
     Engine,
     EngineLoad,
     ModelFacts,
@@ -39,6 +39,7 @@ from .engine import (
     SampleOutput,
     SampleRequest,
     check_output,
+    load_decoder,
     read_model_facts,
 )
 from .server_hooks import WEIGHT_LOADER, report_path
