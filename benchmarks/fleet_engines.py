@@ -319,7 +319,7 @@ async def _kill_and_wait(worker: LocalWorker) -> None:
         if {"sglang.launch_server", "--port", port} <= set(words) and str(GUARD) not in words:
             process.kill()
     async with asyncio.timeout(200):
-        while member.epoch == epoch or not member.may_lease:  # noqa: ASYNC110 - polls the member
+        while member.epoch == epoch or not member.is_serving:  # noqa: ASYNC110 - polls the member
             await asyncio.sleep(0.01)
 
 

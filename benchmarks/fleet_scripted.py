@@ -30,7 +30,7 @@ from rollout_fleet.engines.engine import Engine, SampleOutput, SampleRequest
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine
 from rollout_fleet.episodes.episode_run import Player
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.member import Member, member_limits
+from rollout_fleet.member import Member, member_faults
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
 
@@ -187,7 +187,7 @@ class LocalWorker:
         num_samples: int,
         player: Player | None = None,
     ) -> None:
-        self.member = Member(name, member_limits(config), time.monotonic())
+        self.member = Member(name, member_faults(config))
         self.engine = make()
         self._config = config
         self._make = make
@@ -213,7 +213,7 @@ class LocalWorker:
 
     async def begin(self) -> None:
         """Start another engine in place of the failed one."""
-        self.member.due(self.member.deadline)
+        self.member.restart()
         self.engine = self._make()
         await self._come_up()
 
@@ -224,11 +224,12 @@ class LocalWorker:
         self._loop = RolloutLoop(
             self._config,
             AnsweringParts(engine=self.engine, rewards=WeightedRewards(self._config), decode=str, player=self._player),
-            member=self.member,
+            name=self.member.name,
             buffer=self._client,
             samples_per_prompt=self._num_samples,
         )
         await self._loop.load_next(-1)
+        self.member.verified(self.member.epoch)
         self._running = asyncio.create_task(self._loop.run())
 
     async def watch(self) -> NoReturn:
@@ -242,12 +243,11 @@ class LocalWorker:
 
         If the engine may not start again, raise ``fault``.
         """
-        self.member.fault(self.member.epoch, str(fault), time.monotonic())
+        self.member.fault(self.member.epoch, time.monotonic())
         await self._stop()
-        self.member.stopped(time.monotonic())
-        if self.member.has_ended:
+        if (pause_s := self.member.stopped()) is None:
             raise fault
-        return self.member.seconds_left(time.monotonic()) or 0.0
+        return pause_s
 
     async def close(self) -> None:
         """Stop the rollout loop and the engine, and close the buffer's client."""
@@ -337,7 +337,7 @@ async def recovery() -> dict[str, float]:
         epoch = struck.member.epoch
         died_s = time.perf_counter()
         struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]
-        while struck.member.epoch == epoch or not struck.member.may_lease:  # noqa: ASYNC110 - polls the member
+        while struck.member.epoch == epoch or not struck.member.is_serving:  # noqa: ASYNC110 - polls the member
             await asyncio.sleep(0.005)
         took_s = time.perf_counter() - died_s
         dropped = (await run.control.stats()).tokens_dropped

@@ -28,10 +28,9 @@ from learner.losses import policy_objective
 from learner.model_shards import PretrainedShards
 from learner.trainer import LearnerStep, Trainer
 from learner.types import group_sequences
-from rollout_fleet.engines.engine import RunningSample, SampleOutput, SampleRequest, read_model_facts
+from rollout_fleet.engines.engine import RunningSample, SampleOutput, SampleRequest, load_decoder, read_model_facts
 from rollout_fleet.engines.transformers import GenerationModel
 from rollout_fleet.rewards import REWARDS
-from rollout_fleet.sample_log import load_decoder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, NoReturn, Self
 
 from asyncrl.core.errors import DeadlineError, ReplayBufferError, WorkerDiedError
-from asyncrl.core.lives import keep_up
+from asyncrl.core.lives import Faults, keep_up
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.remote import last_lines, process_end
 from asyncrl.core.stacks import missed
@@ -203,7 +203,7 @@ class BufferSupervisor:
 
     Attributes:
         connection: Address and keys of the server, set by `read_address`. They stay valid after a restart.
-        num_restarts: Number of restarts so far.
+        faults: Decides whether the server restarts, and counts the restarts so far.
     """
 
     connection: BufferConnection
@@ -228,7 +228,7 @@ class BufferSupervisor:
         self._on_restart = on_restart
         self._is_kept = config.durability is Durability.disk
         self._may_restart = self._is_kept or store is not None
-        self.num_restarts = 0
+        self.faults = Faults(config.restarts, backoff_s=_RESTART_PAUSE_S, longest_backoff_s=_RESTART_PAUSE_S)
         self._options = {"log_path": log_path, "start_timeout_s": start_timeout_s, "store": store, "profile": profile}
         self._groups_per_step = groups_per_step
         self._server = self._launch()
@@ -254,13 +254,12 @@ class BufferSupervisor:
 
     async def begin(self) -> None:
         """Start a new server at the old address, and wait until it announces this address."""
-        self.num_restarts += 1
         self._server = self._launch()
         await asyncio.to_thread(self._server.read_address)
         took_s = time.monotonic() - self._died_s
         self._on_restart(
             f"{self._how}; it was started again at {self.connection.address} within {took_s:.1f} s (restart "
-            f"{self.num_restarts} of buffer.restarts={self._config.restarts})"
+            f"{self.faults.num_restarts} of buffer.restarts={self._config.restarts})"
         )
 
     async def watch(self) -> NoReturn:
@@ -280,12 +279,13 @@ class BufferSupervisor:
         """
         if not self._may_restart:
             raise fault
-        if self.num_restarts >= self._config.restarts:
+        num_before = self.faults.num_restarts
+        if (pause_s := self.faults.add(time.monotonic())) is None:
             raise WorkerDiedError(f"buffer.restarts={self._config.restarts} are used up: {self._death}")
         if fault is self._death:
             return 0.0
-        logger.error("restart %d failed: %r", self.num_restarts, fault)
-        return _RESTART_PAUSE_S
+        logger.error("restart %d failed: %r", num_before, fault)
+        return pause_s
 
     def stop(self) -> None:
         """Stop the server."""

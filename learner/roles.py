@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .heads import PackedHead
     from .losses import Objective
 
-Scores = Mapping[SampleKey, np.ndarray]
+TokenScores = Mapping[SampleKey, np.ndarray]
 """What a model computes for each token in the loss, by trajectory: [tokens in the loss] float32, one branch (path
 through the turns) after the other."""
 

@@ -38,7 +38,7 @@ from asyncrl.weights.carriers import PublishOptions
 from .checkpoint_folder import read_progress
 from .config import AlgorithmConfig, LearnerConfig
 from .prepared_batches import BatchPreparer, RoleBatches
-from .roles import ACTOR, CRITIC, Role, Scores, scored_by
+from .roles import ACTOR, CRITIC, Role, TokenScores, scored_by
 from .trajectory_log import LEARNER_LOGPROBS, TokenLogOptions, TrajectoryLog, trained_groups
 from .types import RankBatch, SampleKey, TokenSequence
 
@@ -101,7 +101,7 @@ class BatchCache:
     """
 
     preparer: BatchPreparer = field(default_factory=BatchPreparer)
-    scores: dict[str, tuple[int, Scores]] = field(default_factory=dict)
+    scores: dict[str, tuple[int, TokenScores]] = field(default_factory=dict)
     open_roles: set[str] = field(default_factory=set)
 
 
@@ -559,7 +559,7 @@ class ModelWorker(Worker):
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
 
 
-def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
+def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: TokenScores) -> list[TokenSequence]:
     used = dict.fromkeys(scores, 0)
     scored = []
     for sequence in sequences:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
@@ -11,13 +12,13 @@ from asyncrl.core.image_files import ImageReader, image_reader
 
 from .config import EngineDevice, EngineKind, RolloutFleetConfig, SGLangConfig
 from .engines import check_engine_installed, make_engine, resolve_device
-from .engines.engine import Engine, read_model_facts
+from .engines.engine import Decode, Engine, load_decoder, read_model_facts
 from .engines.sglang_server import SGLangServer
 from .episodes.episode_run import Player
 from .episodes.player import EpisodePlayer
 from .reward_judge import KEY_VARIABLE, URL_VARIABLE
 from .rewards import WeightedRewards
-from .sample_log import Decode, SampleLog, load_decoder
+from .sample_log import SampleLog
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,15 +98,14 @@ class AnsweringParts:
         await self.rewards.start(variables)
 
     async def close(self) -> None:
-        """Stop the engine and its helpers, even if the engine fails to stop."""
-        try:
-            await self.engine.stop()
-        finally:
-            await self.rewards.close()
-            if self.judge is not None:
-                await self.judge.stop()
+        """Stop the engine and its helpers, even if some of them fail to stop. Raises an error of one of these."""
+        async with AsyncExitStack() as stack:  # the stack calls the last function first
             if self.player is not None:
-                await self.player.close()
+                stack.push_async_callback(self.player.close)
+            if self.judge is not None:
+                stack.push_async_callback(self.judge.stop)
+            stack.push_async_callback(self.rewards.close)
+            stack.push_async_callback(self.engine.stop)
 
 
 def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) -> SGLangServer:

@@ -24,7 +24,7 @@ from asyncrl.core.types import FinishReason, Lease
 
 from .config import SamplingConfig
 from .engines.engine import EngineLoad, SampleOutput, SampleRequest, mixed_seed
-from .episodes import PROMPT, Episode, EpisodeBudget
+from .episodes.episode import PROMPT, Episode, EpisodeBudget
 from .episodes.episode_run import EpisodeRun
 from .metrics import FleetMeter
 from .reward_protocol import Rollout

@@ -51,7 +51,6 @@ from .config import RolloutFleetConfig, SaveProgress
 from .engines.engine import NOTHING, Engine, SampleOutput, SampleRequest, cancel
 from .episodes.episode_run import EpisodeRun, Player
 from .inflight import ON_ENGINE, GroupEnd, GroupLimit, GroupPhase, InflightGroup, InflightGroups
-from .member import Member
 from .metrics import FleetCounters, FleetMeter
 from .settlement import Settlement
 
@@ -80,8 +79,7 @@ class RolloutLoop:
 
     Args:
         parts: The engine and its helpers, already started. The loop does not close them.
-        member: State machine of this worker. The loop reports loaded weights to it, and asks it whether the worker may
-            request leases.
+        name: Name of the engine in messages and receipts. Example: ``"engine-3"``.
         samples_per_prompt: Group size G.
         greedy_baseline: Sample one more response per prompt greedily. The learner does not train on it.
         seed: The run's seed if every answer gets its own seed, otherwise None.
@@ -94,7 +92,7 @@ class RolloutLoop:
         config: RolloutFleetConfig,
         parts: AnsweringParts,
         *,
-        member: Member,
+        name: str,
         buffer: RolloutBuffer,
         samples_per_prompt: int,
         greedy_baseline: bool = False,
@@ -105,7 +103,7 @@ class RolloutLoop:
         self._engine, self._player, self._images = parts.engine, parts.player, parts.images
         self._playing: dict[tuple[int, int], list[asyncio.Task[None]]] = {}
         self._stage = stage
-        self._member = member
+        self._name = name
         self._buffer = buffer
         self._begin_group = partial(
             InflightGroup.begin,
@@ -115,9 +113,7 @@ class RolloutLoop:
         )
         self._meter = FleetMeter()
         self._stamp = partial(_stamp, self._engine)
-        self._settlement = Settlement(
-            config, parts, buffer=buffer, meter=self._meter, stamp=self._stamp, engine=member.name
-        )
+        self._settlement = Settlement(config, parts, buffer=buffer, meter=self._meter, stamp=self._stamp, engine=name)
         self._limit = GroupLimit(config.fewest_groups_in_flight, config.most_groups_in_flight)
         self._groups = InflightGroups(
             self._limit,
@@ -130,8 +126,9 @@ class RolloutLoop:
         self._settling_turns = asyncio.Semaphore(SETTLED_AT_ONCE)
         self._state = LoopState.idle
         self._failure: Exception | None = None
-        self._has_device = True
+        self._has_weights = False
         self._is_released = False
+        self._is_leaving = False
         self._releasing = asyncio.Lock()
         self._incarnation = 0
         self._is_loading = False
@@ -236,12 +233,10 @@ class RolloutLoop:
         Raises the errors of `Engine.load_weights`. Raises `WeightsGone` if the weights were removed before the staging,
         or if a new learner has replaced the learner that published them.
         """
-        member, epoch, now_s = self._member, self._member.epoch, time.monotonic()
-        version = member.version
-        member.offered(epoch, offer.version, now_s, within_s=self._config.update_timeout_s(offer.num_bytes))
+        timeout_s = self._config.update_timeout_s(offer.num_bytes)
         staging = record.span(SpanKind.stage, lane="/staging", version=offer.version)
         try:
-            async with asyncio.timeout(member.seconds_left(now_s)), self._stage(offer) as local:
+            async with asyncio.timeout(timeout_s), self._stage(offer) as local:
                 staging.close()
                 if self._config.save_progress is SaveProgress.at_updates:
                     await self._park(self._config.load_timeout_s)
@@ -249,21 +244,20 @@ class RolloutLoop:
                     raise WeightsGone(f"{offer.name} is from the old incarnation {offer.incarnation} of the learner")
                 self._is_loading, self._is_released = True, False
                 self._meter.loaded(await self._engine.load_weights(local))
-            receipts.note(receipts.Act.loaded, engine=member.name, version=offer.version, digest=offer.digest)
-            member.verified(epoch, offer.version)
+            receipts.note(receipts.Act.loaded, engine=self._name, version=offer.version, digest=offer.digest)
             self._released.close()
             record.level(LevelName.version, self._engine.version)
             record.cpu()
-            self._has_device = True
+            self._has_weights = True
             if parked := self._groups.in_phase(GroupPhase.parked):
                 for group in parked:
                     group.phase = GroupPhase.generating
                 self._spawn(self._generate, parked)
-        except WeightsGone:
-            member.skipped(epoch, version)
-            raise
         except TimeoutError:
-            raise missed(f"{member.name} exceeded the deadline of the state {member.state}") from None
+            raise missed(
+                f"{self._name} did not load policy version {offer.version} within {timeout_s:g} s; raise "
+                "rollout_fleet.load_timeout_s if it is only slow"
+            ) from None
         finally:
             self._is_loading = False
             await self._notify()
@@ -286,8 +280,8 @@ class RolloutLoop:
         current = self._incarnation
 
         def may_release() -> bool:
-            awaits_first = incarnation is None and current == self._incarnation and not self._member.may_lease
-            return not self._is_loading and not awaits_first
+            awaits_first = incarnation is None and current == self._incarnation
+            return not self._is_loading and (self._has_weights or self._is_released or not awaits_first)
 
         async with self._releasing:
             await self._until(may_release)
@@ -296,7 +290,7 @@ class RolloutLoop:
                 self._is_released = True
 
     async def _release_device(self) -> None:
-        self._has_device = False
+        self._has_weights = False
         await self._notify()
         await self._until(lambda: not self._is_asking)
         try:
@@ -318,6 +312,7 @@ class RolloutLoop:
         If the run never saves unfinished groups (``save_progress=never``), wait up to ``drain_timeout_s`` for the
         running groups to finish.
         """
+        self._is_leaving = True
         await self._notify()
         if self._config.save_progress is not SaveProgress.never:
             return
@@ -406,7 +401,7 @@ class RolloutLoop:
 
     @property
     def _may_lease(self) -> bool:
-        return self._has_device and self._member.may_lease
+        return self._has_weights and not self._is_leaving and not self._engine.has_failed
 
     async def _keep_fitting(self) -> None:
         """Read the engine's load once per second while the engine has groups, and adapt the limit on groups."""

@@ -1,4 +1,4 @@
-"""Decodes samples to text, and saves samples as parquet files in the run's ``samples/``, so that people can read them.
+"""Saves samples as parquet files in the run's ``samples/``, so that people can read them.
 
 In training, each rollout worker saves the first ``num_groups`` groups that finish in every interval of ``every_steps``
 policy versions (`SamplesConfig`). In evaluations, all answers are saved.
@@ -10,7 +10,7 @@ import asyncio
 import importlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -21,33 +21,11 @@ from asyncrl.core.trajectory import Turn
 from asyncrl.core.types import Prompt
 
 from .config import SamplesConfig
-from .engines.engine import SampleOutput
+from .engines.engine import Decode, SampleOutput
 from .episodes.episode_run import EpisodeRun
 from .rewards import Scores
 
-Decode = Callable[[Sequence[int]], str]
 logger = logging.getLogger(__name__)
-
-
-def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
-    """Load the tokenizer of the model folder ``model_path``, and return a function that decodes token ids to text.
-
-    With ``special_tokens``, the text includes special tokens. Raises `ValueError` with the file's name if
-    ``tokenizer.json`` is damaged.
-    """
-    tokenizer_file = Path(model_path) / "tokenizer.json"
-    if tokenizer_file.is_file():
-        from tokenizers import Tokenizer
-
-        try:
-            fast = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the library tokenizers raises no narrower exception
-            raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
-        return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
-    from transformers import AutoTokenizer
-
-    slow = AutoTokenizer.from_pretrained(model_path)
-    return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=not special_tokens)
 
 
 class SampleKind(StrEnum):

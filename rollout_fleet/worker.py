@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -29,8 +28,7 @@ from .config import RolloutFleetConfig
 from .engines.engine import cancel
 from .evaluation import HeldOutAnswers
 from .loop import RolloutLoop
-from .member import Member, member_limits
-from .metrics import FleetCounters, note_member
+from .metrics import FleetCounters
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,8 @@ class RolloutWorker(Worker):
     ) -> None:
         super().__init__()
         keep_freed_memory(WORKER_BYTES)
-        record.start(profile or ProfileConfig(), process=f"engine-{self.rank}", pool=record.Pool.fleet)
+        self._name = f"engine-{self.rank}"
+        record.start(profile or ProfileConfig(), process=self._name, pool=record.Pool.fleet)
         self._starting = record.span(record.SpanKind.start)
         self._connect_buffer = connect_buffer
         paths = {"model_path": model_path, "log_dir": log_dir, "sample_dir": sample_dir}
@@ -79,11 +78,9 @@ class RolloutWorker(Worker):
             config, rank=self.rank, seed=engine_seed, episode_context=episode_context, **paths
         )
         self._engine = self._parts.engine
-        self._member = Member(f"engine-{self.rank}", member_limits(config), time.monotonic())
-        note_member(self._member, "/member")
         self._down = record.NO_SPAN
         self._stager = WeightStager(
-            f"engine-{self.rank}", memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
+            self._name, memory=Path(staging_dir), copies=copy_weights, timeout_s=config.load_timeout_s
         )
         self._held_out = HeldOutAnswers(self._parts, sampling=config.sampling_for)
         self._answering: set[asyncio.Task[list[AnsweredPrompt]]] = set()
@@ -91,7 +88,7 @@ class RolloutWorker(Worker):
             RolloutLoop,
             config,
             self._parts,
-            member=self._member,
+            name=self._name,
             samples_per_prompt=samples_per_prompt,
             greedy_baseline=greedy_baseline,
             seed=seed if config.transformers.reproducible else None,
@@ -107,7 +104,6 @@ class RolloutWorker(Worker):
         Call `load_first` next. Raises the errors of `Engine.start`.
         """
         await self._parts.start()
-        self._member.started(self._member.epoch)
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
         gc.freeze()  # keeps garbage collections short: they skip all objects loaded so far
@@ -148,16 +144,15 @@ class RolloutWorker(Worker):
             await self._engine.wait_failed()
         except Exception as error:
             self._down = record.span(record.SpanKind.down, cause=type(error).__name__)
-            self._member.fault(self._member.epoch, str(error), time.monotonic())
             if self._buffer is not None:
                 try:
                     await self._buffer.fenced()  # the buffer must not wait until this engine loads weights
                 except Exception as report:  # noqa: BLE001 - if the buffer is dead, another part of the run notices it
-                    logger.warning("the buffer was not told that %s has failed: %s", self._member.name, report)
+                    logger.warning("the buffer was not told that %s has failed: %s", self._name, report)
             if self._loop is not None:
                 await self._loop.wait_ended()
             raise EngineLost(str(error)) from error
-        raise EngineLost(f"{self._member.name} has ended")
+        raise EngineLost(f"{self._name} has ended")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def release_device(self, incarnation: int | None = None) -> None:
@@ -187,8 +182,7 @@ class RolloutWorker(Worker):
                 return await answering
             except asyncio.CancelledError:
                 raise EngineError(
-                    f"{self._member.name} released its device before the end of the evaluation of policy version "
-                    f"{version}"
+                    f"{self._name} released its device before the end of the evaluation of policy version {version}"
                 ) from None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -211,7 +205,6 @@ class RolloutWorker(Worker):
         With ``save_progress=never``, running groups first get up to ``drain_timeout_s`` to finish. Returns the final
         counters; None if the worker was never started.
         """
-        self._member.drain(time.monotonic())
         if self._loop is not None:
             await self._loop.let_end()
         return await self.stop()
@@ -229,7 +222,7 @@ class RolloutWorker(Worker):
             try:
                 await self._parts.close()
             except Exception:
-                logger.exception("%s was not stopped; its processes end with this one", self._member.name)
+                logger.exception("%s was not stopped; its processes end with this one", self._name)
             self._stager.close()
             if self._buffer is not None:
                 await self._buffer.close()

@@ -58,10 +58,10 @@ from buffer.config import Durability
 from buffer.sockets import allow_clients
 from learner.config import AlgorithmConfig
 from rollout_fleet.engines import check_engine_installed, check_images
+from rollout_fleet.engines.engine import load_decoder
 from rollout_fleet.episodes.adapters import ENVIRONMENTS
 from rollout_fleet.episodes.environment import Outcome
 from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
-from rollout_fleet.sample_log import load_decoder
 
 _SHOWN_CHARACTERS = 160
 _BYTES_PER_TOKEN = 14

@@ -33,8 +33,8 @@ from asyncrl.data.row_files import read_rows
 from asyncrl.data.samplers import UNIFORM
 from asyncrl.data.tokenizer import load_tokenizer
 from asyncrl.samples import printable, read_samples
+from rollout_fleet.engines.engine import load_decoder
 from rollout_fleet.rewards import Rollout, WeightedRewards
-from rollout_fleet.sample_log import load_decoder
 
 _SHOWN_CHARACTERS = 60
 

@@ -60,7 +60,11 @@ class EngineError(AsyncRLError):
 
 
 class EngineLost(EngineError):
-    """An inference engine has ended and will not restart."""
+    """An inference engine has ended.
+
+    A rollout worker raises this error so that the controller replaces the worker with its engine. If the controller
+    raises it, the engine is not replaced.
+    """
 
 
 class MembershipRefused(AsyncRLError):

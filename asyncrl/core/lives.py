@@ -3,18 +3,67 @@
     begin ──▶ watch ──raises──▶ end ──▶ pause ──▶ begin ──▶ watch …
       └─────── raises ───────────▲
 
-Runs use `keep_up` for rollout workers, the buffer server, the stores of trajectories and the learner's ranks.
+Runs use `keep_up` for rollout workers, the buffer server, the stores of trajectories and the learner's ranks. `Faults`
+decides for each of them whether it restarts, and how long the pause is.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
+from collections import deque
 from collections.abc import Awaitable
 from typing import Protocol, TypeVar
 
 from asyncrl.core.errors import WorkerDiedError
 
 T = TypeVar("T")
+
+
+class Faults:
+    """Decides after each fault of a component whether the component restarts, and when.
+
+    Args:
+        restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
+        window_s: Seconds for which a fault counts towards ``restarts``; infinite: forever.
+        backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
+        longest_backoff_s: Longest pause before a restart.
+
+    Attributes:
+        restarts: The argument ``restarts``.
+        num_restarts: Number of faults so far after which the component restarts.
+    """
+
+    def __init__(
+        self,
+        restarts: int,
+        *,
+        window_s: float = math.inf,
+        backoff_s: float = 0.0,
+        longest_backoff_s: float = math.inf,
+    ) -> None:
+        self.restarts = restarts
+        self.num_restarts = 0
+        self._window_s = window_s
+        self._backoff_s = backoff_s
+        self._longest_backoff_s = longest_backoff_s
+        self._times: deque[float] = deque()
+
+    def add(self, now: float) -> float | None:
+        """Record a fault at the time ``now``, in seconds of the same clock for all faults.
+
+        Returns the seconds to wait before the restart; None if the component may not restart. Example: 0, 1, 2, 4 s
+        after the first four faults with ``backoff_s`` 1.
+        """
+        while self._times and self._times[0] + self._window_s <= now:
+            self._times.popleft()
+        num_before = len(self._times)
+        self._times.append(now)
+        if num_before >= self.restarts:
+            return None
+        self.num_restarts += 1
+        doublings = min(num_before - 1, 63)  # a larger power of two might overflow
+        return min(self._longest_backoff_s, self._backoff_s * 2.0**doublings) if num_before else 0.0
 
 
 class Restartable(Protocol):

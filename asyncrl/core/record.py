@@ -100,7 +100,7 @@ class SpanKind(StrEnum):
     load_stage = "load_stage"  # one phase of loading weights; the lane is ``engine-0/load``, ``cause`` names the phase
     re_prefill = "re_prefill"  # the engine continues after a pause; the span ends at the next token of a running sample
     released = "released"  # the learner uses the GPU that it shares with the engine
-    # The controller records a member on the lane ``engine-0/worker``, the worker on the lane ``engine-0/member``.
+    # The controller records the state of a member on the member's lane, such as ``engine-0/worker``.
     member = "member"  # the member is in the `MemberState` that ``cause`` names
     # A rollout worker records this activity on a lane such as ``engine-0/reward``.
     reward = "reward"

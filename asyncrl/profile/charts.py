@@ -222,20 +222,20 @@ _ACTIVITIES = {
     SpanKind.evaluation: "evaluating",
     SpanKind.pause: "loading weights",
 }
-_UP = ("starting", "catching_up", "ready", "updating")
-"""States of a worker that is up."""
+_UP = ("starting", "catching_up", "ready")
+"""States of a member whose worker is up."""
 
 
 def _state(trace: Trace, lane: str) -> str:
     """Return the engine's state and its unfinished activities as text, separated by commas.
 
-    If the engine's worker is not up, return the state of the worker.
+    If the engine's worker is not up, return only the state.
     """
-    spans = (trace.spans_of(SpanKind.member, f"{lane}/{part}") for part in ("worker", "member"))
-    worker, own = (max(of_part, key=lambda span: span.start, default=None) for of_part in spans)
-    if worker is not None and worker.cause not in _UP:
-        return f"worker {worker.cause}"
-    state = "not recorded" if own is None else in_words(own.cause)
+    spans = trace.spans_of(SpanKind.member, f"{lane}/worker")
+    member = max(spans, key=lambda span: span.start, default=None)
+    if member is not None and member.cause not in _UP:
+        return in_words(member.cause)
+    state = "not recorded" if member is None else in_words(member.cause)
     doing = (text for kind, text in _ACTIVITIES.items() for span in trace.spans_of(kind, lane) if span.is_open)
     return ", ".join([state, *doing])
 
@@ -249,11 +249,10 @@ def members(trace: Trace) -> Chart:
         process = next((note.process for note in trace.levels if note.lane == lane), "")
         at_end = {name: trace.level_at(name, lane, trace.end) for name in ("version", "running", "capacity")}
         pauses = [span.end - span.start for span in trace.spans_of(SpanKind.pause, lane) if not span.is_open]
-        own, worker = (trace.level_at(LevelName.epoch, f"{lane}/{part}", trace.end) for part in ("member", "worker"))
         row = {
             "engine": lane,
             "state": _state(trace, lane),
-            "epoch": f"{own} (worker {worker})" if worker else str(own),
+            "epoch": str(trace.level_at(LevelName.epoch, f"{lane}/worker", trace.end)),
             "policy version": str(at_end["version"]),
             "running / places": f"{at_end['running']} / {at_end['capacity']}",
             "groups finished": str(finished[lane]),

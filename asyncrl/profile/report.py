@@ -33,7 +33,7 @@ from asyncrl.profile.page import render
 from asyncrl.profile.trace import FOLDER, Trace, TraceReader
 from asyncrl.samples import read_samples
 from learner.config import GROUP_ADVANTAGES
-from rollout_fleet.sample_log import Decode, load_decoder
+from rollout_fleet.engines.engine import Decode, load_decoder
 
 REPORT = "report.html"
 _MAX_FILES = 12

@@ -25,14 +25,13 @@ from asyncrl.core.remote import raised_in_worker
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import EnginePlaces
 from asyncrl.run.fleet_member import FleetMember, MemberParts
-from asyncrl.run.host_stores import client_on_this_node
 from asyncrl.run.run_folder import RunPaths
 from asyncrl.single_controller import RayClassWithInitArgs, RayResourcePool
 from asyncrl.single_controller.resource_pool import current_node
 from asyncrl.weights.staging import LINKS
-from buffer import BufferConnection, BufferRole, ControlClient
+from buffer import BufferConnection, BufferRole, ControlClient, WorkerClient
 from rollout_fleet.config import RolloutFleetConfig
-from rollout_fleet.engines.engine import engine_seed
+from rollout_fleet.engines.engine import cancel, engine_seed
 from rollout_fleet.member import MemberState
 from rollout_fleet.membership import (
     NAMESPACE,
@@ -148,10 +147,7 @@ class FleetGroup:
                 if not (running or has_more or waits):
                     return
         finally:
-            tasks: list[asyncio.Future[Any]] = [*running, arriving, giving_up]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await cancel([*running, arriving, giving_up])
 
     async def _take_out(self, member: FleetMember, run: asyncio.Future[None]) -> None:
         try:
@@ -348,16 +344,10 @@ class FleetGroup:
         """
         self._is_closing = True
         self._note_change()
-        await self._withdraw()
+        await cancel(self._coming.values())
         await asyncio.gather(*self._leaving.values(), return_exceptions=True)
         departed, members = list(self._departed), list(self._members.values())
         return _total([*departed, *await asyncio.gather(*(member.drain() for member in members))])
-
-    async def _withdraw(self) -> None:
-        coming = list(self._coming.values())
-        for task in coming:
-            task.cancel()
-        await asyncio.gather(*coming, return_exceptions=True)
 
     def engines(self) -> list[str]:
         """Return the names of the engines that are in the fleet now. A name is the engine's rank as text.
@@ -393,7 +383,7 @@ class FleetGroup:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     stopping = [member.stop() for rank, member in self._members.items() if rank not in self._coming]
-                    await asyncio.gather(self._withdraw(), *stopping, return_exceptions=True)
+                    await asyncio.gather(cancel(self._coming.values()), *stopping, return_exceptions=True)
         finally:
             await asyncio.to_thread(self._places.shutdown)
             await self._control.close()
@@ -446,8 +436,7 @@ async def served_requests(fleet: FleetGroup, config: RunConfig, run_dir: Path) -
     try:
         yield
     finally:
-        serving.cancel()
-        await asyncio.gather(serving, return_exceptions=True)
+        await cancel((serving,))
 
 
 async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
@@ -489,6 +478,11 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
         sample_dir=str(paths.samples),
         profile=config.profile,
     )
+
+
+def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
+    """Return the buffer's client for a rollout worker on this node. It puts groups into the store of the node."""
+    return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)
 
 
 def fleet_options(config: RunConfig) -> RolloutFleetConfig:

@@ -35,8 +35,8 @@ from asyncrl.core.remote import raised_in_worker, within
 from asyncrl.core.stacks import missed
 from asyncrl.core.types import AnsweredPrompt, Prompt
 from asyncrl.run.cluster import EnginePlaces, finished_in_thread
-from rollout_fleet.engines.engine import engine_seed
-from rollout_fleet.member import Member, MemberState, member_limits
+from rollout_fleet.engines.engine import cancel, engine_seed
+from rollout_fleet.member import Member, MemberState, member_faults
 from rollout_fleet.metrics import FleetCounters, note_member
 
 logger = logging.getLogger(__name__)
@@ -88,9 +88,10 @@ class FleetMember:
     def __init__(self, rank: int, config: RunConfig, parts: MemberParts) -> None:
         fleet = config.rollout_fleet
         self.rank = rank
-        self.member = Member(f"rollout worker {rank}", member_limits(fleet), time.monotonic())
+        self.member = Member(f"rollout worker {rank}", member_faults(fleet))
         note_member(self.member, f"engine-{rank}/worker")
         self._parts = parts
+        self._call = partial(parts.places.execute_rank_async, rank)
         self._fleet = fleet
         self._seed = config.seed
         self._failure: Exception | None = None
@@ -112,7 +113,7 @@ class FleetMember:
     @property
     def is_serving(self) -> bool:
         """True if the engine serves verified weights. Only then does the worker generate groups."""
-        return self.member.may_lease
+        return self.member.is_serving
 
     @property
     def is_there(self) -> bool:
@@ -154,7 +155,7 @@ class FleetMember:
         try:
             found = await self._come_up(node, place_timeout_s)
         except BaseException as error:
-            self.member.fail(str(raised_in_worker(error)))
+            self.member.fail()
             if isinstance(error, Exception):
                 await self._end_worker(error)
             await asyncio.to_thread(self._parts.places.close, self.rank)
@@ -231,7 +232,7 @@ class FleetMember:
         await self._until(lambda member: member.may_release or not self._may_use_device)
         if not self._may_use_device:
             return
-        is_watched = self.member.may_lease
+        is_watched = self.member.is_serving
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
             if not is_watched:  # `end` does not free the device during a start, because `watch` does not run yet
@@ -258,8 +259,8 @@ class FleetMember:
 
     async def _is_up(self) -> bool:
         """Return whether the worker serves. Wait while the worker starts, but do not wait for free resources."""
-        await self._until(lambda member: member.may_lease or member.has_ended or member.state is MemberState.pending)
-        return self.member.may_lease
+        await self._until(lambda member: member.is_serving or member.has_ended or member.state is MemberState.pending)
+        return self.member.is_serving
 
     async def leave(self) -> None:
         """Ask the worker to give its running groups back and to end. Wait until the worker has ended.
@@ -267,7 +268,7 @@ class FleetMember:
         `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
         member, epoch = self.member, self.member.epoch
-        member.drain(time.monotonic())
+        member.drain()
         await self._notify()
         if member.state is MemberState.draining:
             leaving = self._while_answering(self._call("leave"), f"{member.name}, which leaves")
@@ -276,13 +277,12 @@ class FleetMember:
                     if found := await self._tried(epoch, leaving):
                         self._before.append(await self._closed(found[0] or FleetCounters()))
                         self._last, self._worker = FleetCounters(), ""
-                        member.drained(epoch)
                     else:
                         await self._ready()
             except (TimeoutError, AsyncRLError, RayError) as error:
                 logger.warning("%s is killed, because it did not leave by itself: %r", member.name, error)
-                member.due(member.deadline)
-        await self._close()
+            member.drained()
+        await cancel([task for task in (self._keeping, self._counting) if task is not None])
         await self._end_worker(missed(f"{member.name} was asked to leave, and did not end"))
         await asyncio.to_thread(self._parts.places.close, self.rank)
         self._has_process = False
@@ -290,17 +290,11 @@ class FleetMember:
 
     async def stop(self) -> None:
         """End the worker, and do not restart it."""
-        await self._close()
+        await cancel([task for task in (self._keeping, self._counting) if task is not None])
         if self._has_process:
             await self._call("stop")
 
-    async def _close(self) -> None:
-        await _cancel(*filter(None, (self._keeping, self._counting)))
-
     # Calls to the worker
-
-    def _call(self, method: str, *arguments: Any) -> Awaitable[Any]:
-        return self._parts.places.execute_rank_async(self.rank, method, *arguments)
 
     async def _answer(self, method: str, what: str) -> Any:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
@@ -325,7 +319,7 @@ class FleetMember:
     async def _catch_up(self) -> None:
         epoch = self.member.epoch
         await self._while_answering(self._call("load_first"), "the rollout workers, which wait for the first weights")
-        self.member.verified(epoch, 0)
+        self.member.verified(epoch)
         self._has_served = True
 
     async def _ready(self) -> int | None:
@@ -333,7 +327,7 @@ class FleetMember:
 
         Returns None if the member has left. Raises `EngineLost` if the member has failed.
         """
-        await self._until(lambda member: member.may_lease or member.has_ended)
+        await self._until(lambda member: member.is_serving or member.has_ended)
         if self.member.state is MemberState.left:
             return None
         if (failure := self._failure) is not None:
@@ -346,7 +340,7 @@ class FleetMember:
         try:
             await keep_up(self)
         except Exception as error:  # noqa: BLE001 - the callers that wait for this member get the error
-            self.member.fail(str(raised_in_worker(error)))
+            self.member.fail()
             self._failure = error
             if self._shares_device:
                 await self._free_device()
@@ -364,7 +358,7 @@ class FleetMember:
 
     async def _declare(self, epoch: int, error: Exception) -> None:
         """Report ``error`` to `watch`, unless the member had another fault since its number of faults was ``epoch``."""
-        if self._keeping is not None and self.member.fault(epoch, str(raised_in_worker(error)), time.monotonic()):
+        if self._keeping is not None and self.member.fault(epoch, time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
@@ -385,7 +379,7 @@ class FleetMember:
             await self._declare(epoch, error)
             return None
         finally:
-            await _cancel(call, ending)
+            await cancel((call, ending))
 
     async def watch(self) -> NoReturn:
         """Wait until the engine or a call to the worker fails, and raise the cause."""
@@ -397,7 +391,7 @@ class FleetMember:
                 raise declared.result()
             await watching
         finally:
-            await _cancel(watching, declared)
+            await cancel((watching, declared))
         raise EngineLost(f"the engine of {self.member.name} has ended")
 
     async def end(self, fault: Exception) -> float:
@@ -408,7 +402,7 @@ class FleetMember:
         if isinstance(fault, ClusterDiedError):
             raise fault
         member = self.member
-        member.fault(member.epoch, str(raised_in_worker(fault)), time.monotonic())
+        member.fault(member.epoch, time.monotonic())
         self._declared = asyncio.Queue()
         self._died_s = time.monotonic() if math.isnan(self._died_s) else self._died_s
         await self._notify()
@@ -418,14 +412,13 @@ class FleetMember:
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
-        member.stopped(time.monotonic())
-        if member.has_ended:
+        if (pause_s := member.stopped()) is None:
             raise fault
-        return member.seconds_left(time.monotonic()) or 0.0
+        return pause_s
 
     async def begin(self) -> None:
         """Start a new worker after the death of the old one, and let it load the newest weights."""
-        self.member.due(self.member.deadline)
+        self.member.restart()
         await self._come_up()
         self._parts.say(f"{self.member.name} is back after {time.monotonic() - self._died_s:.1f} s")
         self._died_s = math.nan
@@ -498,11 +491,5 @@ class FleetMember:
             ) from None
         finally:
             placing.cancel()
-        self.member.placed(self.member.epoch, time.monotonic())
+        self.member.placed(self.member.epoch)
         return node
-
-
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
@@ -22,9 +23,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from asyncrl.config import WORKER_ENV
 from asyncrl.core.errors import DeadlineError, WorkerDiedError
-from asyncrl.core.lives import keep_up
+from asyncrl.core.lives import Faults, keep_up
 from asyncrl.core.remote import fetch_async, raised_in_worker, within
-from buffer import BufferConfig, BufferConnection, BufferRole, BufferSupervisor, ControlClient, WorkerClient
+from buffer import BufferConfig, BufferRole, BufferSupervisor, ControlClient
 from buffer.config import is_loopback
 from buffer.process import store_config
 from buffer.sockets import allow_clients
@@ -174,7 +175,7 @@ class _HostStore:
     def __init__(self, stores: HostStores, host: str) -> None:
         self._stores = stores
         self._host = host
-        self._num_faults = 0
+        self._faults = Faults(stores.restarts)
         self._number = 0
         self._joined: int | None = None
 
@@ -200,10 +201,10 @@ class _HostStore:
         logger.warning("%s is gone: %s", name, fault)
         if (lost := stores.actors.pop(self._number, None)) is not None:
             ray.kill(lost)
-        self._num_faults += 1
         num_groups = 0 if self._joined is None else await self._dropped(self._joined)
         has_died = isinstance(fault, RayActorError | ActorUnschedulableError)  # the actor or its node has died
-        is_final = isinstance(raised_in_worker(fault), WorkerDiedError) or self._num_faults > stores.restarts
+        may_restart = self._faults.add(time.monotonic()) is not None
+        is_final = isinstance(raised_in_worker(fault), WorkerDiedError) or not may_restart
         if is_final and not (has_died or stores.actors):
             raise WorkerDiedError(f"no store server is left: {raised_in_worker(fault)}") from fault
         reason = "its actor or its node has died" if has_died else str(raised_in_worker(fault)).splitlines()[0]
@@ -236,8 +237,3 @@ def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callab
         return made.remote(config, store=number, log_path=path, **options)
 
     return make
-
-
-def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Return the buffer's client for a rollout worker on this node. The client puts groups into the node's store."""
-    return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from asyncrl.config import RunConfig
 from asyncrl.core.errors import BatchLost, CheckpointError, ClusterDiedError, LearnerDiedError, ReplayBufferError
-from asyncrl.core.lives import keep_up
+from asyncrl.core.lives import Faults, keep_up
 from asyncrl.data.prompts import PromptStream
 from asyncrl.run.controller import ColocatedController, Controller
 from asyncrl.run.resume import Resumed
@@ -40,7 +40,7 @@ class LearnerRestarts:
     ``resumed`` is the checkpoint from which the run began. Restarts use ``resumed`` until the run saves a checkpoint.
 
     Attributes:
-        num_restarts: Number of restarts of the learner so far; also the learner's incarnation.
+        faults: Decides whether the learner restarts. Its ``num_restarts`` is also the learner's incarnation.
         num_replans: Number of lost batches that were planned again so far.
     """
 
@@ -54,7 +54,7 @@ class LearnerRestarts:
         resumed: Resumed | None,
         say: Callable[[str], None],
     ) -> None:
-        self._limit = config.learner.restarts
+        self.faults = Faults(config.learner.restarts)
         self._checkpoint_steps = config.checkpoint.every_steps
         self._is_colocated = config.placement.colocated
         self._controller = controller
@@ -62,7 +62,7 @@ class LearnerRestarts:
         self._prompts = prompts
         self._resumed = resumed
         self._say = say
-        self.num_restarts = self.num_replans = 0
+        self.num_replans = 0
         self._replans_of = (-1, 0)
 
     async def through(self, work: Callable[[], Awaitable[None]]) -> None:
@@ -99,46 +99,49 @@ class LearnerRestarts:
         self.num_replans += 1
         self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned again")
 
-    def _check(self, death: LearnerDiedError) -> None:
-        """Raise a `LearnerDiedError` with the reason and ``death`` if the learner may not start again."""
-        if self._limit == 0:
+    def _pause_after(self, death: LearnerDiedError) -> float:
+        """Return the seconds to wait before the restart.
+
+        Raises a `LearnerDiedError` with the reason and ``death`` if the learner may not start again.
+        """
+        if self.faults.restarts == 0:
             raise death
-        if self.num_restarts >= self._limit:
-            raise LearnerDiedError(f"learner.restarts={self._limit} are used up: {death}")
         if self._newest() is None:
             steps = self._checkpoint_steps
             what = f"checkpoint.every_steps={steps} has written none yet" if steps else "set checkpoint.every_steps"
             raise LearnerDiedError(f"the run has no checkpoint to restart the learner from; {what}: {death}")
+        if (pause_s := self.faults.add(time.monotonic())) is None:
+            raise LearnerDiedError(f"learner.restarts={self.faults.restarts} are used up: {death}")
+        return pause_s
 
     def _newest(self) -> Resumed | None:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
 
     async def end(self, fault: Exception) -> float:
-        """Kill the remaining ranks after a death. Return 0, so that the next ranks start at once.
+        """Kill the remaining ranks after a death, and return the seconds to wait before the next ranks start.
 
-        Raises ``fault`` if the learner did not cause the fault, and the errors of `_check`.
+        Raises ``fault`` if the learner did not cause the fault. Raises the errors of `_pause_after`.
         """
         if (death := death_in(fault)) is None:
             raise fault
         if isinstance(death, BatchLost):
             death = LearnerDiedError(str(death))
-        self._check(death)
+        pause_s = self._pause_after(death)
         self._died_s = time.monotonic()
-        self.num_restarts += 1
-        which = f"restart {self.num_restarts} of learner.restarts={self._limit}"
+        which = f"restart {self.faults.num_restarts} of learner.restarts={self.faults.restarts}"
         headline, _, _ = str(death).partition("\n")
         self._say(f"the learner starts again from the newest checkpoint ({which}): {headline}")
         await self._learner.end()
-        return 0.0
+        return pause_s
 
     async def begin(self) -> None:
         """Make buffer and controller go back to the newest checkpoint. Start new ranks from this checkpoint."""
         found = self._newest()  # search again, because a newer checkpoint may be complete now
         assert found is not None, "complete checkpoints are kept"
-        finished = await self._controller.rewind(found.state, incarnation=self.num_restarts)
+        finished = await self._controller.rewind(found.state, incarnation=self.faults.num_restarts)
         self._prompts.repeat_unfinished(finished)
         try:
-            await self._learner.begin_again(found.checkpoint, found.state.version, incarnation=self.num_restarts)
+            await self._learner.begin_again(found.checkpoint, found.state.version, incarnation=self.faults.num_restarts)
         except _NOT_OF_A_LIFE:
             raise
         except Exception as fault:

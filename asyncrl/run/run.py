@@ -294,7 +294,7 @@ class Run:
             resumed=self._resumed,
             first=self._state,
             count_restarts=lambda: {
-                "buffer": self._server.num_restarts if self._server else 0,
+                "buffer": self._server.faults.num_restarts if self._server else 0,
                 "stores": self._stores.num_restarts if self._stores else 0,
             },
             all_answer=lambda: not self._part_died,

@@ -292,7 +292,7 @@ class Training:
         overlap: Mapping[str, Any] | None,
     ) -> dict[str, Any]:
         advice = read_advice(self._run_dir)
-        own = {"learner": self._restarts.num_restarts, "batches": self._restarts.num_replans}
+        own = {"learner": self._restarts.faults.num_restarts, "batches": self._restarts.num_replans}
         summary = summary_document(
             experiment=self._config.experiment,
             seed=self._config.seed,

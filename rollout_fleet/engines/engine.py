@@ -37,6 +37,8 @@ TAIL_TOKENS = 8
 More than c tokens are needed because a character may consist of several tokens.
 """
 T = TypeVar("T")
+Decode = Callable[[Sequence[int]], str]
+"""A function that converts token ids to text."""
 logger = logging.getLogger(__name__)
 
 
@@ -293,7 +295,7 @@ class Engine(ABC):
             return NOTHING
         return output
 
-    def decoder(self) -> Callable[[Sequence[int]], str]:
+    def decoder(self) -> Decode:
         """Return a function that decodes token ids to text with special tokens. It is needed only for stop texts."""
         raise NotImplementedError(f"{self._name} must define `decoder` to support stop texts")
 
@@ -492,7 +494,7 @@ def _first_tokens(output: SampleOutput, length: int) -> SampleOutput:
     )
 
 
-async def cancel(tasks: Collection[asyncio.Task[Any]]) -> None:
+async def cancel(tasks: Collection[asyncio.Future[Any]]) -> None:
     """Cancel tasks and wait until they have ended."""
     tasks = list(tasks)
     for task in tasks:
@@ -551,6 +553,27 @@ def read_model_facts(model_path: str) -> ModelFacts:
         head_dim=head_dim,
         image_token_id=placeholders[0] if placeholders else None,
     )
+
+
+def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
+    """Load the tokenizer of the model folder ``model_path``, and return a function that decodes token ids to text.
+
+    With ``special_tokens``, the text includes special tokens. Raises `ValueError` with the file's name if
+    ``tokenizer.json`` is damaged.
+    """
+    tokenizer_file = Path(model_path) / "tokenizer.json"
+    if tokenizer_file.is_file():
+        from tokenizers import Tokenizer
+
+        try:
+            fast = Tokenizer.from_file(str(tokenizer_file))
+        except Exception as error:  # the library tokenizers raises no narrower exception
+            raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
+        return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
+    from transformers import AutoTokenizer
+
+    slow = AutoTokenizer.from_pretrained(model_path)
+    return lambda token_ids: slow.decode(list(token_ids), skip_special_tokens=not special_tokens)
 
 
 def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | None = None) -> None:

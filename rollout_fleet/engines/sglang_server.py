@@ -1,4 +1,4 @@
-"""Launches, supervises, calls and stops one SGLang server, which runs under `process_guard`."""
+"""Starts, watches and stops one SGLang server, which runs under `process_guard`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ import sys
 import tempfile
 from asyncio.subprocess import PIPE, STDOUT, Process
 from collections import deque
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
-import aiohttp
-import orjson
-
-from asyncrl.core.errors import EngineError, RequestRefused, WorkerDiedError
+from asyncrl.core.errors import WorkerDiedError
 from asyncrl.core.host import socket_base
 from asyncrl.core.image_files import is_vision_model
 from asyncrl.core.stacks import missed
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig
 
+from .engine import cancel
 from .process_guard import without_secrets
 from .server_hooks import IMAGES_VARIABLE, ORDER_VARIABLE, PLUGIN, WEIGHT_LOADER, write_plugin
 
@@ -39,12 +36,6 @@ BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
 SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
-DEATH_GRACE_S = 2.0
-# The client must close idle connections before the server does: a request on a closing connection is lost.
-CLIENT_KEEP_ALIVE_S = SERVER_KEEP_ALIVE_S / 4
-_EVENT_END = b"\n\n"
-_EVENT_START = b"data: "
-_LAST_EVENT = b"data: [DONE]"
 CPU_KV_TOKENS = 32768
 COMMON_HEAD_DIMS = (64, 128, 256)
 """Head sizes that all attention backends of SGLang support."""
@@ -239,18 +230,15 @@ class SGLangServer:
 
     async def _came_up(self) -> bool:
         assert self._guard is not None
-        assert self._log_task is not None
-        ready = asyncio.create_task(self._ready.wait())
-        ended = asyncio.create_task(self._guard.wait())
+        tasks = ready, ended = asyncio.create_task(self._ready.wait()), asyncio.create_task(self.wait_exit())
         try:
-            await asyncio.wait([ready, ended], return_when=asyncio.FIRST_COMPLETED)
-            if ready.done() and not ended.done():
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if ready.done() and self._guard.returncode is None:
                 return True
-            await asyncio.wait([self._log_task], timeout=1.0)
+            await asyncio.wait([ended])
             return False
         finally:
-            ready.cancel()
-            ended.cancel()
+            await cancel(tasks)
 
     async def _keep_log(self, guard: Process) -> None:
         """Copy the server's output to its log file until the output ends.
@@ -392,110 +380,3 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
         return error.partial
     except asyncio.LimitOverrunError as error:
         return await stream.readexactly(error.consumed)
-
-
-class SGLangClient:
-    """A pool of HTTP connections to one running server. Call `open` when the server is up.
-
-    Every call raises `RequestRefused` for a status of 4xx, and `WorkerDiedError` if the server died. It raises
-    `EngineError` for other failures, or if the server cannot be reached.
-
-    Attributes:
-        server: The server that the connections lead to.
-    """
-
-    def __init__(self, server: SGLangServer) -> None:
-        self.server = server
-        self._session: aiohttp.ClientSession | None = None
-
-    async def open(self) -> None:
-        """Make an empty pool of connections. The first `call` or `stream` connects to the server."""
-        self._session = aiohttp.ClientSession(
-            self.server.url,
-            headers={**self.server.headers, "Content-Type": "application/json"},
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=CLIENT_KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=None),
-        )
-
-    async def close(self) -> None:
-        """Close all connections. May be called more than once."""
-        if self._session is not None:
-            await self._session.close()
-
-    async def call(self, method: str, path: str, body: Any = None) -> Any:
-        """Send ``body`` as JSON to the server, and return the parsed JSON answer, or None if the answer is empty.
-
-        If the connection breaks, the request is sent once more. A repeated request must therefore be harmless.
-        """
-        session = self._opened(method, path)
-        try:
-            try:
-                status, content = await _exchange(session, method, path, body)
-            except (aiohttp.ClientConnectionError, aiohttp.ClientPayloadError) as error:
-                await self._raise_if_dead()
-                logger.warning("%s: %s %s is sent again after %r", self.server.name, method, path, error)
-                status, content = await _exchange(session, method, path, body)
-        except aiohttp.ClientError as error:
-            raise await self._unreachable(method, path, error) from error
-        self._check_status(status, method, path, content)
-        return self._decoded(content, method, path) if content else None
-
-    async def stream(self, path: str, body: Any) -> AsyncIterator[list[Any]]:
-        """Post ``body`` as JSON, and yield the server-sent events of the answer, parsed from JSON.
-
-        Each yielded list has the events that arrived together. The request is sent only once, and has no deadline.
-        """
-        session = self._opened("POST", path)
-        try:
-            async with session.post(path, data=_encoded(body)) as response:
-                if response.status != 200:
-                    self._check_status(response.status, "POST", path, await response.read())
-                unread = b""
-                async for data in response.content.iter_any():
-                    *events, unread = (unread + data).split(_EVENT_END)
-                    if found := [event.removeprefix(_EVENT_START) for event in events if event != _LAST_EVENT]:
-                        yield self._decoded(b"[" + b",".join(found) + b"]", "POST", path)
-        except aiohttp.ClientError as error:
-            raise await self._unreachable("POST", path, error) from error
-
-    def _opened(self, method: str, path: str) -> aiohttp.ClientSession:
-        if self._session is None or self._session.closed:
-            raise EngineError(f"{self.server.name} is not running; {method} {path} cannot be sent")
-        return self._session
-
-    def _check_status(self, status: int, method: str, path: str, content: bytes) -> None:
-        if status != 200:
-            kind = RequestRefused if 400 <= status < 500 else EngineError
-            raise kind(f"{self.server.name} answered {method} {path} with {status}: {content[:500]!r}")
-
-    def _decoded(self, content: bytes, method: str, path: str) -> Any:
-        try:
-            return orjson.loads(content)
-        except orjson.JSONDecodeError as error:
-            raise EngineError(
-                f"{self.server.name} answered {method} {path} with a body that is not JSON ({error}): {content[:500]!r}"
-            ) from error
-
-    async def _unreachable(self, method: str, path: str, error: Exception) -> EngineError:
-        await self._raise_if_dead()
-        return EngineError(f"{self.server.name} could not be reached for {method} {path}: {error!r}")
-
-    async def _raise_if_dead(self) -> None:
-        """Wait up to `DEATH_GRACE_S` seconds for the server's exit. If the server exits, raise `WorkerDiedError`.
-
-        Connections of a dying server break before the server exits, so a failed request may mean that it is dying.
-        """
-        try:
-            async with asyncio.timeout(DEATH_GRACE_S):
-                await self.server.wait_exit()
-        except TimeoutError:
-            return
-
-
-async def _exchange(session: aiohttp.ClientSession, method: str, path: str, body: Any) -> tuple[int, bytes]:
-    async with session.request(method, path, data=None if body is None else _encoded(body)) as response:
-        return response.status, await response.read()
-
-
-def _encoded(body: Any) -> bytes:
-    return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)

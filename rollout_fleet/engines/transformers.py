@@ -29,11 +29,11 @@ from asyncrl.core.images import Image, PixelFormat, PlacedImage, positions_of
 from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.load import AdaptedModules, ComparedWrites, PublishedAdapter, WeightSource, load_from
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
-from rollout_fleet.sample_log import Decode, load_decoder
 
 from .engine import (
     TAIL_TOKENS,
     Answers,
+    Decode,
     Engine,
     EngineLoad,
     ModelFacts,
@@ -41,6 +41,7 @@ from .engine import (
     SampleOutput,
     SampleRequest,
     check_output,
+    load_decoder,
     mixed_seed,
     read_model_facts,
 )

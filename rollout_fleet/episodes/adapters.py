@@ -421,13 +421,18 @@ class OpenEnvEnvironment:
 
 
 async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:
-    """Run a tool with `Policy.run_tool`. If the call raises `_InvalidAction`, raise it instead of a `ToolError`."""
-    try:
-        return await policy.run_tool(call, name=name)
-    except ToolError as error:
-        if isinstance(error.__cause__, _InvalidAction):
-            raise error.__cause__ from None
-        raise
+    """Run a tool with `Policy.run_tool`. Raise an `_InvalidAction` of the call; it does not count as a tool's error."""
+
+    async def result() -> Any:
+        try:
+            return await call
+        except _InvalidAction as invalid:
+            return invalid
+
+    found = await policy.run_tool(result(), name=name)
+    if isinstance(found, _InvalidAction):
+        raise found
+    return found
 
 
 async def use_tools(

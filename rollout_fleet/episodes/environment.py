@@ -254,6 +254,7 @@ class Policy:
 
         Raises:
             ToolError: the call raised an exception or exceeded its deadline.
+            EpisodeFailure: the call raised it, for example because the episode's budget is used up.
         """
         started, failed, number = time.monotonic(), 1, next(self._tool_numbers)
         deadline = asyncio.timeout(self._tool_timeout_s)
@@ -263,7 +264,7 @@ class Policy:
                 result = await call
             failed = 0
             return result
-        except ToolError:
+        except (ToolError, EpisodeFailure):
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():  # else the tool raised its own TimeoutError

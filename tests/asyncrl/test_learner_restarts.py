@@ -153,7 +153,7 @@ async def test_a_run_whose_learner_dies_goes_on_from_its_newest_checkpoint_and_e
     assert [rewind[:2] for rewind in run.buffer.rewinds] == [(2, 1)]
     assert [record.step for record in run.records] == [0, 1, 2, 2, 3, 4, 5]
     assert run.records[-1].time_s > run.records[2].time_s
-    assert run.restarts.num_restarts == 1
+    assert run.restarts.faults.num_restarts == 1
     said = "the learner starts again from the newest checkpoint (restart 1 of learner.restarts=1): "
     assert run.said[0] == f"{said}worker of group 'learner', rank 1 died."
     assert run.prompts.num_repeats == 1
@@ -220,7 +220,7 @@ async def test_a_lost_batch_is_planned_again_and_every_step_is_made_once(tmp_pat
     assert run.learner.made == [record.step for record in run.records] == list(range(6))
     assert run.buffer.lost == [[7]] * len(losses)
     assert (run.buffer.rewinds, run.learner.lives) == ([], []), "nothing goes back"
-    assert (run.restarts.num_restarts, run.restarts.num_replans) == (0, len(losses))
+    assert (run.restarts.faults.num_restarts, run.restarts.num_replans) == (0, len(losses))
     assert run.said[-1] == f"1 groups of step {losses[-1]} were lost with their store; its batch is planned again"
     assert run.fleet.loaded[-1] == 6
     assert (await run.controller.account()).tokens.balance == 0
@@ -256,7 +256,7 @@ async def test_with_shared_devices_a_lost_batch_counts_as_a_death(tmp_path: Path
     run = losing(tmp_path, [4], "placement.colocated=true")
     await run.train()
     assert len(run.learner.lives) == 1
-    assert (run.restarts.num_restarts, run.restarts.num_replans) == (1, 0)
+    assert (run.restarts.faults.num_restarts, run.restarts.num_replans) == (1, 0)
 
 
 async def test_a_learner_dies_again_in_another_restart(tmp_path: Path):

@@ -20,7 +20,6 @@ from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.buffer_groups import AnyRole
 from tests.support.offers import bare_offer
-from tests.support.rollout import ready_member
 from tests.support.trajectories import make_group
 
 NUM_TOKENS = 400
@@ -44,14 +43,14 @@ async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> t
 
     engine = ScriptedEngine(script)
     await engine.start()
-    await engine.load_weights(bare_offer(version))
     loop = RolloutLoop(
         RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
         AnsweringParts(engine=engine, rewards=WeightedRewards(RolloutFleetConfig()), decode=str),
-        member=ready_member(version),
+        name="engine-0",
         buffer=buffer,
         samples_per_prompt=2,
     )
+    await loop.load_weights(bare_offer(version))
     return loop, engine
 
 

@@ -125,21 +125,20 @@ def test_the_member_table_shows_states_activities_and_epochs():
         return Span(lane=lane, kind=kind, start=start, end=99, cause=cause, process="rollout-0", is_open=is_open)
 
     fleet = [(f"engine-{rank}", "capacity", 0, 8) for rank in range(4)]
-    trace = trace_of(fleet=[*fleet, ("engine-1/member", "epoch", 3, 2), ("engine-2/worker", "epoch", 3, 1)])
+    trace = trace_of(fleet=[*fleet, ("engine-1/worker", "epoch", 3, 2), ("engine-2/worker", "epoch", 3, 1)])
     spans = (
-        span("engine-0/member", 0, cause="starting", is_open=False),
-        span("engine-0/member", 5, cause="updating"),
-        span("engine-0", 6, kind="pause"),
+        span("engine-0/worker", 0, cause="starting", is_open=False),
         span("engine-0/worker", 5, cause="ready"),
-        span("engine-1/member", 5, cause="catching_up"),
-        span("engine-2/member", 5, cause="ready"),
+        span("engine-0", 6, kind="pause"),
+        span("engine-1/worker", 5, cause="catching_up"),
         span("engine-2/worker", 6, cause="backoff"),
+        span("engine-2", 6, kind="pause"),
     )
     rows = charts.members(replace(trace, spans=spans, end=99))["rows"]
     assert [row[:3] for row in rows] == [
-        ["engine-0", "updating, loading weights", "0"],
+        ["engine-0", "ready, loading weights", "0"],
         ["engine-1", "catching up", "2"],
-        ["engine-2", "worker backoff", "0 (worker 1)"],
+        ["engine-2", "backoff", "1"],
         ["engine-3", "not recorded", "0"],
     ]
 

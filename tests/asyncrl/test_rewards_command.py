@@ -12,9 +12,9 @@ from asyncrl.core.types import FinishReason
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenizer import load_tokenizer
 from rollout_fleet.config import SamplesConfig
-from rollout_fleet.engines.engine import SampleOutput
+from rollout_fleet.engines.engine import SampleOutput, load_decoder
 from rollout_fleet.rewards import Scores
-from rollout_fleet.sample_log import SampleLog, load_decoder
+from rollout_fleet.sample_log import SampleLog
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import time
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import pytest
@@ -14,7 +13,6 @@ from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import EngineKind, RolloutFleetConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.member import Member, member_limits
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.buffer_groups import AnyRole, prompt
 
@@ -43,14 +41,12 @@ async def start_loop(stack: AsyncExitStack, address: str, delay_s: float, *, is_
     engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[7] * 20, token_delay_s=delay_s))
     await engine.start()
     stack.push_async_callback(engine.stop)
-    member = Member(f"engine-{delay_s}", member_limits(config), time.monotonic())
-    member.started(member.epoch)
     client = AnyRole(address)
     stack.push_async_callback(client.close)
     loop = RolloutLoop(
         config,
         AnsweringParts(engine=engine, rewards=WeightedRewards(config), decode=str),
-        member=member,
+        name=f"engine-{delay_s}",
         buffer=client,
         samples_per_prompt=2,
         **({"stage": staged_until_pinned} if is_pinned else {}),

@@ -204,7 +204,7 @@ async def test_a_buffer_server_is_restarted_buffer_restarts_times_and_then_the_r
         kill(server)
         await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))
         assert {group.group_id for group in (await client.plan(0)).groups} == {0, 1}
-        assert server.num_restarts == 1
+        assert server.faults.num_restarts == 1
         told = await said.get()
         assert f"died with status -9; it was started again at {server.connection.address} within" in told
         assert "(restart 1 of buffer.restarts=1)" in told

@@ -1,12 +1,13 @@
 """The loop that restarts the parts of a run, with a scripted part in virtual time."""
 
 import asyncio
+import math
 import time
 
 import pytest
 
 from asyncrl.core.errors import WorkerDiedError
-from asyncrl.core.lives import keep_up
+from asyncrl.core.lives import Faults, keep_up
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
@@ -70,3 +71,17 @@ async def test_a_call_that_ray_cancels_ends_the_life_and_a_cancelled_task_ends_a
     await asyncio.gather(keeping, return_exceptions=True)
     assert keeping.cancelled()
     assert len(part.ended) == 1
+
+
+def test_pauses_between_faults_double_up_to_the_longest_and_the_last_fault_is_final():
+    faults = Faults(6, window_s=100.0, backoff_s=1.0, longest_backoff_s=5.0)
+    assert [faults.add(float(at)) for at in range(7)] == [0.0, 1.0, 2.0, 4.0, 5.0, 5.0, None]
+    assert faults.num_restarts == 6
+
+
+def test_faults_count_for_the_window_and_without_a_window_forever():
+    faults, always = Faults(2, window_s=10.0, backoff_s=1.0), Faults(2)
+    assert [faults.add(at) for at in (0.0, 9.0, 10.0, 19.5, 20.0)] == [0.0, 1.0, 1.0, 1.0, None]
+    assert [always.add(at) for at in (0.0, 1e6, math.inf)] == [0.0, 0.0, None]
+    assert (faults.num_restarts, always.num_restarts) == (4, 2)
+    assert Faults(0).add(0.0) is None

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from rollout_fleet.sample_log import load_decoder
+from rollout_fleet.engines.engine import load_decoder
 from tests.e2e.run_checks import assert_every_token_is_accounted_for, trained_samples
 from tests.support.chat_models import save_calling_policy
 from tests.support.training_run import RunningTraining

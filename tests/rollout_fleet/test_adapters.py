@@ -389,7 +389,7 @@ async def test_an_action_that_an_openenv_server_refuses_is_told_to_the_policy(op
     options = {"url": openenv_url, "action": "json"}
     script = guesses("no json", '{"text": "a"}', '{"message": "a"}', '{"message": "b"}')
     outcome, requests = await play("openenv", options, script)
-    assert outcome.metrics["invalid_actions"] == 2.0
+    assert (outcome.metrics["invalid_actions"], outcome.metrics["tool_errors"]) == (2.0, 0.0)
     heard = [message["content"] for message in requests[-1]["messages"] if message["role"] == "user"]
     assert heard[1].startswith("Answer with a JSON object")
     assert heard[2] == "Invalid message: ['message']"

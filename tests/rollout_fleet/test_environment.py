@@ -1,6 +1,7 @@
 """Secret environment variables stay in the rollout worker. Errors of tools name their cause."""
 
 import asyncio
+import json
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,8 @@ from asyncrl.core.types import Prompt
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig
 from rollout_fleet.engines.process_guard import is_secret, without_secrets
 from rollout_fleet.engines.sglang_server import SGLangServer
-from rollout_fleet.episodes.environment import Policy, ToolError
+from rollout_fleet.episodes.adapters import use_tools
+from rollout_fleet.episodes.environment import AssistantMessage, EpisodeFailure, FailureKind, Policy, ToolError
 from rollout_fleet.rewards import WeightedRewards
 
 PROMPT = Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), ground_truth="42")
@@ -95,3 +97,23 @@ async def test_a_tool_that_misses_a_deadline_of_its_own_is_not_blamed_on_the_opt
     with pytest.raises(ToolError, match=r"within rollout_fleet\.environment\.tool_timeout_s = 0\.2 s"):
         await policy.run_tool(searching(10), name="search")
     assert (policy.metrics["tool_calls"], policy.metrics["tool_errors"]) == (2, 2)
+
+
+class CallingPolicy(Policy):
+    """A policy that calls the tool ``search`` in each message."""
+
+    async def chat(self, messages, *, tools=None, **options):
+        call = {"id": "1", "type": "function", "function": {"name": "search", "arguments": json.dumps({})}}
+        return AssistantMessage(role="assistant", content="", tool_calls=[call])
+
+
+async def test_an_episode_whose_budget_ends_inside_a_tool_fails_with_its_own_kind_of_failure():
+    async def call(name, arguments):
+        raise EpisodeFailure(FailureKind.overflow, "the episode has used all its turns")
+
+    policy = CallingPolicy("http://host/v1", "key")
+    with pytest.raises(EpisodeFailure, match="the episode has used all its turns") as failure:
+        await policy.run_tool(call("search", {}), name="search")
+    assert failure.value.kind is FailureKind.overflow
+    with pytest.raises(EpisodeFailure, match="the episode has used all its turns"):
+        await asyncio.wait_for(use_tools(policy, [], tools=[{"function": {"name": "search"}}], call=call), 5)

@@ -30,7 +30,7 @@ from rollout_fleet.loop import RolloutLoop
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.chat_models import save_chat_model
 from tests.support.offers import bare_offer
-from tests.support.rollout import InMemoryBuffer, ready_member, update
+from tests.support.rollout import InMemoryBuffer, update
 
 pytestmark = pytest.mark.timeout(900)
 GROUP_SIZE = 4
@@ -140,15 +140,15 @@ async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model
     engine, rewards = ScriptedEngine(script), WeightedRewards(config)
     player = EpisodePlayer(config, model_path=model, max_context=4096)
     await engine.start()
-    await engine.load_weights(bare_offer(0))
     await asyncio.gather(player.start(), rewards.start())
     loop = RolloutLoop(
         config,
         AnsweringParts(engine=engine, rewards=rewards, decode=ChatTokenizer(model).decode, player=player),
-        member=ready_member(),
+        name="engine-0",
         buffer=buffer,
         samples_per_prompt=GROUP_SIZE,
     )
+    await loop.load_weights(bare_offer(0))
     running = asyncio.create_task(loop.run())
     try:
         yield loop

@@ -20,12 +20,11 @@ from asyncrl.core.errors import (
 from rollout_fleet.config import OnRewardFailure, RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
 from rollout_fleet.inflight import InflightGroups
-from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetMeter
 from rollout_fleet.rewards import REWARDS, WeightedRewards
 from tests.support.offers import bare_offer
 from tests.support.registries import undo_registrations
-from tests.support.rollout import WRITTEN, make_loop, ready_member, running_loop, update, writes
+from tests.support.rollout import WRITTEN, make_loop, running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -47,8 +46,8 @@ async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_ne
     """A worker may start again while its run stops. Then several parts of the run stop the worker's loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
-    await engine.load_weights(bare_offer(0))
     loop = make_loop(buffer, engine)
+    await loop.load_weights(bare_offer(0))
     for _ in range(3):
         assert (await asyncio.wait_for(loop.stop(), 5)).tokens_generated == 0
     await asyncio.wait_for(loop.wait_ended(), 5)
@@ -150,7 +149,7 @@ async def test_a_running_loop_takes_the_newest_offered_weights_by_itself_and_rep
         assert await buffer.served(0, 1) == (1, pytest.approx(0.5))
         assert await buffer.served(1, 1) == (3, pytest.approx(0.5))
         assert engine.version == 3
-        assert len(loop.counters().load_s) == 2
+        assert len(loop.counters().load_s) == 3
 
 
 @asynccontextmanager
@@ -238,15 +237,13 @@ async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
 
 async def test_a_load_that_has_begun_ends_before_a_stop_and_leaves_the_engine_whole(make_buffer):
     buffer = make_buffer(2)
-    member = ready_member(0)
-    async with running_loop(buffer, writes(300), member=member) as (loop, engine, run):
+    async with running_loop(buffer, writes(300)) as (loop, engine, run):
         engine.load_delay_s = 0.5
         await buffer.offer(bare_offer(1))
         await asyncio.sleep(0.1)
         await loop.stop()
         await run
-        assert (engine.version, engine.has_failed) == (1, False)
-        assert (member.version, member.may_lease) == (1, True), "it goes on to answer held-out prompts"
+        assert (engine.version, engine.has_failed) == (1, False), "it goes on to answer held-out prompts"
     assert buffer.held == set()
 
 
@@ -534,9 +531,7 @@ async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_
 
 @pytest.mark.parametrize("dies", [False, True])
 async def test_an_engine_without_weights_loads_them_before_the_learners_turn_unless_the_learner_died(make_buffer, dies):
-    member = Member("engine-0", member_limits(RolloutFleetConfig()), time.monotonic())
-    loop = make_loop(make_buffer(4), engine := ScriptedEngine(), member=member)
-    member.started(member.epoch)
+    loop = make_loop(make_buffer(4), engine := ScriptedEngine())
     await engine.start()
     releasing = asyncio.create_task(loop.release_device())
     await asyncio.sleep(0.02)
@@ -596,7 +591,9 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
 
     buffer.lease = lease_while_being_stopped
     engine = ScriptedEngine()
+    await engine.start()
     loop = make_loop(buffer, engine, groups_in_flight=2)
+    await loop.load_weights(bare_offer(0))
     asking = asyncio.create_task(loop._keep_leasing())
     with pytest.raises(asyncio.CancelledError):
         await asking

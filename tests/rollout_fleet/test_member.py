@@ -1,44 +1,64 @@
 """The state machine of a member, in virtual time."""
 
-import math
-
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from rollout_fleet.member import ENDED, SERVING, Member, MemberLimits, MemberState
+from asyncrl.core.lives import Faults
+from rollout_fleet.member import ENDED, Member, MemberState
 
-LIMITS = MemberLimits(
-    start_s=10.0, stop_s=4.0, drain_s=20.0, restarts=4, window_s=100.0, backoff_s=1.0, longest_backoff_s=3.0
-)
+RESTARTS, WINDOW_S = 4, 100.0
+ANY_TIME = {MemberState.fenced, MemberState.failed}
+NEXT = {
+    MemberState.starting: {MemberState.pending, MemberState.catching_up, MemberState.left, *ANY_TIME},
+    MemberState.pending: {MemberState.starting, MemberState.left, *ANY_TIME},
+    MemberState.catching_up: {MemberState.ready, MemberState.left, *ANY_TIME},
+    MemberState.ready: {MemberState.draining, *ANY_TIME},
+    MemberState.draining: {MemberState.left, *ANY_TIME},
+    MemberState.fenced: {MemberState.backoff, MemberState.failed, MemberState.left},
+    MemberState.backoff: {MemberState.starting, MemberState.failed, MemberState.left},
+    MemberState.left: set(),
+    MemberState.failed: set(),
+}
+"""The states that may follow each state, as the docstring of `rollout_fleet.member` draws them."""
 epochs_ago = st.integers(0, 2)
-versions = st.integers(0, 9)
 
 
-def up(now: float = 0.0) -> Member:
-    """Return a member that serves version 5."""
-    member = Member("engine-3", LIMITS, now)
+def make_member() -> Member:
+    return Member("engine-3", Faults(RESTARTS, window_s=WINDOW_S, backoff_s=1.0, longest_backoff_s=3.0))
+
+
+def up() -> Member:
+    """Return a member that serves."""
+    member = make_member()
     member.started(0)
-    member.offered(0, 5, now, within_s=2.0)
-    member.verified(0, 5)
+    member.verified(0)
     return member
 
 
 class MemberMachine(RuleBasedStateMachine):
-    """Drives a member in any order: with reports of any epoch, with faults, and with deadlines.
+    """Drives a member in any order: with reports of any epoch, with faults, and with requests to leave.
 
-    Records the verified versions per epoch.
+    Records the epochs in which the member verified weights. Checks each change of the state.
     """
 
     def __init__(self):
         super().__init__()
         self.now = 0.0
-        self.member = Member("engine-3", LIMITS, 0.0)
+        self.member = make_member()
+        self.member.on_enter = self.entered
+        self.before = (MemberState.starting, 0)
         self.verified_in: set[int] = set()
         self.faults: list[float] = []
-        self.entered = (MemberState.starting, 0, 0.0)
-        self.starts = 1
         self.is_leaving = False
+
+    def entered(self, state, epoch):
+        (before, epoch_before), self.before = self.before, (state, epoch)
+        assert state in NEXT[before]
+        assert epoch - epoch_before in (0, 1)
+        assert state is not MemberState.fenced or epoch == epoch_before + 1
+        assert state is not MemberState.starting or not self.is_leaving
 
     def epoch(self, ago):
         return max(0, self.member.epoch - ago)
@@ -49,32 +69,24 @@ class MemberMachine(RuleBasedStateMachine):
 
     @rule(ago=epochs_ago)
     def placed(self, ago):
-        self.member.placed(self.epoch(ago), self.now)
+        self.member.placed(self.epoch(ago))
 
     @rule(ago=epochs_ago)
     def started(self, ago):
         self.member.started(self.epoch(ago))
 
-    @rule(ago=epochs_ago, version=versions, within_s=st.floats(0.1, 30))
-    def offered(self, ago, version, within_s):
-        self.member.offered(self.epoch(ago), version, self.now, within_s=within_s)
-
-    @rule(ago=epochs_ago, version=versions)
-    def skipped(self, ago, version):
-        self.member.skipped(self.epoch(ago), version)
-
-    @rule(ago=epochs_ago, version=versions)
-    def verified(self, ago, version):
+    @rule(ago=epochs_ago)
+    def verified(self, ago):
         epoch = self.epoch(ago)
         before = self.member.state
-        self.member.verified(epoch, version)
+        self.member.verified(epoch)
         if self.member.accepts(epoch) and before not in (MemberState.pending, MemberState.starting):
             self.verified_in.add(epoch)
 
     @rule(ago=epochs_ago)
     def fault(self, ago):
         epoch, before = self.epoch(ago), self.member.epoch
-        if self.member.fault(epoch, "it died", self.now):
+        if self.member.fault(epoch, self.now):
             assert (epoch, self.member.epoch) == (before, before + 1)
             self.faults.append(self.now)
         else:
@@ -83,39 +95,48 @@ class MemberMachine(RuleBasedStateMachine):
     @rule()
     def stopped(self):
         was_fenced = self.member.state is MemberState.fenced
-        self.member.stopped(self.now)
+        pause_s = self.member.stopped()
         if was_fenced:
-            recent = [at for at in self.faults if at + LIMITS.window_s > self.faults[-1]]
+            recent = [at for at in self.faults if at + WINDOW_S > self.faults[-1]]
             ends = MemberState.left if self.is_leaving else MemberState.failed
-            assert (self.member.state is ends) == (self.is_leaving or len(recent) > LIMITS.restarts)
+            assert (self.member.state is ends) == (self.is_leaving or len(recent) > RESTARTS)
+            assert (self.member.state is MemberState.backoff) == (pause_s is not None)
+            assert pause_s is None or pause_s == [0.0, 1.0, 2.0, 3.0][len(recent) - 1]
+
+    @rule()
+    def restart(self):
+        was_paused = self.member.state is MemberState.backoff
+        self.member.restart()
+        assert not was_paused or self.member.state is MemberState.starting
+
+    @precondition(lambda self: self.member.epoch > 1)
+    @rule()
+    def fail(self):
+        had_ended = self.member.has_ended
+        self.member.fail()
+        assert had_ended or self.member.state is MemberState.failed
 
     @precondition(lambda self: self.member.epoch > 1)
     @rule()
     def drain(self):
-        self.member.drain(self.now)
         self.is_leaving = True
+        self.member.drain()
 
-    @rule(ago=epochs_ago)
-    def drained(self, ago):
-        self.member.drained(self.epoch(ago))
+    @rule()
+    def drained(self):
+        before = self.member.state
+        self.member.drained()
+        assert self.member.has_ended if self.is_leaving else self.member.state is before
 
     @rule(seconds=st.floats(0.0, 40.0))
     def pass_time(self, seconds):
-        """Let time pass, and tell the member when one of its deadlines has passed."""
-        until = self.now + seconds
-        while self.member.deadline <= until:
-            self.now, state, epoch = self.member.deadline, self.member.state, self.member.epoch
-            self.member.due(self.now)
-            assert (self.member.state, self.member.epoch) != (state, epoch), "a missed deadline changes the state"
-            if self.member.epoch > epoch:
-                self.faults.append(self.now)
-        self.now = until
+        self.now += seconds
 
     @invariant()
-    def leases_only_under_weights_verified_in_this_epoch(self):
-        if self.member.may_lease:
+    def serves_only_with_weights_verified_in_this_epoch(self):
+        if self.member.is_serving:
             assert self.member.epoch in self.verified_in
-        assert self.member.may_lease == (self.member.state in SERVING)
+        assert self.member.is_serving == (self.member.state is MemberState.ready)
 
     @invariant()
     def nothing_of_an_older_epoch_is_accepted(self):
@@ -124,68 +145,46 @@ class MemberMachine(RuleBasedStateMachine):
             assert not self.member.accepts(self.member.epoch)
 
     @invariant()
-    def every_state_that_waits_for_the_member_has_a_deadline(self):
-        waits_for_others = {MemberState.pending, MemberState.ready, MemberState.catching_up, *ENDED}
-        if self.member.state not in waits_for_others:
-            assert self.now <= self.member.deadline < math.inf
-            assert self.member.seconds_left(self.now) == self.member.deadline - self.now
-
-    @invariant()
     def a_member_that_was_asked_to_leave_takes_no_more_work_and_is_not_started_again(self):
         ending = {MemberState.draining, MemberState.fenced, MemberState.left, MemberState.failed}
         assert not self.is_leaving or self.member.state in ending
-
-    @invariant()
-    def the_pause_before_a_restart_is_bounded(self):
-        if self.member.state is MemberState.backoff:
-            assert self.member.deadline - self.now <= LIMITS.longest_backoff_s
 
 
 MemberMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
 test_a_member_keeps_its_promises_whatever_is_reported_when = MemberMachine.TestCase
 
 
-def test_a_member_leases_from_its_first_verified_version_on():
-    member = Member("engine-3", LIMITS, 0.0)
-    assert not member.may_lease
+def test_a_member_serves_from_its_first_verified_weights_on():
+    member = make_member()
+    member.verified(0)
+    assert (member.state, member.is_serving) == (MemberState.starting, False), "it has not started yet"
     member.started(0)
-    assert (member.state, member.may_lease) == (MemberState.catching_up, False)
-    member.offered(0, 7, 1.0, within_s=2.0)
-    assert (member.version, member.deadline, member.may_lease) == (7, 3.0, False)
-    member.verified(0, 7)
-    assert (member.state, member.may_lease) == (MemberState.ready, True)
-
-
-def test_a_version_that_is_gone_leaves_a_member_where_it_was():
-    member = up()
-    member.offered(0, 6, 1.0, within_s=2.0)
-    assert member.state is MemberState.updating
-    member.skipped(0, 5)
-    assert (member.state, member.version) == (MemberState.ready, 5)
+    assert (member.state, member.is_serving, member.may_release) == (MemberState.catching_up, False, True)
+    member.verified(0)
+    assert (member.state, member.is_serving, member.may_release) == (MemberState.ready, True, True)
 
 
 def test_reports_of_an_older_life_have_no_effect():
     member = up()
-    member.fault(0, "it died", 1.0)
-    member.stopped(1.0)
-    member.due(1.0)
+    member.fault(0, 1.0)
+    member.stopped()
+    member.restart()
     assert (member.state, member.epoch) == (MemberState.starting, 1)
     member.started(0)
-    member.verified(0, 6)
-    assert not member.fault(0, "it died, again", 2.5)
-    assert (member.state, member.epoch, member.reason) == (MemberState.starting, 1, "it died")
+    member.verified(0)
+    assert not member.fault(0, 2.5)
+    assert (member.state, member.epoch) == (MemberState.starting, 1)
 
 
 def test_restarts_are_paused_longer_each_time_and_capped_within_a_window():
     member, now, pauses = up(), 0.0, []
     while True:
-        member.fault(member.epoch, "it died", now)
-        member.stopped(now)
-        if member.has_ended:
+        member.fault(member.epoch, now)
+        if (pause_s := member.stopped()) is None:
             break
-        pauses.append(member.deadline - now)
-        now = member.deadline
-        member.due(now)
+        pauses.append(pause_s)
+        now += pause_s
+        member.restart()
     assert pauses == [0.0, 1.0, 2.0, 3.0]
     assert member.state is MemberState.failed
 
@@ -193,45 +192,46 @@ def test_restarts_are_paused_longer_each_time_and_capped_within_a_window():
 def test_faults_that_are_older_than_the_window_are_forgotten():
     member = up()
     for fault in range(10):
-        now = 101.0 * fault
-        member.fault(member.epoch, "it died", now)
-        member.stopped(now)
-        assert member.deadline == now
-        member.due(now)
+        member.fault(member.epoch, 101.0 * fault)
+        assert (member.stopped(), member.state) == (0.0, MemberState.backoff)
+        member.restart()
     assert member.epoch == 10
 
 
-def test_a_member_that_cannot_be_stopped_is_not_started_a_second_time():
+def test_a_member_is_not_started_again_before_its_processes_have_ended():
     member = up()
-    member.fault(0, "it hangs", 1.0)
-    member.due(5.0)
-    assert member.state is MemberState.failed
+    member.fault(0, 1.0)
+    member.restart()
+    assert member.state is MemberState.fenced
 
 
-def test_a_member_without_a_place_waits_as_long_as_it_takes_and_then_starts_under_its_deadline():
-    member = Member("engine-3", LIMITS, 0.0)
+def test_a_member_without_a_place_waits_for_it_and_then_starts():
+    member = make_member()
     member.unplaced(0)
-    member.due(1e6)
-    assert (member.state, member.seconds_left(1e6)) == (MemberState.pending, None)
-    member.placed(0, 1e6)
-    assert (member.state, member.seconds_left(1e6)) == (MemberState.starting, 10.0)
+    member.started(0)
+    assert member.state is MemberState.pending
+    member.placed(0)
+    assert member.state is MemberState.starting
 
 
 def test_a_member_that_dies_while_it_leaves_has_left():
     member = up()
-    member.drain(1.0)
-    assert member.fault(0, "it died", 2.0)
-    member.stopped(3.0)
+    member.drain()
+    assert member.fault(0, 2.0)
+    member.stopped()
     assert (member.state, member.epoch) == (MemberState.left, 1)
 
 
-def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_leaves_by_its_deadline():
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_has_left_when_it_is_drained_or_killed(dies):
     member = up()
-    member.drain(1.0)
-    assert (member.state, member.may_lease, member.accepts(0)) == (MemberState.draining, False, True)
-    member.due(21.0)
+    member.drain()
+    assert (member.state, member.is_serving, member.accepts(0)) == (MemberState.draining, False, True)
+    if dies:
+        member.fault(0, 2.0)
+    member.drained()
     assert member.state is MemberState.left
-    early = Member("engine-4", LIMITS, 0.0)
-    early.drain(1.0)
+    early = make_member()
+    early.drain()
     early.started(0)
     assert early.state is MemberState.left

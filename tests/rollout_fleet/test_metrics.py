@@ -2,8 +2,9 @@
 
 import pytest
 
+from asyncrl.core.lives import Faults
 from rollout_fleet.engines.engine import SilenceWatch
-from rollout_fleet.member import Member, MemberLimits
+from rollout_fleet.member import Member
 from rollout_fleet.metrics import FleetMeter, note_member
 from tests.support.rollout import running_loop, writes
 
@@ -63,20 +64,18 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
 
 
 async def test_every_state_of_a_member_and_its_epochs_are_noted(recorded):
-    limits = MemberLimits(start_s=9, stop_s=9, drain_s=9, restarts=1, window_s=99, backoff_s=1, longest_backoff_s=9)
-    member = Member("engine-0", limits, 0.0)
-    note_member(member, "/member")
+    member = Member("engine-0", Faults(1))
+    note_member(member, "engine-0/worker")
     member.started(0)
-    member.offered(0, 3, 1.0, within_s=5)
-    member.verified(0, 3)
-    member.fault(0, "it died", 2.0)
-    member.stopped(3.0)
+    member.verified(0)
+    member.fault(0, 2.0)
+    member.stopped()
     trace = recorded()
-    spans = trace.spans_of("member", "engine-0/member")
-    states = ["starting", "catching_up", "catching_up", "ready", "fenced", "backoff"]
+    spans = trace.spans_of("member", "engine-0/worker")
+    states = ["starting", "catching_up", "ready", "fenced", "backoff"]
     assert [span.cause for span in spans] == states
-    assert [span.is_open for span in spans] == [False] * 5 + [True]
-    assert [level.value for level in trace.levels_of("epoch", "engine-0/member")] == [0, 1]
+    assert [span.is_open for span in spans] == [False] * 4 + [True]
+    assert [level.value for level in trace.levels_of("epoch", "engine-0/worker")] == [0, 1]
 
 
 class Clock:

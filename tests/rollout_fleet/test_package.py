@@ -16,9 +16,8 @@ from rollout_fleet.config import (
     TransformersConfig,
 )
 from rollout_fleet.engines import make_engine
-from rollout_fleet.engines.engine import read_model_facts
+from rollout_fleet.engines.engine import load_decoder, read_model_facts
 from rollout_fleet.engines.scripted import ScriptedEngine
-from rollout_fleet.sample_log import load_decoder
 
 KEEPS = SGLangConfig(on_update=OnUpdate.keep)
 

@@ -13,7 +13,7 @@ from rollout_fleet.config import SaveProgress
 from rollout_fleet.inflight import GroupPhase
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.offers import bare_offer
-from tests.support.rollout import ready_member, running_loop, update, writes
+from tests.support.rollout import running_loop, update, writes
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -202,10 +202,8 @@ async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(m
 
 async def test_a_leaving_worker_asks_for_no_more_work_and_hands_on_its_tokens(make_buffer):
     buffer = make_buffer(6)
-    member = ready_member(0)
-    async with running_loop(buffer, writes(40), groups_in_flight=2, member=member) as (loop, _, _):
+    async with running_loop(buffer, writes(40), groups_in_flight=2) as (loop, _, _):
         await asyncio.sleep(0.1)
-        member.drain(0.0)
         await loop.let_end()
         counters = await loop.stop()
     assert len(buffer.leases_asked) == 1
@@ -216,10 +214,8 @@ async def test_a_leaving_worker_asks_for_no_more_work_and_hands_on_its_tokens(ma
 async def test_without_saved_progress_running_groups_may_end_before_their_worker_leaves(make_buffer):
     buffer = make_buffer(6)
     options = {"save_progress": SaveProgress.never, "groups_in_flight": 2}
-    member = ready_member(0)
-    async with running_loop(buffer, writes(40), **options, member=member) as (loop, _, _):
+    async with running_loop(buffer, writes(40), **options) as (loop, _, _):
         await asyncio.sleep(0.1)
-        member.drain(0.0)
         await loop.let_end()
         counters = await loop.stop()
     assert (len(buffer.groups), counters.tokens_generated) == (2, 160)
@@ -228,12 +224,10 @@ async def test_without_saved_progress_running_groups_may_end_before_their_worker
 
 async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admission(make_buffer):
     buffer = make_buffer(1)
-    member = ready_member(0)
-    async with running_loop(buffer, writes(1), member=member) as (loop, _, _):
+    async with running_loop(buffer, writes(1)) as (loop, _, _):
         await buffer.stored(1)
         await asyncio.sleep(0.1)
         assert loop._is_asking
-        member.drain(0.0)
         await loop.let_end()
         await asyncio.sleep(0.1)
         assert not loop._is_asking

@@ -13,10 +13,10 @@ import pytest
 
 from asyncrl.core.errors import EngineError, WorkerDiedError
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SamplingConfig
-from rollout_fleet.engines import sglang_server
+from rollout_fleet.engines import sglang
 from rollout_fleet.engines.engine import SampleRequest
-from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangClient, SGLangServer
+from rollout_fleet.engines.sglang import SGLangClient, SGLangEngine
+from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
 
 class ResettingServer:
@@ -54,7 +54,7 @@ async def server():
 
 @pytest.fixture
 async def client(server, tmp_path, monkeypatch):
-    monkeypatch.setattr(sglang_server, "DEATH_GRACE_S", 0.1)
+    monkeypatch.setattr(sglang, "DEATH_GRACE_S", 0.1)
     owner = SGLangServer(
         RolloutFleetConfig(), model_path="", device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0
     )
@@ -137,7 +137,7 @@ async def test_one_connection_carries_one_batch_of_samples_after_another(client,
 
 def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_path):
     assert client.server.environment(tmp_path)["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(SERVER_KEEP_ALIVE_S)
-    assert sglang_server.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2
+    assert sglang.CLIENT_KEEP_ALIVE_S < SERVER_KEEP_ALIVE_S / 2
 
 
 class AnsweringServer:

@@ -30,8 +30,7 @@ from rollout_fleet.config import (
     SGLangConfig,
 )
 from rollout_fleet.engines.engine import SampleRequest
-from rollout_fleet.engines.sglang import SGLangEngine
-from rollout_fleet.engines.sglang_server import DEATH_GRACE_S
+from rollout_fleet.engines.sglang import DEATH_GRACE_S, SGLangEngine
 from tests.support.engine_probes import (
     RunningServer,
     answer,

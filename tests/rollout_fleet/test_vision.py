@@ -272,7 +272,7 @@ async def test_a_session_refuses_images_that_it_cannot_take(talk, model_path):
         await text_only.chat(ChatRequest(messages=list(session.prompt.messages)))
 
 
-async def test_the_loop_and_an_evaluation_read_the_images_of_prompts(model_path, reader):
+async def test_the_loop_and_an_evaluation_read_the_images_of_prompts(model_path, reader, tmp_path):
     ids = request_of(reader, "a", 0).prompt_ids
     prompts = [
         Prompt(group_id=i, prompt_ids=ids, ground_truth="b", messages=({"role": "user", "content": [image_of(i)]},))
@@ -282,6 +282,7 @@ async def test_the_loop_and_an_evaluation_read_the_images_of_prompts(model_path,
     await engine.start()
     buffer = InMemoryBuffer(prompts, groups_per_step=2)
     loop = make_loop(buffer, engine, images=reader, sampling=SamplingConfig(max_new_tokens=3))
+    await loop.load_weights(publish_weights(model_path, tmp_path, 0))
     run = asyncio.create_task(loop.run())
     try:
         await buffer.commit()

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from asyncrl.core.errors import AsyncRLError
 from rollout_fleet.config import EngineDevice, RolloutFleetConfig, SGLangConfig
-from rollout_fleet.engines import sglang_server
+from rollout_fleet.engines import sglang
 from rollout_fleet.engines.sglang import SGLangEngine
 from tests.support.engine_probes import (
     answer,
@@ -218,7 +218,7 @@ def check(accepted, model_of, seed):
 @pytest.mark.parametrize(("step", "moment", "fault"), ROWS)
 async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers, monkeypatch, step, moment, fault):
     if fault == "truncated":
-        monkeypatch.setattr(sglang_server, "DEATH_GRACE_S", 0.2)
+        monkeypatch.setattr(sglang, "DEATH_GRACE_S", 0.2)
     seed, accepted = random.randrange(1 << 16), []
     async with servers.failing_engine() as (engine, proxy):
         await engine.load_weights(servers.publish(1.1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -120,6 +122,22 @@ async def test_the_device_is_released_even_if_an_abandoned_evaluation_still_runs
         await answering
     assert not worker._engine.has_failed
     await worker.stop()
+
+
+async def test_a_part_that_does_not_close_does_not_keep_the_other_parts_open():
+    closed = []
+
+    def part(name: str) -> Any:
+        async def close():
+            closed.append(name)
+            raise OSError(f"{name} does not close")
+
+        return SimpleNamespace(stop=close, close=close)
+
+    parts = {name: part(name) for name in ("engine", "rewards", "judge", "player")}
+    with pytest.raises(OSError, match="does not close"):
+        await AnsweringParts(decode=str, **parts).close()
+    assert closed == ["engine", "rewards", "judge", "player"]
 
 
 async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):

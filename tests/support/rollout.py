@@ -19,7 +19,6 @@ from rollout_fleet.config import RolloutFleetConfig
 from rollout_fleet.engines.scripted import Script, ScriptedAnswer, ScriptedEngine, repeat_last_token
 from rollout_fleet.episodes.episode_run import Player
 from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.member import Member, member_limits
 from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import WeightedRewards
 from tests.support.offers import OffersInMemory, bare_offer
@@ -221,14 +220,6 @@ def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
     return script
 
 
-def ready_member(version: int = 0) -> Member:
-    """Return a member that serves a version."""
-    member = Member("engine-0", member_limits(RolloutFleetConfig()), now=0.0)
-    member.started(0)
-    member.verified(0, version)
-    return member
-
-
 def digits(token_ids: Sequence[int]) -> str:
     return "".join(str(token - 3) for token in token_ids if 3 <= token <= 12)
 
@@ -237,17 +228,15 @@ def make_loop(
     buffer: Any,
     engine: ScriptedEngine,
     *,
-    version: int = 0,
     samples_per_prompt: int = 2,
     reward: str = "exact_match",
     greedy_baseline: bool = False,
     player: Player | None = None,
     stage: Any = nullcontext,
     images: Any = None,
-    member: Member | None = None,
     **options: Any,
 ) -> RolloutLoop:
-    """Return a loop that does not run yet, with an engine that serves a version."""
+    """Return a loop that does not run yet. It leases after its first `RolloutLoop.load_weights`."""
     return RolloutLoop(
         RolloutFleetConfig(**options),
         AnsweringParts(
@@ -257,7 +246,7 @@ def make_loop(
             player=player,
             images=images,
         ),
-        member=member or ready_member(version),
+        name="engine-0",
         buffer=buffer,
         samples_per_prompt=samples_per_prompt,
         greedy_baseline=greedy_baseline,
@@ -276,8 +265,8 @@ async def running_loop(
     """Yield a running loop with a scripted engine. It is stopped at the end. ``options`` are those of `make_loop`."""
     engine = ScriptedEngine(script)
     await engine.start()
-    await engine.load_weights(bare_offer(version))
-    loop = make_loop(buffer, engine, version=version, **options)
+    loop = make_loop(buffer, engine, **options)
+    await loop.load_weights(bare_offer(version))
     run = asyncio.create_task(loop.run())
     try:
         yield loop, engine, run
