@@ -17,7 +17,7 @@ from asyncrl.core.model_config import model_bytes, model_settings
 from asyncrl.core.record import ProfileConfig
 from asyncrl.core.types import Carrier
 from asyncrl.data.config import DataConfig, check_prompt_format
-from asyncrl.weights.carriers import CARRIERS, SLOWEST_LOAD, CarrierRules
+from asyncrl.weights.carriers import CARRIERS, SLOWEST_LOAD, CarrierRules, CollectiveInto, Transport
 from buffer.config import BufferConfig, StoresOn
 from learner.config import AlgorithmConfig, LearnerConfig
 from learner.rope import length_limit
@@ -341,23 +341,6 @@ class RayConfig:
             )
 
 
-class Transport(StrEnum):
-    """How published weights reach the engines."""
-
-    auto = "auto"
-    shared_memory = "shared_memory"
-    file = "file"
-    collective = "collective"
-    tensor = "tensor"  # no longer supported: `WeightsConfig` refuses it
-
-
-class CollectiveInto(StrEnum):
-    """Who receives the weights that the learner broadcasts: the engines' hosts, or the engines themselves."""
-
-    host = "host"
-    engine = "engine"
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightsConfig:
     """Options of publishing: how new weights of the learner reach the engines.
@@ -405,8 +388,8 @@ class WeightsConfig:
     @property
     def rules(self) -> CarrierRules:
         """What the chosen weight transport supports, such as other hosts, deltas or adapters."""
-        into_engines = self.transport is Transport.collective and self.collective_into is CollectiveInto.engine
-        return CARRIERS[f"{self.transport}{', collective_into=engine' if into_engines else ''}"]
+        is_collective = self.transport is Transport.collective
+        return CARRIERS[self.transport, self.collective_into if is_collective else CollectiveInto.host]
 
     @property
     def given(self) -> dict[str, object]:
@@ -489,6 +472,11 @@ class RunConfig:
     def publishes_adapters(self) -> bool:
         """Whether the learner sends engines only the LoRA adapters, without the frozen weights."""
         return self.weights.adapters and self.learner.lora.rank > 0
+
+    @property
+    def publishes_to_memory(self) -> bool:
+        """Whether the learner publishes versions into shared memory if they fit, instead of a folder on a disk."""
+        return self.weights.transport is not Transport.file and self.learner.keep_snapshots != -1
 
     @property
     def shares_checkpoints(self) -> bool:

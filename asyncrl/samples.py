@@ -69,7 +69,14 @@ class NewSamples:
 
 def sample_line(sample: Sample) -> str:
     """Return a sample as one line of text: version, reward, prompt, response. The middle of a long text is left out."""
-    return f"{_facts(sample)}: {_shortened(sample['prompt'])!r} -> {_shortened(sample['response'])!r}"
+    prompt, response = (shortened(sample[name], _LINE_CHARACTERS) for name in ("prompt", "response"))
+    return f"{_facts(sample)}: {prompt!r} -> {response!r}"
+
+
+def shortened(text: str, num_characters: int) -> str:
+    """Return a text with ``…`` in place of its middle if the text has more than ``num_characters`` characters."""
+    half = num_characters // 2
+    return text if len(text) <= num_characters else f"{text[:half]} … {text[-half:]}"
 
 
 def printable(text: str) -> str:
@@ -143,11 +150,6 @@ def _facts(sample: Sample) -> str:
         f"{sample['kind']} sample of group {sample['group_id']}, {versions}, reward {sample['reward']:.3f}, "
         f"{sample['num_tokens']} tokens, {sample['finish_reason']}"
     )
-
-
-def _shortened(text: str) -> str:
-    half = _LINE_CHARACTERS // 2
-    return text if len(text) <= _LINE_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ layer adds the same number of bytes. Other figures count copies to the GPU (`ben
 
 from __future__ import annotations
 
+import re
 import statistics
 import tempfile
 from dataclasses import replace
@@ -18,8 +19,8 @@ import torch
 from transformers import AutoConfig
 
 from asyncrl.cli.compose import CONFIG_DIR, compose_run
-from asyncrl.cli.plan_command import experiments_that_fit
-from asyncrl.planner.device_memory import ModelSize, RankSetup, rank_bytes
+from asyncrl.planner.device_memory import GIB, ModelSize, RankSetup, rank_bytes
+from asyncrl.planner.fit import CARDS, card_bytes, check_memory_of_devices, model_size
 from benchmarks.full_size import MODELS, QUICKSTART, fake_update, peak_at_full_depth
 from benchmarks.gpu_publish import h2d_bytes_per_published_byte, writes_per_expert_tensor
 from benchmarks.learner import frozen_head_ratio
@@ -75,6 +76,26 @@ def waits_of_experiments() -> dict[str, int]:
             settings = {**MODELS.get(model, QUICKSTART), "num_hidden_layers": 2}
             found[path.stem] = len(fake_update(settings, config.learner, config.algorithm).waits)
     return found
+
+
+def experiments_that_fit() -> dict[str, str]:
+    """Return for each built-in experiment, by name, why it does not fit on its GPUs; an empty text if it fits.
+
+    An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Experiments without this comment
+    also have an empty text.
+    """
+    reasons = {}
+    for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
+        named = re.search(r"GPUs? of (\d+) GB", path.read_text())
+        config = compose_run([f"experiment={path.stem}"])
+        reasons[path.stem] = ""
+        if named:
+            smallest = min(size for size in map(card_bytes, CARDS) if size >= int(named[1]) * 0.93 * GIB)
+            try:
+                check_memory_of_devices(config, model_size(config.model.path), smallest)
+            except ValueError as error:
+                reasons[path.stem] = str(error)
+    return reasons
 
 
 def main() -> None:

@@ -150,6 +150,20 @@ class _Experts(nn.Module):
                 held.w13.data[int(expert)].chunk(2)["gu".index(kind)].copy_(tensor)
 
 
+class _CountingObserver(LoadObserver):
+    """Also counts the writes to parameters.
+
+    Attributes:
+        num_writes: Number of writes so far.
+    """
+
+    num_writes = 0
+
+    def wrote(self, name: str, target: Tensor, source: Tensor | float) -> None:
+        self.num_writes += 1
+        super().wrote(name, target, source)
+
+
 class _Unverified:
     """A stand-in for the `FileWeights` that `ComparedWrites` takes. It has no data and no copying thread."""
 
@@ -164,15 +178,12 @@ def writes_per_expert_tensor(*, num_layers: int = 48) -> float:
     """
     model = _Experts(num_layers)
     parameters = dict(model.named_parameters())
-    observer = LoadObserver(parameters)
-    with _counting(parameters, observer) as first:
-        model.load_weights(observer.seen(iter(model.published())))
-    fused = observer.copies()
-    with _counting(parameters) as later:
+    first, later = _CountingObserver(parameters), _CountingObserver(parameters)
+    weights = cast("FileWeights", _Unverified())
+    with ComparedWrites(parameters, weights, first) as of_first:
+        model.load_weights(first.seen(iter(model.published())))
+    fused = first.copies()
+    with ComparedWrites(parameters, weights, later) as of_later:
         model.load_weights(fused.take(iter(model.published()), parameters))
-    assert first.num_values == later.num_values == sum(parameter.numel() for parameter in parameters.values())
+    assert of_first.num_values == of_later.num_values == sum(parameter.numel() for parameter in parameters.values())
     return later.num_writes / first.num_writes
-
-
-def _counting(parameters: dict[str, nn.Parameter], observer: LoadObserver | None = None) -> ComparedWrites:
-    return ComparedWrites(parameters, cast("FileWeights", _Unverified()), observer)

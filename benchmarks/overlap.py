@@ -149,7 +149,8 @@ class Measurement:
         for lane in self.trace.lanes(Pool.fleet):
             places[Pool.fleet] += self.trace.level_at(LevelName.capacity, lane, start)
         totals = {pool: attribution.total(pool) for pool in places}
-        return sum(abs(places[pool] * (end - start) - time.busy - time.idle_total) for pool, time in totals.items())
+        spent = {pool: time.busy + sum(time.idle.values()) for pool, time in totals.items()}
+        return sum(abs(places[pool] * (end - start) - time) for pool, time in spent.items())
 
     def _median(self, spans: Iterator[Span] | tuple[Span, ...]) -> float:
         return statistics.median(span.end - span.start for span in spans) * 1e-9

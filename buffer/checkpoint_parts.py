@@ -9,15 +9,14 @@ the disk. A failed store server has no part.
 
 import asyncio
 import logging
-import os
 import shutil
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from asyncrl.core.errors import AsyncRLError, ReplayBufferError
+from asyncrl.core.host import flush_to_disk, replace_folder
 
 from . import commands
 from .commands import Answer, Checkpointed
@@ -119,20 +118,12 @@ def _write_part(
             log.close()
             frames.close()
         for file in path.parent.glob(f"{path.name}.*"):
-            _sync(file)
+            flush_to_disk(file)
     except OSError as error:
         raise ReplayBufferError(
             f"the checkpoint's part {path} cannot be written: {error.strerror}; check the disk and its permissions"
         ) from error
     return summary
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class PendingWrites:
@@ -254,7 +245,7 @@ class CheckpointRequests:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = await self._parts(partial, checkpoint)
-                await asyncio.to_thread(_put_in_place, partial, folder)
+                await asyncio.to_thread(replace_folder, partial, folder)
         except OSError as error:
             raise ReplayBufferError(
                 f"the checkpoint {folder} cannot be written: {error.strerror}; check the disk and its permissions"
@@ -295,15 +286,3 @@ async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
     except AsyncRLError as error:
         logger.warning("a store server did not write its part of a checkpoint: %s", error)
         return Checkpointed()
-
-
-def _put_in_place(partial: Path, folder: Path) -> None:
-    """Give a complete folder its final name. An earlier folder of this name is renamed first, and deleted last."""
-    _sync(partial)
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    with suppress(FileNotFoundError):
-        folder.rename(replaced)
-    partial.rename(folder)
-    _sync(folder.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

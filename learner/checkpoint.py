@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from asyncrl.core.errors import CheckpointError, with_exit_status
+from asyncrl.core.host import replace_folder
 from asyncrl.single_controller.serialization import gather_values
 from asyncrl.weights.layout import ModelLayout, Part
 from asyncrl.weights.snapshot import DATA_FILE, WritableFile
@@ -42,7 +43,6 @@ from .checkpoint_folder import (
     lineage_of,
     newest_checkpoint,
     partial_path,
-    put_in_place,
     read_progress,
     unfinished_checkpoints,
     write_progress,
@@ -208,7 +208,7 @@ class ShardedCheckpointer:
                 described = partial_path(final) / HUGGING_FACE
                 self._trainer.pretrained.config.save_pretrained(described)
                 copy_tokenizer(self._trainer.model_path, described)
-                put_in_place(final)
+                replace_folder(partial_path(final), final)
                 keep_newest(final, keep)
         except BaseException as error:  # noqa: BLE001 - `finish` raises this error
             pending.set_exception(error)

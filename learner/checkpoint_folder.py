@@ -7,7 +7,6 @@ checkpoint is complete if the checkpoint and all its parts have final names.
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import shutil
@@ -16,6 +15,8 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from asyncrl.core.host import REPLACED
 
 HUGGING_FACE = "huggingface"
 """Name of the folder inside a checkpoint with the model's configuration and tokenizer."""
@@ -155,13 +156,13 @@ def part_of(checkpoint: Path, part: str) -> Path:
 def named_checkpoints(directory: Path) -> list[Path]:
     """Return the paths of a folder's checkpoints that have final names, oldest first.
 
-    A checkpoint's other parts, such as the critic's, may be missing. A checkpoint that `put_in_place` had moved aside
+    A checkpoint's other parts, such as the critic's, may be missing. A checkpoint that `replace_folder` had moved aside
     gets its final name back if no other checkpoint has the name.
     """
-    for replaced in directory.glob(".v*.replaced"):  # a process that died in `put_in_place` has left this folder
-        final = directory / replaced.name.removeprefix(".").removesuffix(".replaced")
+    for replaced in directory.glob(f".v*{REPLACED}"):  # a process that died in `replace_folder` has left this folder
+        final = directory / replaced.name.removeprefix(".").removesuffix(REPLACED)
         if not final.exists():
-            with suppress(OSError):  # a running training is in `put_in_place`, or the folder is read-only
+            with suppress(OSError):  # a running training is in `replace_folder`, or the folder is read-only
                 replaced.rename(final)
     found = [path for path in directory.glob("v*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_version)
@@ -169,26 +170,6 @@ def named_checkpoints(directory: Path) -> list[Path]:
 
 def _version(checkpoint: Path) -> int:
     return int(checkpoint.name[1:])
-
-
-def put_in_place(final: Path) -> None:
-    """Rename a written checkpoint to its final name ``final``. Remove an older checkpoint of that name.
-
-    During this call, a process that calls `named_checkpoints` may give the older checkpoint its name back.
-    """
-    replaced = final.with_name(f".{final.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    is_placed = False
-    while not is_placed:
-        if final.exists():
-            final.rename(replaced)
-        try:
-            partial_path(final).rename(final)
-            is_placed = True
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def lineage_of(checkpoint: Path) -> str:

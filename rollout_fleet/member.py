@@ -54,6 +54,8 @@ ENDED = frozenset({MemberState.left, MemberState.failed})
 """The states that a member never leaves."""
 SERVING = frozenset({MemberState.ready, MemberState.updating})
 """The states in which a member holds verified weights and may take new prompt groups."""
+NOT_UP = frozenset({MemberState.pending, MemberState.fenced, MemberState.backoff, MemberState.failed})
+"""The states in which a member's worker does not run, after a fault or without resources."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import resource
 import sys
 import time
@@ -34,7 +33,7 @@ from asyncrl.planner.choices import (
     splits_of,
 )
 from asyncrl.planner.device_memory import GIB, longest_sample
-from asyncrl.planner.fit import CARDS, DeviceUse, card_bytes, check_memory_of_devices, layouts_that_fit, model_size
+from asyncrl.planner.fit import DeviceUse, card_bytes, layouts_that_fit, model_size
 from asyncrl.planner.scenario import Scenario, load_spec
 from asyncrl.profile.report import Advice, advice_file
 from asyncrl.profile.trace import FOLDER, Trace
@@ -252,26 +251,6 @@ def experiment_or_model(name: str) -> RunConfig:
     if (CONFIG_DIR / "experiment" / f"{name}.yaml").is_file():
         return compose_run([f"experiment={name}"])
     return compose_run(["experiment=custom", override_of("model.path", name)])
-
-
-def experiments_that_fit() -> dict[str, str]:
-    """Return for each built-in experiment, by name, why it does not fit on its GPUs; an empty text if it fits.
-
-    An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Experiments without this comment
-    also have an empty text.
-    """
-    reasons = {}
-    for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
-        named = re.search(r"GPUs? of (\d+) GB", path.read_text())
-        config = compose_run([f"experiment={path.stem}"])
-        reasons[path.stem] = ""
-        if named:
-            smallest = min(size for size in map(card_bytes, CARDS) if size >= int(named[1]) * 0.93 * GIB)
-            try:
-                check_memory_of_devices(config, model_size(config.model.path), smallest)
-            except ValueError as error:
-                reasons[path.stem] = str(error)
-    return reasons
 
 
 # Output

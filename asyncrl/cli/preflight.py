@@ -18,7 +18,6 @@ from asyncrl.checks import check_files, check_placement, odd_options, options_by
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.config import (
     RunConfig,
-    Transport,
     has_environment,
     keeps_stores_on_hosts,
     learner_pools,
@@ -42,7 +41,7 @@ from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenizer import Tokenizer, load_tokenizer
 from asyncrl.metrics import check_trackers, counted
 from asyncrl.metrics.trackers import split_address
-from asyncrl.planner.device_memory import GIB, kv_tokens
+from asyncrl.planner.device_memory import GIB, MemoryKind, kv_tokens
 from asyncrl.planner.fit import (
     CARDS,
     card_bytes,
@@ -53,6 +52,7 @@ from asyncrl.planner.fit import (
 )
 from asyncrl.run.resume import find_checkpoint
 from asyncrl.run.run_folder import SHARED_MEMORY, check_memory
+from asyncrl.samples import shortened
 from asyncrl.sft.warm_start import finished_warm_start
 from buffer.config import Durability
 from buffer.sockets import allow_clients
@@ -102,7 +102,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     await asyncio.to_thread(check_own_functions, config)
     first = prompts.first()
     shown = load_decoder(config.model.path, special_tokens=True)(first.prompt_ids.tolist())
-    say(f"first prompt ({len(first.prompt_ids)} tokens): {_shortened(shown)!r}")
+    say(f"first prompt ({len(first.prompt_ids)} tokens): {shortened(shown, _SHOWN_CHARACTERS)!r}")
     if left_out := prompts.num_filtered:
         say(f"left out {left_out} prompts that are longer than data.max_prompt_tokens")
     if not config.ray.address:
@@ -146,8 +146,7 @@ def check_folders(config: RunConfig) -> None:
     own_folder = Path(config.run_dir).expanduser()
     if config.run_dir and own_folder.is_dir() and any(own_folder.iterdir()):
         raise ValueError(f"run_dir={config.run_dir} must be a new or an empty folder; choose another one")
-    in_memory = config.weights.transport is not Transport.file and config.learner.keep_snapshots != -1
-    if in_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
+    if config.publishes_to_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
         raise ValueError(
             f"weights.transport={config.weights.transport} needs shared memory in a writable {SHARED_MEMORY}, got: "
             f"{reason}; change its permissions, or publish to a folder with weights.transport=file"
@@ -324,16 +323,11 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
             await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
-            f"{option} must return one finite number for the first prompt and the response {_shortened(text)!r}: "
-            f"{error}"
+            f"{option} must return one finite number for the first prompt and the response "
+            f"{shortened(text, _SHOWN_CHARACTERS)!r}: {error}"
         ) from error
     finally:
         await rewards.close()
-
-
-def _shortened(text: str) -> str:
-    half = _SHOWN_CHARACTERS // 2
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -399,7 +393,7 @@ def _memory(config: RunConfig, problems: list[str]) -> Iterator[str]:
         on_cuda = use.card_bytes or on_cards["H100"][number].card_bytes
         fitting = [name for name, uses in on_cards.items() if uses[number].fits]
         against = f"; fits on {', '.join(fitting) or 'none of ' + ', '.join(CARDS)}" if on_cuda else ""
-        if "kv cache" in use.parts:
+        if MemoryKind.kv_cache in use.parts:
             against += " (SGLang limits the KV cache to the free memory)" if on_cuda else ""
         if use.card_bytes:
             against = f" of {_amount(use.usable)}" + ("" if use.fits else ": does not fit")

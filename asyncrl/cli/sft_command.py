@@ -20,7 +20,7 @@ from asyncrl.cli.preflight import check_folder
 from asyncrl.cli.quickstart import with_quickstart_assets
 from asyncrl.core.errors import with_exit_status
 from asyncrl.sft import fine_tuning
-from asyncrl.sft.warm_start import policy_path
+from asyncrl.sft.warm_start import LINE_PREFIX, policy_path
 
 
 @with_exit_status
@@ -39,7 +39,7 @@ def main(overrides: Sequence[str] | None = None) -> int:
         options = option_lines(config, [name for name in describe(config) if name.startswith("sft.")])
         sys.stdout.write("\n".join([*usage, *options, "", "asyncrl train --help-all explains the other options.", ""]))
         return 0
-    logging.basicConfig(level=logging.INFO, format="sft: %(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.INFO, format=f"{LINE_PREFIX}%(message)s", stream=sys.stdout)
     logging.getLogger().setLevel(logging.WARNING)
     fine_tuning.logger.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
     try:

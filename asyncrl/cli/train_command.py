@@ -211,14 +211,20 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """Return the last message of a failed run. The last line is a short form of the error."""
+    """Return the last message of a failed run. Its last line is the first line of the error.
+
+    If this line ends with a colon, the last line of the error follows.
+    """
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
         cause = ValueError(_with_remedy(cause, run_dir))
     kind = "" if isinstance(cause, AsyncRLError | ValueError) else f"{type(cause).__name__}: "
-    headline = f"error: {kind}{_headline(str(cause).strip())}"
+    first, _, rest = str(cause).strip().partition("\n")
+    if first.endswith(":") and rest:
+        first += f" … {rest.splitlines()[-1]}"
+    headline = f"error: {kind}{first}"
     if not run_dir.exists():  # the run failed before it started a process, so there are no logs
-        return headline if "\n" not in str(cause).strip() else f"{kind}{cause}\n{headline}"
+        return headline if not rest else f"{kind}{cause}\n{headline}"
     return "\n".join(filter(None, [f"{kind}{cause}\n\nlogs: {run_dir / 'logs'}", continuing, headline]))
 
 
@@ -230,12 +236,6 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
     if error.errno in _FULL:
         return f"{what}; free space on its disk, or choose a folder on another disk with output_dir=DIR"
     return f"{what}; change its permissions, or choose another folder with output_dir=DIR"
-
-
-def _headline(message: str) -> str:
-    """Return the first line of a message. If this line ends with a colon, add the last line of the message."""
-    first, _, rest = message.partition("\n")
-    return f"{first} … {rest.splitlines()[-1]}" if first.endswith(":") and rest else first
 
 
 def _say_last(words: str) -> None:

@@ -8,6 +8,7 @@ blocks both signals, and so do its threads and child processes, including Ray's 
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 import os
 import shlex
@@ -44,6 +45,8 @@ _LONGEST_RAY_SOCKET = "ray/session_2026-11-27_08-06-02_081673_4194304/sockets/pl
 _DRIVER_TIMEOUT_S = 30.0
 _NVIDIA_DEVICE = Path("/dev/nvidiactl")
 STOP_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM})
+REPLACED = ".replaced"
+"""End of the name that `replace_folder` gives to an earlier folder until the function deletes this folder."""
 
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_THRESHOLD = -1, -2, -3  # values from glibc's malloc.h
 _PR_SET_PDEATHSIG = 1
@@ -307,3 +310,35 @@ def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
         for path in (Path(parent, name) for name in names):
             with suppress(FileNotFoundError, NotADirectoryError):
                 yield path, path.lstat()
+
+
+def replace_folder(partial: Path, final: Path) -> None:
+    """Rename the complete folder ``partial`` to ``final``, durably. Delete an earlier folder ``final``.
+
+    The earlier folder gets the name ``.NAME.replaced`` first, and is deleted last. So a crash leaves a complete folder.
+    Another process may give the earlier folder its name back meanwhile. Then this function moves the folder away again.
+    """
+    flush_to_disk(partial)
+    replaced = final.with_name(f".{final.name}{REPLACED}")
+    shutil.rmtree(replaced, ignore_errors=True)
+    is_placed = False
+    while not is_placed:
+        with suppress(FileNotFoundError):
+            final.rename(replaced)
+        try:
+            partial.rename(final)
+            is_placed = True
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+    flush_to_disk(final.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

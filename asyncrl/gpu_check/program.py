@@ -28,8 +28,9 @@ from typing import Any
 from asyncrl.core.errors import with_exit_status
 from asyncrl.core.host import visible_gpus
 from asyncrl.gpu_check.run_checks import quickstart
-from asyncrl.gpu_check.tasks import FULL, TOY, Setup, run_task
+from asyncrl.gpu_check.tasks import FULL, TOY, EngineTest, Setup, run_task
 from asyncrl.planner.device_memory import ModelSize, RankSetup, rank_bytes
+from asyncrl.weights.carriers import CARRIERS
 from learner.config import SELECTIVE
 
 PACKAGES = ("torch", "transformers", "sglang", "ray", "flash-attn-4", "flash-attn", "tensordict", "pyzmq", "numpy")
@@ -281,10 +282,13 @@ def serving(setup: Setup) -> Iterator[Result]:
     for tp_size in (1, 2):
         if setup.num_gpus < tp_size:
             continue
-        carriers = ["folder", "host_stream"]
-        if not is_cuda or setup.num_gpus > tp_size:  # NCCL needs one GPU per process
-            carriers.append("engine_stream")
-        for one in run_task(setup, "serving_tasks:serving", model=model, tp_size=tp_size, carriers=carriers):
+        own_gpus = is_cuda and setup.num_gpus > tp_size
+        backends = {
+            rules.carrier.value: rules.backend(own_gpus=own_gpus)
+            for rules in CARRIERS.values()
+            if own_gpus or not (is_cuda and rules.between_gpus)
+        }
+        for one in run_task(setup, "serving_tasks:serving", model=model, tp_size=tp_size, backends=backends):
             yield _served(setup, f"tp={tp_size}", one)
 
 
@@ -298,17 +302,17 @@ def _gap(one: dict[str, Any]) -> str:
 
 
 def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
-    what = one["what"]
-    if what == "start":
+    what = EngineTest(one["what"])
+    if what is EngineTest.start:
         return Result.of(f"engine {where}", True, "up", **one)
-    if what == "damage":
+    if what is EngineTest.damage:
         number = one["refused"] or "a version with a damaged byte was served"
         return Result.of(f"damaged byte {where}", bool(one["refused"]), number, "do not train with this machine", **one)
     is_close, gap = _is_close(one, setup.dtype), f"engine - learner {_gap(one)}"
-    if what == "logprobs":
+    if what is EngineTest.logprobs:
         number, name = f"{gap}; {one['tokens_per_s']:.0f} tokens/s", "log-probs of engine and learner"
         remedy = _OTHER_KERNEL
-    elif what == "release":
+    elif what is EngineTest.release:
         number = f"{one['cycles']} times, {one['seconds']:.2f} s, {one['freed_bytes'] / 1e9:.1f} GB freed; {gap}"
         name, remedy = "release and resume", "placement.colocated=false"
     else:
@@ -316,7 +320,7 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
             f"pause {one['pause_s']:.2f} s, {one['gb_per_s']:.2f} GB/s, {one['versions_per_sample']:.1f} versions per "
             f"sample; {gap}"
         )
-        name, remedy = what.replace("-", " over "), "use another weights.transport"
+        name, remedy = f"weights over {one['carrier']}", "use another weights.transport"
     return Result.of(f"{name} {where}", is_close, number, remedy, **one)
 
 

@@ -14,8 +14,8 @@ import torch
 
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.core.types import Carrier, WeightOffer
-from asyncrl.gpu_check.tasks import Setup
-from asyncrl.weights.carriers import PublishOptions
+from asyncrl.gpu_check.tasks import EngineTest, Setup
+from asyncrl.weights.carriers import Backend, PublishOptions
 from asyncrl.weights.manifest import read_manifest
 from asyncrl.weights.publish import WeightPublisher
 from asyncrl.weights.staging import WeightStager
@@ -100,24 +100,29 @@ class _Pair:
                 local_tensor(parameter).mul_(1 + 0.01 * torch.randn_like(local_tensor(parameter)))
 
 
-async def serving(setup: Setup, *, model: str, tp_size: int, carriers: list[str]) -> AsyncIterator[dict[str, Any]]:
+async def serving(
+    setup: Setup, *, model: str, tp_size: int, backends: dict[str, Backend]
+) -> AsyncIterator[dict[str, Any]]:
     """Start one engine. Test its log-probs, weight updates, release of the device, and refusal of a damaged byte.
 
-    Yields one mapping of measurements per test; ``what`` names the test.
+    ``backends`` maps the name of each tested carrier to its backend. Yields one mapping of measurements per test;
+    ``what`` is the `EngineTest`.
     """
     pair, began = _Pair(setup, model, tp_size), time.perf_counter()
     memory = Path(setup.folder, "memory")
     try:
         await pair.engine.start()
-        yield {"what": "start", "seconds": time.perf_counter() - began}
+        yield {"what": EngineTest.start, "seconds": time.perf_counter() - began}
         began = time.perf_counter()
         answers = await pair.sample()
         num_tokens = sum(len(output.token_ids) for _, output in answers)
-        yield {"what": "logprobs", "tokens_per_s": num_tokens / (time.perf_counter() - began), **pair.gap(answers)}
-        for carrier in carriers:
-            yield {"what": f"weights-{carrier}", **await _updates(pair, Carrier(carrier), memory)}
-        yield {"what": "release", **await _release(pair, memory)}
-        yield {"what": "damage", **await _damage(pair, memory)}
+        tokens_per_s = num_tokens / (time.perf_counter() - began)
+        yield {"what": EngineTest.logprobs, "tokens_per_s": tokens_per_s, **pair.gap(answers)}
+        for carrier, backend in backends.items():
+            figures = await _updates(pair, Carrier(carrier), backend, memory)
+            yield {"what": EngineTest.weights, "carrier": carrier, **figures}
+        yield {"what": EngineTest.release, **await _release(pair, memory)}
+        yield {"what": EngineTest.damage, **await _damage(pair, memory)}
     finally:
         await pair.engine.stop()
 
@@ -135,21 +140,20 @@ async def output_layer(setup: Setup, *, model: str, fp32_head: bool) -> AsyncIte
         await pair.engine.stop()
 
 
-def _publisher(pair: _Pair, carrier: Carrier, name: str) -> WeightPublisher:
-    into_gpus = carrier is Carrier.engine_stream and pair.setup.device == "cuda"
+def _publisher(pair: _Pair, name: str, carrier: Carrier = Carrier.folder, backend: Backend = "gloo") -> WeightPublisher:
     options = PublishOptions(
         carrier=carrier,
         timeout_s=60.0,
         num_receivers=pair.tp_size if carrier is Carrier.engine_stream else 1,
-        backend="nccl" if into_gpus else "gloo",
+        backend=backend,
     )
     folder = str(Path(pair.setup.folder, f"published-{name}-tp{pair.tp_size}"))
     return WeightPublisher(PretrainedShards.of(pair.learner), folder, keep=2, options=options)
 
 
-async def _updates(pair: _Pair, carrier: Carrier, memory: Path) -> dict[str, Any]:
+async def _updates(pair: _Pair, carrier: Carrier, backend: Backend, memory: Path) -> dict[str, Any]:
     """Publish versions while samples run. The engine's log-probs of the last version must match the learner's."""
-    publisher = _publisher(pair, carrier, carrier.value)
+    publisher = _publisher(pair, carrier.value, carrier, backend)
     stager = WeightStager(f"check-{carrier.value}", memory=memory, copies=False, timeout_s=60.0)
     pauses, seconds, num_bytes = [], [], 0
     try:
@@ -179,7 +183,7 @@ async def _updates(pair: _Pair, carrier: Carrier, memory: Path) -> dict[str, Any
 
 
 async def _release(pair: _Pair, memory: Path) -> dict[str, Any]:
-    publisher = _publisher(pair, Carrier.folder, "release")
+    publisher = _publisher(pair, "release")
     stager = WeightStager("check-release", memory=memory, copies=False, timeout_s=60.0)
     seconds, freed = [], []
     try:
@@ -209,7 +213,7 @@ def _free_bytes(pair: _Pair) -> int:
 
 async def _damage(pair: _Pair, memory: Path) -> dict[str, Any]:
     """Change one byte of a published version. The engine must refuse the version, and is unusable afterwards."""
-    publisher = _publisher(pair, Carrier.folder, "damage")
+    publisher = _publisher(pair, "damage")
     stager = WeightStager("check-damage", memory=memory, copies=False, timeout_s=60.0)
     try:
         pair.version += 1

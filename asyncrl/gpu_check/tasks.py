@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from queue import Queue
@@ -28,6 +29,16 @@ _RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # same value as in `learner.config
 
 class TaskFailed(Exception):
     """An error: a process of a task failed."""
+
+
+class EngineTest(StrEnum):
+    """What a measurement of the task ``serving_tasks:serving`` is about."""
+
+    start = "start"
+    logprobs = "logprobs"
+    weights = "weights"
+    release = "release"
+    damage = "damage"
 
 
 @dataclass(frozen=True, kw_only=True)

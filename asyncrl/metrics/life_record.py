@@ -1,15 +1,22 @@
-"""Reads and writes ``life.json``, which says when an ``asyncrl train`` process began and how it ended.
+"""Reads and writes the file ``life.json`` of a life, and reads its ``config.yaml``.
 
-Such a process is a *life* of the run. Each life has its own run folder, which contains the file.
+A life of a run is one ``asyncrl train`` process. Each life has its own run folder, which contains both files.
+``life.json`` says when the life began and how it ended. ``config.yaml`` holds the life's options.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import reduce
+from operator import getitem
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 from asyncrl.core.host import files_below
 
@@ -95,3 +102,27 @@ def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
         found.insert(0, (folder, record))
         folder = Path(record.before) if record.before else None
     return found
+
+
+def read_options(run_dir: Path, *names: str) -> dict[str, Any]:
+    """Return the options in the file ``config.yaml`` of a run folder, as nested dicts.
+
+    ``names`` are the dotted names of options that the file must have. Example: ``buffer.max_lag``.
+
+    Raises:
+        ValueError: the file is missing or damaged, or lacks one of these options.
+    """
+    path = run_dir / "config.yaml"
+    options: Any = None
+    try:
+        options = yaml.safe_load(path.read_text(errors="replace"))
+        got = f"{options!r:.80}"
+    except (OSError, yaml.YAMLError) as error:
+        got = " ".join(str(error).split())
+    with suppress(KeyError, TypeError):
+        for name in names:
+            reduce(getitem, name.split("."), options)
+        return options
+    raise ValueError(
+        f"{path} must hold the options of the run as YAML, with {', '.join(names)}, got {got}; restore it from a copy"
+    )

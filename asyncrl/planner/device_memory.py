@@ -1,7 +1,6 @@
 """Computes the memory that each device needs, from the options and ``config.json`` of the models.
 
-Most functions return a dict from a kind of memory, such as ``activations``, to bytes. docs/gpus.md explains the kinds
-of `rank_bytes`.
+Most functions return a dict from the `MemoryKind` to bytes. docs/gpus.md explains the kinds of `rank_bytes`.
 """
 
 from __future__ import annotations
@@ -12,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,29 @@ _LAYER = re.compile(r"^(?!.*(?:vision|visual)).*\b(?:layers|h)\.(\d+)\.")
 """Matches the name of a parameter of a decoder layer, and captures the layer's index. Vision towers do not match."""
 _GRAPH_SIZES = 58
 """Number of CUDA graphs that SGLang captures for prefill. Each graph takes 8 MiB."""
+
+
+class MemoryKind(StrEnum):
+    """What a device's memory is used for: first on a learner rank, then on an engine, then by a process that is paused.
+
+    The values are labels for the user.
+    """
+
+    cuda_context = "CUDA context"
+    parameters = "parameters"
+    frozen_parameters = "frozen parameters"
+    optimizer = "optimizer"
+    gradients = "gradients"
+    gathered_root_unit = "gathered root unit"
+    gathered_layers = "gathered layers"
+    activations = "activations"
+    output_layer = "output layer"
+    gradients_in_transit = "gradients in transit"
+    weights = "weights"
+    kv_cache = "kv cache"
+    activations_and_graphs = "activations and graphs"
+    paused_engine = "paused engine"
+    paused_rank = "paused rank"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +279,7 @@ class RankSetup:
         return self.num_shards > 1 or self.compute_bytes != _FLOAT32_BYTES or self.offloaded
 
 
-def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
+def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[MemoryKind, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as a dict from kind to bytes.
 
     The first kinds, from ``parameters`` to ``gathered root unit``, count during the whole update. All other kinds are
@@ -271,17 +294,17 @@ def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     head = model.vocabulary * model.hidden * trains_all
     gathered = model.num_parameters if setup.keeps_gathered else model.root
     held = {
-        "parameters": on_device,
-        "frozen parameters": setup.frozen_bytes * model.num_parameters // shards if setup.lora_rank else 0,
-        "optimizer": 2 * on_device,
-        "gradients": _FLOAT32_BYTES * trained if setup.whole_gradients else on_device,
-        "gathered root unit": gathers * size * gathered,
+        MemoryKind.parameters: on_device,
+        MemoryKind.frozen_parameters: setup.frozen_bytes * model.num_parameters // shards if setup.lora_rank else 0,
+        MemoryKind.optimizer: 2 * on_device,
+        MemoryKind.gradients: _FLOAT32_BYTES * trained if setup.whole_gradients else on_device,
+        MemoryKind.gathered_root_unit: gathers * size * gathered,
     }
     largest = max(_moments(model, setup, head), key=lambda moment: sum(moment.values()))
     return {name: number for name, number in {**held, **largest}.items() if number}
 
 
-def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, int]]:
+def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[MemoryKind, int]]:
     """Return the temporary memory at each moment of the backward pass, as dicts from kind to bytes."""
     size, gathers, trains_all = setup.compute_bytes, int(setup.gathers), not setup.lora_rank
     gathers_layers = 0 if setup.keeps_gathered else gathers * size
@@ -295,22 +318,23 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[str, in
     saved = attention if setup.checkpointing else whole_layer
     in_layer = _layer_per_token(model, size, in_backward=True) - saved
     in_experts = whole_layer + 3 * size * model.hidden * model.experts_per_token - saved
+    last_norm = setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden  # the last norm and its input
     at_head = {
-        "gathered layers": gathers_layers * max(model.layers),
-        "activations": kept + setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden,  # the last norm and its input
-        "output layer": _output_layer(model, setup, head),
+        MemoryKind.gathered_layers: gathers_layers * max(model.layers),
+        MemoryKind.activations: kept + last_norm,
+        MemoryKind.output_layer: _output_layer(model, setup, head),
     }
     # At this moment FSDP has freed the gathered root unit, but `rank_bytes` still counts it.
-    at_end = {"gradients in transit": reduced * model.root * trains_all}
+    at_end = {MemoryKind.gradients_in_transit: reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
     # `has_gradients`: whether the gradients of the layer's parameters exist at the moment.
     for (layer, below, above), has_gradients in product(units, (False, True)):
         own = size * gathers * layer * has_gradients
         layer_moment = {
-            "gathered layers": gathers_layers * (layer + below),
-            "activations": kept + setup.tokens * (in_layer if has_gradients else in_experts),
-            "gradients in transit": size * head * gathers + (own + reduced * above) * trains_all,
+            MemoryKind.gathered_layers: gathers_layers * (layer + below),
+            MemoryKind.activations: kept + setup.tokens * (in_layer if has_gradients else in_experts),
+            MemoryKind.gradients_in_transit: size * head * gathers + (own + reduced * above) * trains_all,
         }
         moments.append(layer_moment)
     return moments
@@ -387,14 +411,14 @@ def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: in
     )
 
 
-def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[str, int]]:
+def rank_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, dict[MemoryKind, int]]:
     """Return the peak memory of one rank of each learner pool (a set of devices that serves some roles).
 
     The result is a dict from the pool's name to a dict from the kind of memory to bytes. The roles of a pool compute
     one after another, so the result is for the role that needs most. ``model`` has the sizes of the policy.
     """
-    context = {"CUDA context": CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
-    pools: dict[str, dict[str, int]] = {}
+    context = {MemoryKind.cuda_context: CONTEXT_BYTES} if config.learner.device is Device.cuda else {}
+    pools: dict[str, dict[MemoryKind, int]] = {}
     for pool in learner_pools(config):
         uses = _role_uses(config, pool, model, card_bytes)
         turns = []
@@ -413,7 +437,7 @@ def paused_rank_bytes(config: RunConfig, model: ModelSize, *, card_bytes: int = 
     return kept + (CONTEXT_BYTES if config.learner.device is Device.cuda else 0)
 
 
-def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[str, int]]:
+def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) -> dict[str, dict[MemoryKind, int]]:
     """Return the peak memory that each role of a pool needs alone."""
     uses = {}
     for role in (role for role, its_pool in learner_roles(config).items() if its_pool == pool):
@@ -424,15 +448,21 @@ def _role_uses(config: RunConfig, pool: str, model: ModelSize, card_bytes: int) 
     return uses
 
 
-def _kept(config: RunConfig, role: str, parts: Mapping[str, int], *, is_paused: bool = False) -> dict[str, int]:
+def _kept(
+    config: RunConfig, role: str, parts: Mapping[MemoryKind, int], *, is_paused: bool = False
+) -> dict[MemoryKind, int]:
     options = role_options(config, role)
-    by_use = options.param_offload, options.optimizer_offload
-    moves = is_paused and options.offload_at_transition_only and not any(by_use)
-    stays = {"parameters": not by_use[0], "frozen parameters": not by_use[0], "optimizer": not by_use[1]}
+    keeps_model, keeps_optimizer = not options.param_offload, not options.optimizer_offload
+    moves = is_paused and options.offload_at_transition_only and keeps_model and keeps_optimizer
+    stays = {
+        MemoryKind.parameters: keeps_model,
+        MemoryKind.frozen_parameters: keeps_model,
+        MemoryKind.optimizer: keeps_optimizer,
+    }
     return {kind: size for kind, size in parts.items() if stays.get(kind) and not moves}
 
 
-def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
+def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[MemoryKind, int]:
     """Return the peak memory of a rank with a frozen model, as a dict from kind of memory to bytes.
 
     A frozen model, such as the reference model, has only a forward pass.
@@ -441,12 +471,14 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
     size = setup.compute_bytes
     gathers = int(setup.num_shards > 1 or setup.frozen_bytes != size or setup.offloaded)
     gathered = model.num_parameters if setup.keeps_gathered else model.root
+    two_layers = 0 if setup.keeps_gathered else max(map(sum, pairwise((0, *model.layers))))
+    stored = 0 if setup.offloaded else setup.frozen_bytes * model.num_parameters // setup.num_shards
     parts = {
-        "frozen parameters": setup.frozen_bytes * model.num_parameters // setup.num_shards * (not setup.offloaded),
-        "gathered root unit": gathers * size * gathered,
-        "gathered layers": 0 if setup.keeps_gathered else gathers * size * max(map(sum, pairwise((0, *model.layers)))),
-        "activations": setup.tokens * (_layer_per_token(model, size) + size * model.hidden),
-        "output layer": 8 * setup.chunk_tokens * model.vocabulary,
+        MemoryKind.frozen_parameters: stored,
+        MemoryKind.gathered_root_unit: gathers * size * gathered,
+        MemoryKind.gathered_layers: gathers * size * two_layers,
+        MemoryKind.activations: setup.tokens * (_layer_per_token(model, size) + size * model.hidden),
+        MemoryKind.output_layer: 8 * setup.chunk_tokens * model.vocabulary,
     }
     return {kind: number for kind, number in parts.items() if number}
 
@@ -454,7 +486,7 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[str, int]:
 # Engines
 
 
-def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[str, int]:
+def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[MemoryKind, int]:
     """Return the memory of one device of an engine, as a dict from kind of memory to bytes.
 
     ``kv cache`` has room for all samples that the engine may run at the same time, at full length. It is limited by
@@ -468,11 +500,15 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
     per_token = size * model.cached // min(devices, model.cache_heads)
     cache = kv_tokens(config) * per_token
     if fleet.engine is not EngineKind.sglang or fleet.device is not EngineDevice.cuda or not card_bytes:
-        return {"weights": weights, "kv cache": cache}
+        return {MemoryKind.weights: weights, MemoryKind.kv_cache: cache}
     reserved = engine_reserve(card_bytes, devices, fleet.sglang.extra_args)
     room = max(card_bytes - reserved - weights, 0)
     least = longest_sample(config) * per_token
-    return {"weights": weights, "kv cache": max(least, min(cache, room)), "activations and graphs": reserved}
+    return {
+        MemoryKind.weights: weights,
+        MemoryKind.kv_cache: max(least, min(cache, room)),
+        MemoryKind.activations_and_graphs: reserved,
+    }
 
 
 def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()) -> int:

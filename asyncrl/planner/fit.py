@@ -12,6 +12,7 @@ from asyncrl.config import LEARNER_POOL, RunConfig, learner_roles, role_model, r
 from asyncrl.planner.device_memory import (
     CONTEXT_BYTES,
     GIB,
+    MemoryKind,
     ModelSize,
     engine_memory,
     longest_sample,
@@ -89,12 +90,12 @@ class DeviceUse:
 
     Attributes:
         name: The kind of device: ``learner rank (POOL)`` or ``engine``.
-        parts: Bytes by kind of memory, such as ``optimizer``.
+        parts: Bytes by kind of memory.
         card_bytes: Memory of the GPU; 0 if there is no GPU or its memory is unknown.
     """
 
     name: str
-    parts: Mapping[str, int]
+    parts: Mapping[MemoryKind, int]
     card_bytes: int = 0
 
     @property
@@ -108,7 +109,8 @@ class DeviceUse:
 
         This is the share `USABLE_SHARE` of the GPU, or the whole GPU if ``parts`` already includes SGLang's reserve.
         """
-        return self.card_bytes if "activations and graphs" in self.parts else round(self.card_bytes * USABLE_SHARE)
+        has_reserve = MemoryKind.activations_and_graphs in self.parts
+        return self.card_bytes if has_reserve else round(self.card_bytes * USABLE_SHARE)
 
     @property
     def fits(self) -> bool:
@@ -131,9 +133,9 @@ def device_uses(config: RunConfig, model: ModelSize, card: int = 0) -> list[Devi
     uses = []
     for pool, parts in rank_memory(config, model, card_bytes=on_card).items():
         shares = is_shared and on_card and pool == LEARNER_POOL
-        paused_engine = {"paused engine": CONTEXT_BYTES} if shares else {}
+        paused_engine = {MemoryKind.paused_engine: CONTEXT_BYTES} if shares else {}
         uses.append(DeviceUse(name=f"learner rank ({pool})", parts={**parts, **paused_engine}, card_bytes=on_card))
-    paused_rank = {"paused rank": paused_rank_bytes(config, model, card_bytes=on_card)} if is_shared else {}
+    paused_rank = {MemoryKind.paused_rank: paused_rank_bytes(config, model, card_bytes=on_card)} if is_shared else {}
     left = max(1, engines_on_card - sum(paused_rank.values())) if engines_on_card else 0
     engine = {**engine_memory(config, model, card_bytes=left), **paused_rank}
     return [*uses, DeviceUse(name="engine", parts=engine, card_bytes=engines_on_card)]
@@ -165,10 +167,9 @@ def with_recomputation(config: RunConfig, card: int) -> RunConfig:
         return config
     selective = with_options(config, {"learner.activation_checkpointing": SELECTIVE})
     try:
-        uses = device_uses(selective, policy_size(config), card)
+        *ranks, _ = device_uses(selective, policy_size(config), card)
     except ValueError:
         return config
-    ranks = [use for use in uses if use.name != "engine"]
     return selective if all(use.total <= SELECTIVE_SHARE * card for use in ranks) else config
 
 

@@ -21,6 +21,7 @@ from typing import Any, Self
 from asyncrl.core.record import LevelName, Pool, SpanKind
 from asyncrl.metrics import BUSY, PoolUse, RunUse
 from asyncrl.profile.trace import BUFFER_LANE, CONTROLLER_LANE, Span, StepWindow, Trace, TraceReader
+from rollout_fleet.member import NOT_UP, MemberState
 
 POOLS = (Pool.learner.value, Pool.fleet.value)
 _S = 1e-9
@@ -115,11 +116,6 @@ class PoolTime:
     capacity: int = 0
     busy: int = 0
     idle: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def idle_total(self) -> int:
-        """Idle time of all causes together, in nanoseconds, summed over the places of the pool."""
-        return sum(self.idle.values())
 
     @property
     def utilisation(self) -> float:
@@ -253,10 +249,6 @@ _WHOLE_ENGINE = (
     (SpanKind.released, FleetCause.released),
     (SpanKind.pause, FleetCause.publish_pause),
 )
-NOT_UP = ("pending", "fenced", "backoff", "failed")
-"""States of a member whose worker does not run. The controller records them, so they are known if the worker dies."""
-LEFT = "left"
-"""State of a member that has left the fleet."""
 
 
 def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]:
@@ -269,7 +261,7 @@ def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]
         }
         members = trace.spans_of(SpanKind.member, f"{lane}/worker")
         spans[SpanKind.down] += [*_gaps(trace, lane), *_edges(span for span in members if span.cause in NOT_UP)]
-        spans[LEFT] = [*_edges(span for span in members if span.cause == LEFT)]
+        spans[MemberState.left] = [*_edges(span for span in members if span.cause == MemberState.left)]
         series = {f"span.{kind}": Series.covering(edges) for kind, edges in spans.items()}
         series |= {str(name): _level(trace, name, lane) for name in _ENGINE_LEVELS}
         for start, end, now in swept(window, {**series, **buffer}):
@@ -282,7 +274,7 @@ def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
 
     The numbers sum to the engine's capacity, or to 0 after the engine has left.
     """
-    left = 0 if now[f"span.{LEFT}"] else now[LevelName.capacity]
+    left = 0 if now[f"span.{MemberState.left}"] else now[LevelName.capacity]
     for kind, cause in _WHOLE_ENGINE:
         if now[f"span.{kind}"]:
             yield cause, left

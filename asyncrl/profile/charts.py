@@ -17,8 +17,9 @@ import numpy as np
 
 from asyncrl.core.record import NONE, GroupEvent, LevelName, Pool, SpanKind
 from asyncrl.metrics import in_words
-from asyncrl.profile.attribution import BUSY, LEFT, NOT_UP, Attribution, PoolTime, Stretch
+from asyncrl.profile.attribution import BUSY, Attribution, PoolTime, Stretch
 from asyncrl.profile.trace import Span, StepWindow, Trace
+from rollout_fleet.member import NOT_UP, MemberState
 
 Chart = dict[str, Any]
 
@@ -282,7 +283,7 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
     for lane in trace.lanes(Pool.fleet):
         changes += [(level.time, lane, level.value) for level in trace.levels_of(LevelName.version, lane)]
         members = trace.spans_of(SpanKind.member, f"{lane}/worker")
-        changes += [(span.start, lane, NONE) for span in members if span.cause in (*NOT_UP, LEFT)]
+        changes += [(span.start, lane, NONE) for span in members if span.cause in (*NOT_UP, MemberState.left)]
     serves: dict[str, int] = {}
     found: list[tuple[int, int]] = []
     for when, lane, version in sorted(changes):

@@ -15,10 +15,17 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
-import yaml
-
 from asyncrl.core.record import Pool
-from asyncrl.metrics import RunLimits, counted, in_words, json_object, lives_until, read_alarms, read_json
+from asyncrl.metrics import (
+    RunLimits,
+    counted,
+    in_words,
+    json_object,
+    lives_until,
+    read_alarms,
+    read_json,
+    read_options,
+)
 from asyncrl.profile import charts
 from asyncrl.profile.attribution import POOLS, OverlapReport
 from asyncrl.profile.episodes import episode_view
@@ -219,19 +226,9 @@ def _last_record(path: Path) -> dict[str, Any] | None:
 
 
 def _options(run_dir: Path) -> dict[str, Any]:
-    """Return the resolved configuration of the run; empty if the file does not exist."""
-    path = run_dir / "config.yaml"
-    if not path.is_file():
-        return {}
-    try:
-        options = yaml.safe_load(path.read_text(errors="replace"))
-        got = f"{options!r:.80}"
-    except yaml.YAMLError as error:
-        options, got = None, " ".join(str(error).split())
-    sections = ("algorithm", "buffer", "model")
-    if not isinstance(options, dict) or not all(isinstance(options.get(name, {}), dict) for name in sections):
-        raise ValueError(f"{path} must hold the options of the run as YAML, got {got}; restore it from a copy")
-    return options
+    """Return the options of the run; empty if there is no ``config.yaml``. Raises the errors of `read_options`."""
+    is_written = (run_dir / "config.yaml").is_file()
+    return read_options(run_dir, "algorithm.advantage", "buffer.max_lag", "model.path") if is_written else {}
 
 
 class SampleFiles:

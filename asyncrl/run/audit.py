@@ -23,10 +23,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from asyncrl.core.receipts import DIGEST_BITS, FOLDER, Act
-from asyncrl.metrics import lives_until, read_json, read_life
+from asyncrl.metrics import lives_until, read_json, read_life, read_options
 from asyncrl.run.run_lives import Life, life_of
 
 Line = Mapping[str, Any]
@@ -120,7 +118,7 @@ class LifeReceipts:
 
     @cached_property
     def _buffer_options(self) -> Line:
-        return yaml.safe_load((self.folder / "config.yaml").read_text())["buffer"]
+        return read_options(self.folder, "buffer.max_lag")["buffer"]
 
     def groups_trained(self, step: int) -> dict[int, dict[str, Any]]:
         """Return the groups that the ranks trained on in a step, by group id.

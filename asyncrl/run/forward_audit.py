@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from asyncrl.core.image_files import is_vision_model
 from asyncrl.core.trajectory import UNVERSIONED
+from asyncrl.metrics import read_options
 from asyncrl.run.audit import Audit, BadReceipt
 from asyncrl.run.run_lives import Life
 from asyncrl.samples import read_samples
@@ -49,7 +49,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     its versions still exist, in a checkpoint, in ``snapshots/`` or in the folder of the initial policy.
     """
     stored = {version: place for life in lives for version, place in _weights(life)}
-    models = [*stored.values(), *(_options(life)["model"]["path"] for life in lives)]
+    models = [*stored.values(), *(read_options(life.folder, "model.path")["model"]["path"] for life in lives)]
     if any(is_vision_model(str(model)) for model in models):
         result.unchecked.append(
             f"log-probs of {count} samples: they are of a model with images, and no image is stored"
@@ -94,7 +94,8 @@ def _gaps(samples: Sequence[StoredSample], stored: Mapping[int, Path]) -> list[f
             for sample, own in zip(samples, logprobs, strict=True):
                 if version in sample.versions:
                     is_own = np.array(sample.row["versions"]) == version
-                    temperature = _options(sample.life)["rollout_fleet"]["sampling"]["temperature"]
+                    options = read_options(sample.life.folder, "rollout_fleet.sampling.temperature")
+                    temperature = options["rollout_fleet"]["sampling"]["temperature"]
                     own[is_own] = _logprobs(model, sample.row, temperature)[is_own]
     return [
         float(np.abs(own - sample.row["behavior_logprobs"])[np.array(sample.row["versions"]) != UNVERSIONED].mean())
@@ -122,10 +123,6 @@ def _samples(lives: Sequence[Life]) -> Iterator[StoredSample]:
                     yield StoredSample(life=life, step=int(file.name.split("_")[1]), row=row)
             if files:
                 break
-
-
-def _options(life: Life) -> dict[str, Any]:
-    return yaml.safe_load((life.folder / "config.yaml").read_text())
 
 
 @contextmanager

@@ -493,11 +493,11 @@ class RoleGroups:
 
 
 def _publish_options(config: RunConfig) -> PublishOptions:
-    fleet, carrier = config.rollout_fleet, config.weights.rules.carrier
-    into_engines = carrier is Carrier.engine_stream
+    fleet, rules = config.rollout_fleet, config.weights.rules
+    into_engines = rules.carrier is Carrier.engine_stream
     own_gpus = config.learner.device == fleet.device == "cuda" and not config.placement.colocated
     return PublishOptions(
-        carrier=carrier,
+        carrier=rules.carrier,
         full_every=config.weights.full_every,
         adapters=config.publishes_adapters,
         timeout_s=fleet.load_timeout_s,
@@ -506,7 +506,7 @@ def _publish_options(config: RunConfig) -> PublishOptions:
         num_held=config.buffer.max_lag + 2,
         interface=config.weights.interface,
         num_receivers=fleet.most_engines * fleet.sglang.tp_size if into_engines else num_engine_hosts(config),
-        backend="nccl" if into_engines and own_gpus else "gloo",
+        backend=rules.backend(own_gpus=own_gpus),
     )
 
 

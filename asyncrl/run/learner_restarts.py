@@ -99,15 +99,15 @@ class LearnerRestarts:
         self._say(f"{len(group_ids)} groups of step {version} were lost with their store; its batch is planned again")
 
     def _check(self, death: LearnerDiedError) -> None:
-        """Raise ``death`` with the reason if the learner may not start again."""
+        """Raise a `LearnerDiedError` with the reason and ``death`` if the learner may not start again."""
         if self._limit == 0:
             raise death
         if self.num_restarts >= self._limit:
-            raise _with_reason(death, f"learner.restarts={self._limit} are used up")
+            raise LearnerDiedError(f"learner.restarts={self._limit} are used up: {death}")
         if self._newest() is None:
             steps = self._checkpoint_steps
             what = f"checkpoint.every_steps={steps} has written none yet" if steps else "set checkpoint.every_steps"
-            raise _with_reason(death, f"the run has no checkpoint to restart the learner from; {what}")
+            raise LearnerDiedError(f"the run has no checkpoint to restart the learner from; {what}: {death}")
 
     def _newest(self) -> Resumed | None:
         return self._controller.newest_checkpoint(self._learner.checkpoints) or self._resumed
@@ -125,7 +125,8 @@ class LearnerRestarts:
         self._died_s = time.monotonic()
         self.num_restarts += 1
         which = f"restart {self.num_restarts} of learner.restarts={self._limit}"
-        self._say(f"{_headline(death)}; the learner starts again from the newest checkpoint ({which})")
+        headline, _, _ = str(death).partition("\n")
+        self._say(f"the learner starts again from the newest checkpoint ({which}): {headline}")
         await self._learner.end()
         return 0.0
 
@@ -157,12 +158,3 @@ def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
     while isinstance(first, BaseExceptionGroup):
         first = first.exceptions[0]
     return first if isinstance(first, (LearnerDiedError, BatchLost)) else None
-
-
-def _headline(death: LearnerDiedError) -> str:
-    return str(death).partition("\n")[0].rstrip(".:")
-
-
-def _with_reason(death: LearnerDiedError, reason: str) -> LearnerDiedError:
-    _, _, log = str(death).partition("\n")
-    return LearnerDiedError(f"{_headline(death)}; {reason}" + (f"\n{log}" if log else ""))

@@ -17,8 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from asyncrl.config import RunConfig, Transport, num_images
+from asyncrl.config import RunConfig, num_images
 from asyncrl.core.host import FOLDER_MODE, make_private_folder
+from asyncrl.weights.carriers import Transport
 
 logger = logging.getLogger(__name__)
 
@@ -218,8 +219,7 @@ def _make_snapshot_folder(config: RunConfig, run_dir: Path) -> Path:
     """
     check_memory(config)
     weights, missing = config.weights, _missing_memory(config, _num_versions(config))
-    in_memory = weights.transport is not Transport.file and config.learner.keep_snapshots != -1 and not missing
-    folder = shared_folder(run_dir) if in_memory else run_dir / "snapshots"
+    folder = shared_folder(run_dir) if config.publishes_to_memory and not missing else run_dir / "snapshots"
     if weights.directory:
         folder = Path(weights.directory).resolve() / shared_folder(run_dir).name
         folder.parent.mkdir(parents=True, exist_ok=True)

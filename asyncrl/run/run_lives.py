@@ -7,15 +7,21 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import yaml
 
 from asyncrl.core.host import files_below
-from asyncrl.metrics import LifeRecord, LifeState, history_folder, json_object, life_records, read_life, write_life
+from asyncrl.metrics import (
+    LifeRecord,
+    LifeState,
+    history_folder,
+    json_object,
+    life_records,
+    read_life,
+    read_options,
+    write_life,
+)
 from asyncrl.run.run_folder import is_in_use, shared_folder
 from learner.checkpoint_folder import part_of, read_progress, saved_checkpoints
 
@@ -111,20 +117,15 @@ def life_of(run_dir: Path, record: LifeRecord) -> Life:
 
     ``record`` has the values in the folder's ``life.json``.
     """
-    path = run_dir / "config.yaml"
-    try:
-        options: Mapping[str, Any] = yaml.safe_load(path.read_text())
-        own, total_steps = options["checkpoint"]["directory"], options["total_steps"]
-    except (yaml.YAMLError, KeyError, TypeError) as error:
-        got = " ".join(str(error).split())
-        raise ValueError(f"{path} must hold the options of a run as YAML, got {got}; restore it from a copy") from error
+    options = read_options(run_dir, "checkpoint.directory", "total_steps")
+    own = options["checkpoint"]["directory"]
     checkpoints = [] if own and not Path(own).is_dir() else _checkpoints(Path(own) if own else run_dir / "checkpoints")
     return Life(
         folder=run_dir,
         record=record,
         state=_state(run_dir, record),
         num_steps=_num_steps(run_dir),
-        total_steps=total_steps,
+        total_steps=options["total_steps"],
         checkpoints=checkpoints,
         num_bytes=_num_bytes([run_dir]),
     )

@@ -30,6 +30,8 @@ from asyncrl.core.host import NO_GPUS
 _COMMAND = ("-m", "asyncrl", "sft")
 _END_TIMEOUT_S = 30.0
 _LOCK_RETRY_S = 0.2
+LINE_PREFIX = "sft: "
+"""Beginning of each line of ``asyncrl sft`` that is meant for the user. A run shows these lines."""
 RESULT = "sft.json"
 """JSON file in the policy's folder: ``settings`` (digest of the settings), ``steps``, ``accuracy`` and ``val_loss``."""
 
@@ -286,8 +288,8 @@ async def _relay(
                 report_progress()
                 log.write(line)
                 lines.append(line.rstrip())
-                if line.startswith("sft: "):
-                    say("warm start: " + line.removeprefix("sft: ").rstrip())
+                if line.startswith(LINE_PREFIX):
+                    say("warm start: " + line.removeprefix(LINE_PREFIX).rstrip())
                     is_written = result.is_file()
     except TimeoutError:
         raise DeadlineError(

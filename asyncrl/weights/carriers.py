@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import Literal
 
 from asyncrl.core.types import Carrier, OfferKind
@@ -70,36 +71,70 @@ class PublishOptions:
         return load_limit_s(self.timeout_s, num_bytes) * (ENGINE_SHARE if self.into_engines else 1.0)
 
 
+class Transport(StrEnum):
+    """Values of the option ``weights.transport``: how published weights reach the engines."""
+
+    auto = "auto"
+    shared_memory = "shared_memory"
+    file = "file"
+    collective = "collective"
+    tensor = "tensor"  # no longer supported: `asyncrl.config.WeightsConfig` refuses it
+
+
+class CollectiveInto(StrEnum):
+    """Who receives the weights that the learner broadcasts: the engines' hosts, or the engines themselves."""
+
+    host = "host"
+    engine = "engine"
+
+
 @dataclass(frozen=True, kw_only=True)
 class CarrierRules:
     """A carrier (way to bring weights to engines), the options that choose it, and its capabilities.
 
     Attributes:
-        option: The options that choose the carrier. Example: ``weights.transport=file``.
+        transport: The value of ``weights.transport`` that chooses the carrier.
+        collective_into: With ``collective``, the value of ``weights.collective_into`` that chooses the carrier.
         is_remote: Whether the carrier reaches engines on other hosts.
+        between_gpus: Whether the carrier sends from GPU to GPU if each learner rank and each engine has its own GPU.
         kinds: Kinds of versions that the carrier supports: full, delta, adapter.
         keeps_all: Whether the learner can keep all versions (``learner.keep_snapshots=-1``).
         uses: Names of carrier-specific options that have an effect with this carrier.
         needs: Options of ``uses`` that a run on several hosts must set, each with a description of its value.
     """
 
-    option: str
+    transport: Transport
+    collective_into: CollectiveInto = CollectiveInto.host
     carrier: Carrier
     is_remote: bool = False
+    between_gpus: bool = False
     kinds: frozenset[OfferKind] = _ALL_KINDS
     keeps_all: bool = False
     uses: frozenset[str] = frozenset()
     needs: Mapping[str, str] = field(default_factory=dict)
 
+    @property
+    def name(self) -> str:
+        """The values of the options that choose the carrier, for messages. Example: ``file``."""
+        into_engines = self.collective_into is CollectiveInto.engine
+        return f"{self.transport}, collective_into=engine" if into_engines else self.transport
+
+    def backend(self, *, own_gpus: bool) -> Backend:
+        """Return the backend of the transfers.
+
+        ``own_gpus``: learner ranks and engines have GPUs, and no two processes share a GPU.
+        """
+        return "nccl" if self.between_gpus and own_gpus else "gloo"
+
 
 _INTERFACE = {"weights.interface": "one that all nodes reach"}
-CARRIERS: dict[str, CarrierRules] = {
-    rules.option.partition("=")[2]: rules
+CARRIERS: dict[tuple[Transport, CollectiveInto], CarrierRules] = {
+    (rules.transport, rules.collective_into): rules
     for rules in (
-        CarrierRules(option="weights.transport=auto", carrier=Carrier.folder, keeps_all=True),
-        CarrierRules(option="weights.transport=shared_memory", carrier=Carrier.folder),
+        CarrierRules(transport=Transport.auto, carrier=Carrier.folder, keeps_all=True),
+        CarrierRules(transport=Transport.shared_memory, carrier=Carrier.folder),
         CarrierRules(
-            option="weights.transport=file",
+            transport=Transport.file,
             carrier=Carrier.folder,
             is_remote=True,
             keeps_all=True,
@@ -107,23 +142,27 @@ CARRIERS: dict[str, CarrierRules] = {
             needs={"weights.directory": "a folder that all nodes share"},
         ),
         CarrierRules(
-            option="weights.transport=collective",
+            transport=Transport.collective,
             carrier=Carrier.host_stream,
             is_remote=True,
             uses=frozenset({"weights.interface", "weights.collective_into"}),
             needs=_INTERFACE,
         ),
         CarrierRules(
-            option="weights.transport=collective, collective_into=engine",
+            transport=Transport.collective,
+            collective_into=CollectiveInto.engine,
             carrier=Carrier.engine_stream,
             is_remote=True,
+            between_gpus=True,
             kinds=frozenset({"full"}),
             uses=frozenset({"weights.interface", "weights.collective_into"}),
             needs=_INTERFACE,
         ),
     )
 }
-"""The rules of each carrier. Keys: the values of ``weights.transport``, and ``collective, collective_into=engine``."""
+"""The rules of each carrier. Keys: the values of ``weights.transport`` and ``weights.collective_into``.
+
+With another transport than ``collective``, the second value is `CollectiveInto.host`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +194,18 @@ def check_carrier(rules: CarrierRules, use: CarrierUse) -> None:
 
 
 def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
-    name = rules.option.partition("=")[2]
     for option, value in use.given.items():
         if option not in rules.uses:
-            user = next(other.option for other in CARRIERS.values() if option in other.uses)
-            yield f"{option}={value} is used by {user}, got {name}; set {user}, or leave {option} out"
+            user = next(f"weights.transport={other.name}" for other in CARRIERS.values() if option in other.uses)
+            yield f"{option}={value} is used by {user}, got {rules.name}; set {user}, or leave {option} out"
+    chosen = f"weights.transport={rules.name}"
     for kind, is_wanted, fault in (
         (
             "delta",
             use.full_every > 1,
-            f"weights.full_every must be 1 with {rules.option}, got {use.full_every}: a delta",
+            f"weights.full_every must be 1 with {chosen}, got {use.full_every}: a delta",
         ),
-        ("adapter", use.adapters, f"weights.adapters must be false with {rules.option}, got true: an adapter"),
+        ("adapter", use.adapters, f"weights.adapters must be false with {chosen}, got true: an adapter"),
     ):
         if is_wanted and kind not in rules.kinds:
             yield f"{fault} needs weights on the engine's host, and the host holds none; set this, or another transport"
@@ -177,12 +216,12 @@ def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
         )
     if use.keeps_all and not rules.keeps_all:
         yield (
-            f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {name}; set file, "
-            "or keep fewer versions"
+            f"weights.transport must be file to keep all versions (learner.keep_snapshots=-1), got {rules.name}; set "
+            "file, or keep fewer versions"
         )
     where = f"with placement.num_nodes={use.num_hosts}"
     if use.num_hosts > 1 and not rules.is_remote:
-        yield f"weights.transport must be file or collective {where}, got {rules.option.partition('=')[2]}"
+        yield f"weights.transport must be file or collective {where}, got {rules.name}"
     for option in rules.needs if use.num_hosts > 1 else ():
         if option not in use.given:
             yield f"{option} must be {rules.needs[option]} {where}, got its default"

@@ -482,11 +482,6 @@ class ComparedWrites(TorchDispatchMode):
         """Number of parameter values that were written. A region that is written twice counts once."""
         return sum(sum(regions.values()) for regions in self._written.values())
 
-    @property
-    def num_writes(self) -> int:
-        """Number of different regions of parameters that were written."""
-        return sum(map(len, self._written.values()))
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_write = func in (_copy, _fill, _zero)
         name = self._names.get(args[0].untyped_storage()._cdata) if is_write else None

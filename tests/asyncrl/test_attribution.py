@@ -178,7 +178,8 @@ def test_the_pool_times_of_the_steps_add_up_to_the_run(tmp_path):
         total, steps = attribution.total(pool), attribution.per_step(pool, trace.steps)
         assert [step.capacity for step in steps] == [places * step.duration for step in trace.steps]
         assert sum(step.busy for step in steps) == total.busy
-        assert sum(step.idle_total for step in steps) == total.idle_total == total.capacity - total.busy
+        idle = sum(total.idle.values())
+        assert sum(sum(step.idle.values()) for step in steps) == idle == total.capacity - total.busy
 
 
 def test_a_lag_of_one_removes_the_idle_time_at_the_staleness_gate(tmp_path):
@@ -234,6 +235,6 @@ def test_the_causes_sum_to_the_idle_time_of_any_trace(fleet, levels, learner, co
     known = {"learner": {BUSY, *LearnerCause}, "fleet": {BUSY, *FleetCause}}
     for pool, capacity in expected.items():
         total = attribution.total(pool)
-        assert total.capacity == capacity == total.busy + total.idle_total
+        assert total.capacity == capacity == total.busy + sum(total.idle.values())
         assert {stretch.state for stretch in attribution.stretches[pool]} <= known[pool]
         assert sum(part.capacity for part in attribution.per_step(pool, trace.steps)) == capacity

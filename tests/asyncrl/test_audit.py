@@ -209,6 +209,18 @@ def test_a_token_beyond_the_bound_is_found(run, capsys):
     assert "step 2, group 2: the versions of the tokens must be 2 to 2, got [1]" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("text", [None, '{"a": ', "total_steps: 4\ncheckpoint: {directory: ''}\n"])
+def test_the_audit_refuses_a_missing_or_damaged_configuration_and_names_it(run, capsys, text):
+    (run / "config.yaml").unlink()
+    if text is not None:
+        (run / "config.yaml").write_text(text)
+    assert main([str(run)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {run}/config.yaml must hold the options of the run as YAML")
+    assert error.endswith("; restore it from a copy\n")
+    assert error.count("\n") == 1
+
+
 def test_an_account_that_lost_a_token_is_found_and_one_that_is_open_is_named(run, capsys):
     summary = json.loads((run / "summary.json").read_text())
     summary["tokens"]["trained"] -= 1

@@ -19,7 +19,6 @@ from transformers import (
 from asyncrl.checks import check_options
 from asyncrl.cli import plan_command
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.plan_command import experiments_that_fit
 from asyncrl.cli.preflight import check_gpu_memory
 from asyncrl.cli.quickstart import make_assets
 from asyncrl.planner.device_memory import (
@@ -44,6 +43,7 @@ from asyncrl.planner.fit import (
     with_options,
     with_recomputation,
 )
+from benchmarks.gpu_paper import experiments_that_fit
 from learner.config import GradientSync, LearnerConfig, LoraConfig, sums_each_micro_batch
 from learner.fsdp import with_memory_options
 from learner.heads import WEIGHT_CHUNK_TOKENS

@@ -155,8 +155,8 @@ async def test_a_run_whose_learner_dies_goes_on_from_its_newest_checkpoint_and_e
     assert [record.step for record in run.records] == [0, 1, 2, 2, 3, 4, 5]
     assert run.records[-1].time_s > run.records[2].time_s
     assert run.restarts.num_restarts == 1
-    assert run.said[0].startswith("worker of group 'learner', rank 1 died; the learner starts again from the newest")
-    assert "(restart 1 of learner.restarts=1)" in run.said[0]
+    said = "the learner starts again from the newest checkpoint (restart 1 of learner.restarts=1): "
+    assert run.said[0] == f"{said}worker of group 'learner', rank 1 died."
     assert "the learner goes on from version 2 (" in run.said[1]
     result = await run.controller.account()
     assert (result.policy_version, result.tokens.balance) == (6, 0)
@@ -280,7 +280,7 @@ async def test_a_learner_that_does_not_start_again_for_any_reason_is_started_onc
     failures += [OSError(24, "Too many open files")] * 4
     run = Run(tmp_path / "other", [3], "learner.restarts=2")
     run.learner.begin_again = begin_again
-    words = r"the learner did not start again: OSError\(24, 'Too many open files'\); learner.restarts=2 are used up"
+    words = r"learner.restarts=2 are used up: the learner did not start again: OSError\(24, 'Too many open files'\)"
     with pytest.raises(LearnerDiedError, match=words):
         await run.train()
 
@@ -288,17 +288,17 @@ async def test_a_learner_that_does_not_start_again_for_any_reason_is_started_onc
 @pytest.mark.parametrize(
     ("deaths", "overrides", "words"),
     [
-        ([3, 3], [], r"rank 1 died; learner.restarts=1 are used up\nLast lines of learner-1.log"),
+        ([3, 3], [], r"learner.restarts=1 are used up: .* rank 1 died\.\nLast lines of learner-1.log"),
         ([3], ["learner.restarts=0"], r"rank 1 died\.\nLast lines"),
         (
             [1],
             [],
-            r"rank 1 died; the run has no checkpoint to restart .* from; checkpoint.every_steps=2 has written none yet",
+            r"no checkpoint to restart .* from; checkpoint.every_steps=2 has written none yet: .* rank 1 died",
         ),
         (
             [1],
             ["checkpoint.every_steps=0"],
-            r"rank 1 died; the run has no checkpoint to restart the learner from; set checkpoint.every_steps",
+            r"the run has no checkpoint to restart the learner from; set checkpoint.every_steps: .* rank 1 died",
         ),
     ],
 )

@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 from ray.exceptions import RayActorError
 
-from asyncrl.config import ModelConfig, RunConfig, Transport, WeightsConfig
+from asyncrl.config import ModelConfig, RunConfig, WeightsConfig
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.run import node_folders, run_folder
 from asyncrl.run.node_folders import NodeFiles, NodeFolders
+from asyncrl.weights.carriers import Transport
 from buffer import make_keys
 
 

@@ -5,8 +5,9 @@ from dataclasses import fields
 import pytest
 
 from asyncrl.checks import check_options
-from asyncrl.config import PlacementConfig, RayConfig, RunConfig, Strategy, Transport
+from asyncrl.config import PlacementConfig, RayConfig, RunConfig, Strategy
 from asyncrl.run.cluster import check_nodes, engine_pool, node_shares, pool_of_one, worker_env
+from asyncrl.weights.carriers import Transport
 from learner.config import Device
 from rollout_fleet.config import EngineDevice, SGLangConfig
 

@@ -37,7 +37,8 @@ def report(tmp_path_factory):
     folder.mkdir()
     record_run(folder, num_steps=24, groups_per_step=24, groups_in_flight=16, max_lag=2)
     (folder / "plan.json").write_text(json.dumps(PREDICTIONS))
-    (folder / "config.yaml").write_text("experiment: sorting\ntotal_steps: 40\nbuffer: {max_lag: 2}\n")
+    options = "algorithm: {advantage: grpo}\nbuffer: {max_lag: 2}\nmodel: {path: ''}\n"
+    (folder / "config.yaml").write_text(f"experiment: sorting\ntotal_steps: 40\n{options}")
     keep(folder, "train", 11, 0.25, 1.0, episodes=[forest(), long_episode()])
     keep(folder, "greedy", 0, 0.75)
     add_tokens(folder)

@@ -16,12 +16,12 @@ from transformers import AutoModelForCausalLM
 
 import learner.checkpoint
 from asyncrl.core.errors import CheckpointError
+from asyncrl.core.host import replace_folder
 from learner.checkpoint import ShardedCheckpointer, main
 from learner.checkpoint_folder import (
     named_checkpoints,
     newest_checkpoint,
     partial_path,
-    put_in_place,
     read_progress,
 )
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig, Schedule
@@ -197,7 +197,7 @@ def test_a_full_disk_in_the_background_is_an_error_of_the_next_call(checkpointer
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(learner.checkpoint, "put_in_place", full)
+    monkeypatch.setattr(learner.checkpoint, "replace_folder", full)
     checkpointer.save(2, wait=False)
     with pytest.raises(CheckpointError, match=r"could not be written: rank 0: OSError: .*No space left"):
         checkpointer.finish()
@@ -228,7 +228,7 @@ def test_a_command_that_reads_the_folder_does_not_stop_a_save_of_an_existing_ver
     for content in ("old", "new"):
         partial_path(final).mkdir()
         (partial_path(final) / content).touch()
-        put_in_place(final)
+        replace_folder(partial_path(final), final)
         monkeypatch.setattr(Path, "rename", rename_and_read)
     assert [path.name for path in final.iterdir()] == ["new"]
     assert list(tmp_path.iterdir()) == [final]
