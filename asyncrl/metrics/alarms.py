@@ -43,8 +43,8 @@ class RunLimits:
     Attributes:
         total_steps: Configured number of learner steps.
         max_lag: ``buffer.max_lag``, in learner steps.
-        compares_groups: Whether all advantages compare the samples of a prompt group. If False, a batch teaches nothing
-            if all of its rewards are equal. If True, a group teaches nothing if its rewards are equal.
+        compares_groups: True if all advantages compare the samples of a prompt group. A group then teaches nothing if
+            all its rewards are equal. If False, a batch teaches nothing if all its rewards are equal.
     """
 
     total_steps: int
@@ -139,7 +139,7 @@ class Alarms:
         return {f"alarm.{name}": float(name in current) for name in sorted(self._seen)}
 
     def _update(self, found: Mapping[str, str], step: int) -> list[Alarm]:
-        """Begin and end alarms. ``found`` has the message of each condition, empty if the condition does not hold."""
+        """Begin and end alarms. ``found`` maps each condition to its message, which is empty if it does not hold."""
         lasting = {alarm.name: alarm for alarm in self.current}
         ended = {
             name: replace(lasting[name], last_step=max(lasting[name].first_step, step - 1))
@@ -175,8 +175,8 @@ class Alarms:
         )
 
 
-# The functions below check one condition each in the records of the newest `WINDOW` steps.
-# They return the alarm's message, or an empty text if there is no alarm.
+# Each function below checks one condition in the records of the newest `WINDOW` steps.
+# Each function returns the message of the alarm, or an empty text if there is no alarm.
 
 
 def _equal_share(record: StepRecord, limits: RunLimits) -> float:
@@ -197,7 +197,7 @@ def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
 
 def _no_update(window: Sequence[StepRecord], limits: RunLimits) -> str:
     for role, prefix in (("policy", ""), ("critic", "critic.")):
-        # The norm is the mean over a step's updates. It is missing while only the critic trains.
+        # The gradient norm is the mean over a step's updates. The policy has no norm while only the critic trains.
         norms = [record.learner.get(f"{prefix}grad_norm", 1.0) for record in window]
         if not any(map(math.isfinite, norms)):
             return (

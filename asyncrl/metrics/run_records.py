@@ -132,7 +132,7 @@ class TrainingResult:
     Attributes:
         policy_version: Version of the trained policy: its number of learner steps.
         train_wall_s: Seconds from the start of training to the last update.
-        tokens: Numbers of generated, trained and dropped tokens after the fleet has stopped.
+        tokens: Counts of generated, trained and dropped tokens after the fleet has stopped.
         max_lag_realised: Largest lag of a group that this process trained on, in learner steps.
         max_lag_before: Largest lag before the checkpoint that this process continued from; 0 for a new run.
         lag_histogram: Number of trained groups by lag in learner steps.
@@ -172,13 +172,19 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Share of the pool's time that was busy since the start of training, 0 to 1; 0 before the start."""
+        """Fraction of the time since the start of training in which the ranks or samples of ``capacity`` were busy.
+
+        The value is from 0 to 1, and 0 before the start.
+        """
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
     @property
     def top_cause(self) -> tuple[str, float] | None:
-        """Largest recent cause of idle time, as a (name, share of the time) pair; None without idle time."""
+        """The cause of the most idle time in the latest steps, as a pair (name, fraction of the time).
+
+        None if there was no idle time.
+        """
         causes = {cause: share for cause, share in self.recent.items() if cause != BUSY and share > 0}
         return max(causes.items(), key=lambda item: item[1], default=None)
 
@@ -262,7 +268,7 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes the metrics of a run to ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard.
 
-    If the learner returns to a checkpoint, it repeats the later steps. Then the lines of these steps move to
+    If the learner returns to a checkpoint, it repeats the later steps. Their old lines are then moved to
     ``metrics.lost.jsonl``, and the lines of later evaluations to ``evaluations.lost.jsonl``.
 
     Attributes:
@@ -280,8 +286,8 @@ class MetricsWriter:
     def write(self, record: StepRecord) -> None:
         """Write the metrics of one learner step to ``metrics.jsonl`` and to TensorBoard.
 
-        If the step is not newer than the previous one, the learner has returned to a checkpoint. In this case, the
-        method first moves the lines of the lost steps to ``metrics.lost.jsonl``.
+        If the step is not later than the previous record's step, the learner has returned to a checkpoint. In this
+        case, the method first moves the lines of the lost steps to ``metrics.lost.jsonl``.
 
         Raises:
             DiskError: the file cannot be written; the message names the process and the path.
@@ -317,9 +323,7 @@ class MetricsWriter:
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
         """Copy the metrics of earlier runs, up to the checkpoint that this run resumed, into this run's files.
 
-        Call this before `write`.
-
-        Raises the errors of `write`.
+        Call this method before `write`. Raises the errors of `write`.
         """
         for evaluation in evaluations:
             self.evaluation(evaluation)
@@ -327,12 +331,15 @@ class MetricsWriter:
             self.write(record)
 
     def profile(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write numbers from the profile of a step, by dotted name, as TensorBoard scalars under ``profile/``."""
+        """Write numbers from the profile of a step as TensorBoard scalars under ``profile/``.
+
+        ``figures`` maps dotted names to these numbers.
+        """
         self._events.add({f"profile/{name.replace('.', '/')}": value for name, value in figures.items()}, step)
 
     def close(self) -> None:
         """Flush and close ``metrics.jsonl`` and the TensorBoard file."""
-        with suppress(OSError):  # an earlier `write` has raised this error already
+        with suppress(OSError):  # ignore the error, because an earlier `write` has raised it already
             self._file.close()
         self._events.close()
 
@@ -345,7 +352,7 @@ class ScalarEvents:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._open = partial(EventFileWriter, str(folder), flush_secs=10)
-        events: Any = event_pb2  # the module creates its classes at import, so type checkers do not know them
+        events: Any = event_pb2  # `event_pb2` creates its classes at import, so type checkers do not know them
         summaries: Any = summary_pb2
         self._event, self._summary, self._log = events.Event, summaries.Summary, events.SessionLog
         self._file = self._open()
@@ -369,7 +376,10 @@ class ScalarEvents:
 
 
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
-    """Move the lines that ``is_lost`` selects to a file with ``.lost`` in its name. A missing file counts as empty."""
+    """Move lines of a JSONL file to a file with ``.lost`` in its name. A missing file counts as empty.
+
+    ``is_lost`` is a function from the object in a line to True if the line must move.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     lost = [line for line in lines if is_lost(json.loads(line))]
     if lost:
@@ -381,9 +391,9 @@ def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
-    """Read the object in a JSON file of a run; None if there is no file.
+    """Return the object in a JSON file of a run; None if there is no file.
 
-    ``keys`` must be in the object. Raises the errors of `json_object`.
+    The object must have the given ``keys``. Raises the errors of `json_object`.
     """
     return json_object(path.read_text(errors="replace"), str(path), *keys) if path.is_file() else None
 
