@@ -62,8 +62,8 @@ class Ending:
 
     Attributes:
         status: Exit status, or minus the number of the fatal signal. Example: -9.
-        own: Whether the run ended by itself, and reported its end to the supervisor.
-        late: Whether the supervisor killed the run, because the run did not stop in time after a signal.
+        own: True if the run ended by itself, and reported its end to the supervisor.
+        late: True if the supervisor killed the run, because the run did not stop in time after a signal.
         fault: The text of the faults that the run reported, if ``own`` is False; otherwise empty.
     """
 

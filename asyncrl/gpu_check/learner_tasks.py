@@ -240,7 +240,7 @@ def train(
 def offload(setup: Setup, *, model: str) -> Measured:
     """Move model and optimizer to the host and back, and check that the values stay the same.
 
-    Yields one mapping: the speed in GB/s, the share of bytes that stays on the device, and whether the values are the
+    Yields one mapping: the speed in GB/s, the fraction of bytes that stay on the device, and whether the values are the
     same.
     """
     trainer = _trainer(setup, model, offload_at_transition_only=True)

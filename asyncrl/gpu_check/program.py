@@ -244,7 +244,7 @@ def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
 
 
 def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
-    """Return the model FLOP/s as a share of the GPU's peak, as text; empty for the mixture of experts."""
+    """Return the model FLOP/s as a fraction of the GPU's peak, as text; empty for the mixture of experts."""
     cards = _cards() if setup.device == "cuda" else []
     peak = next((value for name, value in PEAK_TFLOPS.items() if cards and name in cards[0]), 0.0)
     if not peak or one["parameters"] > 2e9:

@@ -19,21 +19,21 @@ from .run_records import StepRecord
 WINDOW = 5
 """Number of consecutive steps that must meet a condition before an alarm begins."""
 COLLAPSED = 0.01
-"""The policy's entropy has collapsed if it is below this share of its mean over the first `WINDOW` steps."""
+"""The policy's entropy has collapsed if it is below this fraction of its mean over the first `WINDOW` steps."""
 ALL_BUT_EQUAL = 0.9
-"""Collapsed entropy is an alarm only if at least this share of the groups have equal rewards in the group."""
+"""Collapsed entropy is an alarm only if at least this fraction of the groups have equal rewards in the group."""
 MAX_ENGINE_GAP = 0.1
 """Largest normal difference between log-probs of engine and learner with the same weights, in nats per token."""
 MAX_TRUNCATED = 0.2
-"""Largest normal share of samples that reach the length limit."""
+"""Largest normal fraction of samples that reach the length limit."""
 MAX_LENGTH_BIAS = 0.25
-"""Largest normal difference between the mean lengths of dropped and trained samples, as a share of the latter."""
+"""Largest normal difference between the mean lengths of dropped and trained samples, as a fraction of the latter."""
 MIN_DROPPED_GROUPS = 20
 """The alarm on the length of dropped samples needs at least this number of dropped groups."""
 FULL = 0.95
 """The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5
-"""An engine is slow if it generates less than this share of the median engine's tokens per second."""
+"""An engine is slow if it generates less than this fraction of the median engine's tokens per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +180,7 @@ class Alarms:
 
 
 def _equal_share(record: StepRecord, limits: RunLimits) -> float:
-    """Return the share of the batch, 0 to 1, that teaches the policy nothing because its rewards are equal."""
+    """Return the fraction of the batch, 0 to 1, that teaches the policy nothing because its rewards are equal."""
     return record.equal_reward_groups if limits.compares_groups else float(record.reward_std == 0)
 
 

@@ -58,9 +58,9 @@ class StepRecord:
         plan_wait_s: Seconds that the controller waited for the batch.
         update_s: Seconds of the update on the slowest rank.
         publish_s: Seconds until the slowest engine had the latest published weights.
-        buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
+        buffer_fill: Bytes of the stored groups, as a fraction of the limit of all stores.
         buffer_on_disk: Share of the stored groups' bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
-        slowest_engine: Policy tokens of the slowest engine in the latest steps, as a share of the median engine's; 1
+        slowest_engine: Policy tokens of the slowest engine in the latest steps, as a fraction of the median engine's; 1
             with fewer than two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
