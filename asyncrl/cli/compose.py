@@ -155,13 +155,13 @@ def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> No
 
 @contextmanager
 def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Copy the user's experiment files to a temporary folder on Hydra's search path, while the block runs.
+    """During the ``with`` block, keep copies of the user's experiment files in a folder on Hydra's search path.
 
     Args:
         overrides: Overrides in which ``experiment`` may be a path. Example: ``["experiment=mine.yaml", "seed=1"]``.
 
     Yields:
-        The overrides with names of experiments instead of paths, and a map from these names to the paths.
+        A pair: the overrides with names of experiments instead of paths, and a dict from these names to the paths.
 
     Raises:
         ValueError: a file is missing or is not an experiment.
@@ -206,7 +206,7 @@ def _read_experiment(path: Path, override: str) -> str:
 
 
 def _expand_home(options: DictConfig) -> None:
-    """Expand a ``~`` at the start of a path. The shell does not expand it in quotes or in an experiment's YAML."""
+    """Expand a ``~`` at the start of a path. The shell does not expand ``~`` in quotes or in an experiment's YAML."""
     for name in _PATHS:
         path = OmegaConf.select(options, name)
         if path.startswith("~/"):

@@ -65,14 +65,14 @@ from rollout_fleet.sample_log import load_decoder
 
 _SHOWN_CHARACTERS = 160
 _BYTES_PER_TOKEN = 14
-"""Estimated bytes of one token in the buffer: its id, log-prob and policy version, and a share of the metadata."""
+"""Estimated bytes of one token in the buffer: its id, log-prob and policy version, and a part of the metadata."""
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Run all checks of a run except the checks of its folders. Returns the training and the held-out prompts.
+    """Run all checks of a run except the checks of its folders. Returns a pair: training prompts and held-out prompts.
 
     Call `check_folders` earlier, before the run creates its own folder. If the run starts its own Ray cluster, call
-    `resolve_devices` earlier too. ``say`` shows a line to the user.
+    `resolve_devices` earlier too. ``say`` is a function that shows a line to the user.
     """
     if not config.ray.address:  # an existing Ray cluster may have other devices and packages than this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
@@ -85,7 +85,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_trackers(config.tracker)
     split_address(config.prometheus_address, "prometheus_address")
     if config.dashboard:
-        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # this import loads a web server
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # imports aiohttp, a web server
 
         check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
     check_heads(config)
@@ -127,9 +127,9 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
 
 
 def check_folders(config: RunConfig) -> None:
-    """Check that the run can write to all its folders or create them. Raises `ValueError` if not.
+    """Check that the run can write to all its folders or create them. The function creates no folder.
 
-    This function creates no folder.
+    Raises `ValueError` if the run cannot write to a folder, or if ``run_dir`` is not empty.
     """
     own_disk = config.buffer.durability is Durability.disk
     folders = {
@@ -286,7 +286,7 @@ def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_own_functions(config: RunConfig) -> None:
-    """Check that the reward, the advantage and the loss exist. This imports the user's functions.
+    """Check that the reward, the advantage and the loss exist. The check imports the user's functions.
 
     Raises:
         ValueError: there is no such name, file, module or function.
@@ -319,7 +319,8 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
-        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # the judge does not run yet
+        # Skip the test of a reward that uses the judge model, because the judge does not run yet.
+        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):
             await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
@@ -474,9 +475,9 @@ def _staleness(config: RunConfig) -> Iterator[str]:
     most_open, places = (buffer.max_lag + 1) * batch, fleet.most_engines * fleet.most_groups_in_flight
     yield f"the learner trains on a token at most {counted(buffer.max_lag, 'learner step')} after it was sampled"
     yield f"which is at most {counted(buffer.max_lag * updates + updates - 1, 'optimizer update')}"
-    yield f"at most {most_open} groups are open; the fleet has places for {places}"
+    yield f"at most {most_open} groups are open; the fleet has slots for {places}"
     if places > most_open:
-        yield f"the fleet can never use {places - most_open} of its places: lower rollout_fleet.groups_in_flight"
+        yield f"the fleet can never use {places - most_open} of its slots: lower rollout_fleet.groups_in_flight"
     if buffer.max_lag == 0:
         yield "generation and training alternate: they do not overlap with buffer.max_lag=0"
     yield f"weights are published every {counted(config.weights.publish_every, 'step')}; a straggler: {buffer.on_stale}"

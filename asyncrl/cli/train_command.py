@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         raise ValueError(f"unknown flag {sorted(unknown)[0]}, expected OPTION=VALUE; --help lists the options")
     if flags & _MULTIRUN and not flags - _MULTIRUN:
-        from asyncrl.cli.multirun import multirun  # this import loads Hydra's plugins
+        from asyncrl.cli.multirun import multirun  # loads Hydra's plugins, which other commands do not need
 
         return multirun(overrides)
     config = compose_run(overrides)
@@ -198,7 +198,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # logged, not raised: the user must see why the run ended, not this error
+    except (OSError, ValueError) as error:  # log this error, because the user must see why the run ended instead
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
