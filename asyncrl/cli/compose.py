@@ -110,7 +110,7 @@ def read_config(run_folder: Path) -> RunConfig:
             (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {explain(error, ())}; read it with the release that wrote it") from error
+        raise ValueError(f"{path}: {explain(error, ())}; use the release of asyncrl that wrote the file") from error
     assert isinstance(config, RunConfig)
     return config
 
@@ -256,7 +256,7 @@ def _make_writable(node: DictConfig) -> None:
     # OmegaConf makes the nodes of frozen dataclasses read-only, and overrides of read-only nodes fail.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
-        OmegaConf.set_struct(node, False)  # the user may add keys to a plain mapping
+        OmegaConf.set_struct(node, False)  # allow the user to add keys to a plain mapping
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):
@@ -297,7 +297,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Suggest similar options. Prefer options with the same last component."""
+    """Return a text that suggests similar options. Options with the same last component are preferred."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.0) or difflib.get_close_matches(

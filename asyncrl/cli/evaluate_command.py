@@ -158,7 +158,7 @@ def _as_model(policy: EvaluatedPolicy, folder: Path) -> Iterator[Path]:
         assert policy.model is not None
         yield policy.model
         return
-    from learner.checkpoint import export  # loads torch, which takes seconds
+    from learner.checkpoint import export  # import here, because the module loads torch
 
     with tempfile.TemporaryDirectory(prefix=".policy-", dir=folder) as exported:
         export(policy.checkpoint, Path(exported, "policy"))

@@ -142,14 +142,14 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)
-        if stopped_by:  # a signal arrived while the process was starting
+        if stopped_by:  # forward a signal that arrived while the process was starting
             process.send_signal(stopped_by[0])
         status = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped_by:
-        sys.exit(128 + stopped_by[0])  # SystemExit ends the whole sweep, not only this run
+        sys.exit(128 + stopped_by[0])  # end the whole sweep, not only this run
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}

@@ -74,7 +74,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     Call `check_folders` earlier, before the run creates its own folder. If the run starts its own Ray cluster, call
     `resolve_devices` earlier too. ``say`` is a function that shows a line to the user.
     """
-    if not config.ray.address:  # an existing Ray cluster may have other devices and packages than this machine
+    if not config.ray.address:  # do not check this machine for a run in an existing Ray cluster
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
         check_images(config.rollout_fleet, config.model.path)
@@ -85,7 +85,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_trackers(config.tracker)
     split_address(config.prometheus_address, "prometheus_address")
     if config.dashboard:
-        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # imports aiohttp, a web server
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # import here; this loads a web server
 
         check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
     check_heads(config)
@@ -93,7 +93,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raises an error if sft.output_path holds another policy or other files
+        finished_warm_start(config)  # raise an error if sft.output_path holds another policy or other files
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     if (resumed := find_checkpoint(config)) is not None:
         prompts.check(resumed.state.prompts)
@@ -120,7 +120,7 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
     """
     try:
         model = policy_size(config)
-    except ValueError:  # another check reports why the model's sizes cannot be read
+    except ValueError:  # ignore this error, because another check reports why the model's sizes cannot be read
         return
     if card:
         check_memory_of_devices(config, model, card)
@@ -145,7 +145,7 @@ def check_folders(config: RunConfig) -> None:
         check_folder(option, folder)
     own_folder = Path(config.run_dir).expanduser()
     if config.run_dir and own_folder.is_dir() and any(own_folder.iterdir()):
-        raise ValueError(f"run_dir={config.run_dir} must be a new or an empty folder; choose another one")
+        raise ValueError(f"run_dir={config.run_dir} must be a new or an empty folder; choose another folder")
     if config.publishes_to_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
         raise ValueError(
             f"weights.transport={config.weights.transport} needs shared memory in a writable {SHARED_MEMORY}, got: "
@@ -161,7 +161,7 @@ def check_folder(option: str, folder: str) -> None:
     if folder and (reason := _why_not_writable(Path(folder).expanduser().resolve())):
         raise ValueError(
             f"{option}={folder} must be a folder that this run can write to or create, got: {reason}; choose another "
-            "one, or change its permissions"
+            "folder, or change its permissions"
         )
 
 
@@ -188,8 +188,8 @@ def check_heads(config: RunConfig) -> None:
         heads = model_settings(path).get("num_attention_heads")
         if heads and heads % size:
             raise ValueError(
-                f"{option} must divide the {heads} attention heads of the model in {path}, got {size}; 1 fits every "
-                "model"
+                f"{option} must divide the {heads} attention heads of the model in {path}, got {size}; the value 1 "
+                "fits every model"
             )
 
 
@@ -202,7 +202,7 @@ def check_vision(config: RunConfig) -> None:
         if config.learner.freeze_vision:
             raise ValueError(
                 f"learner.freeze_vision is true, but the model in {config.model.path} has no vision tower that the "
-                "learner trains; set it to false"
+                "learner trains; set learner.freeze_vision=false"
             )
         return
     refused = {
@@ -214,7 +214,7 @@ def check_vision(config: RunConfig) -> None:
         if is_set:
             raise ValueError(
                 f"{option} is set, and the model in {config.model.path} takes images: asyncrl cannot train adapters or "
-                "critics of such models; train all weights, with an advantage without a critic"
+                "critics of such models; train all weights, and use an advantage that needs no critic"
             )
 
 
@@ -296,7 +296,7 @@ def check_own_functions(config: RunConfig) -> None:
             REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
     if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
-        from learner.advantages import ADVANTAGES  # imports torch, which takes seconds
+        from learner.advantages import ADVANTAGES  # import here, because the module loads torch
         from learner.losses import LOSSES
 
         ADVANTAGES.get(algorithm.advantage)

@@ -127,7 +127,7 @@ def make_assets(
         return _assets_in(target)
     is_ours = target.is_dir() and ((target / "assets.json").is_file() or not any(target.iterdir()))
     if target.exists() and not is_ours:
-        raise ValueError(f"quickstart: {target} must be an empty directory, got other files; choose another one")
+        raise ValueError(f"quickstart: {target} must be an empty directory, got other files; choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         fresh = Path(temporary, "fresh")
@@ -176,7 +176,7 @@ def _swap(fresh: Path, target: Path, *, aside: Path) -> None:
         target.rename(aside)
     try:
         fresh.rename(target)
-    except OSError:  # another process has made the same assets
+    except OSError:  # ignore the error if another process has made the same assets
         if _settings_of(target) != _settings_of(fresh):
             raise
 

@@ -224,7 +224,8 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
         if prompt is None or decode(prompt.prompt_ids.tolist()) != group[0]["prompt"]:
             raise ValueError(
                 f"{options.data} must be the file of the run's prompts, got another prompt for group {number} of "
-                f"{options.samples}; name the run's data.train_files, if it has no data.sampler, or data.eval_files"
+                f"{options.samples}; name one of the run's data.eval_files, or of its data.train_files if the run has "
+                "no data.sampler"
             )
         rollouts = [
             Rollout.answer(

@@ -141,7 +141,7 @@ def exit_at_once(status: int) -> NoReturn:
 
 def _report(said: bytes) -> None:
     if _report_fd is not None:
-        with contextlib.suppress(OSError):  # no process reads the pipe if the supervisor was killed
+        with contextlib.suppress(OSError):  # ignore the error if the supervisor, which reads the pipe, was killed
             os.write(_report_fd, said)
 
 

@@ -98,8 +98,8 @@ class Alarms:
 
     def step(self, record: StepRecord) -> list[Alarm]:
         """Check the metrics of one learner step. Return the alarms that begin or end with this step."""
-        if self._window and record.step <= self._window[-1].step:  # the learner has returned to a checkpoint
-            self._window.clear()
+        if self._window and record.step <= self._window[-1].step:
+            self._window.clear()  # begin a new window, because the learner has returned to a checkpoint
         self._window.append(record)
         self.num_steps += 1
         found = dict.fromkeys(_CONDITIONS, "") | {"entropy": self._entropy(record)}
@@ -139,7 +139,10 @@ class Alarms:
         return {f"alarm.{name}": float(name in current) for name in sorted(self._seen)}
 
     def _update(self, found: Mapping[str, str], step: int) -> list[Alarm]:
-        """Begin and end alarms. ``found`` maps each condition to its message, which is empty if it does not hold."""
+        """Begin and end alarms at a step.
+
+        ``found`` maps the name of each condition to a message. The message is empty if the condition does not hold.
+        """
         lasting = {alarm.name: alarm for alarm in self.current}
         ended = {
             name: replace(lasting[name], last_step=max(lasting[name].first_step, step - 1))
@@ -197,7 +200,7 @@ def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
 
 def _no_update(window: Sequence[StepRecord], limits: RunLimits) -> str:
     for role, prefix in (("policy", ""), ("critic", "critic.")):
-        # The gradient norm is the mean over a step's updates. The policy has no norm while only the critic trains.
+        # ``grad_norm`` is a mean over a step's updates. The policy has no ``grad_norm`` while only the critic trains.
         norms = [record.learner.get(f"{prefix}grad_norm", 1.0) for record in window]
         if not any(map(math.isfinite, norms)):
             return (

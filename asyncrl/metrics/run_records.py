@@ -172,10 +172,7 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Fraction of the time since the start of training in which the ranks or samples of ``capacity`` were busy.
-
-        The value is from 0 to 1, and 0 before the start.
-        """
+        """Busy time divided by all time since the start of training, from 0 to 1. The value is 0 before the start."""
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
@@ -294,7 +291,8 @@ class MetricsWriter:
         """
         numbers = record.flat()
         with writing(self._path):
-            if self.steps and record.step <= self.steps[-1].step:  # the learner has returned to a checkpoint
+            # Move the lines of the lost steps if the learner has returned to a checkpoint.
+            if self.steps and record.step <= self.steps[-1].step:
                 self._file.close()
                 _move_lost(self._path, lambda line: line["step"] >= record.step)
                 evaluations = self._path.with_name("evaluations.jsonl")
@@ -378,7 +376,7 @@ class ScalarEvents:
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
     """Move lines of a JSONL file to a file with ``.lost`` in its name. A missing file counts as empty.
 
-    ``is_lost`` is a function from the object in a line to True if the line must move.
+    The function calls ``is_lost`` with the JSON object of each line, and moves the line if the result is True.
     """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     lost = [line for line in lines if is_lost(json.loads(line))]

@@ -114,7 +114,7 @@ class TerminalView:
             del self._waiting[part]
 
     def step(self, record: StepRecord) -> None:
-        """Show the metrics of a finished learner step in the live view, or print them as a line without a terminal.
+        """Show the metrics of a finished learner step in the live view. Without a terminal, print a line instead.
 
         A line is printed at most every 5 s, and always for the first and the last step.
         """

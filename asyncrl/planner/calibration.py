@@ -140,7 +140,10 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The recorded events of each trained group: one entry per step that trained on it, without warm-up steps."""
+        """The recorded events of each trained group, with one entry per step that trained on the group.
+
+        Warm-up steps are left out.
+        """
         return [use for use in self._trace.trained_groups if use.step >= self._first_step]
 
     @cached_property
@@ -211,7 +214,7 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # Count the time in which several groups of a worker wait only once: the worker stores one group at a time.
+        # Join the overlapping waits of a worker's groups, because the worker scores and stores one group at a time.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s

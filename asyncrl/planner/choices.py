@@ -285,12 +285,12 @@ def advise(
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
         with suppress(ReplayBufferError):  # leave out a change that cannot run (see `predict`)
-            # Simulate once for the gain. If the gain is large enough, simulate more often for the interval.
+            # Simulate once to find the gain. If the gain is large enough, simulate more often to find the interval.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []
     best = min(paying, key=lambda found: found.outcome.step_s, default=None)
-    # The predicted step must also be faster than the measured step by the share `MIN_GAIN`.
+    # The predicted step must also be faster than the measured step by the fraction `MIN_GAIN`.
     if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):
         return None
     idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))

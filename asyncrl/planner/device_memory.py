@@ -211,7 +211,7 @@ def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     cache_heads = settings.get("num_key_value_heads") or heads
     query, key = heads * head_dim, cache_heads * head_dim
     cached = 2 * key
-    if rank := settings.get("kv_lora_rank"):  # multi-head latent attention (arXiv 2405.04434, section 2.1)
+    if rank := settings.get("kv_lora_rank"):  # use the sizes of latent attention (arXiv 2405.04434, section 2.1)
         rotated, plain = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"]
         query = key = heads * max(rotated + plain, settings["v_head_dim"])
         cached, cache_heads = rank + rotated, 1

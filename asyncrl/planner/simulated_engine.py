@@ -301,7 +301,7 @@ class SimulatedEngine:
     def _set_timer(self) -> None:
         if self._model.takes_batches:
             return
-        self._timer += 1  # the previous timer then does nothing
+        self._timer += 1  # make the previous timer do nothing
         timer = self._timer
         if self._is_loading or not self._running:
             return
@@ -377,7 +377,7 @@ class SharedCore:
             self._done_s += passed_s / len(self._jobs)
 
     def _set_timer(self) -> None:
-        self._timer += 1  # the previous timer then does nothing
+        self._timer += 1  # make the previous timer do nothing
         if self._jobs:
             timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
             call_after(self._env, left_s, lambda: self._end_first(timer))

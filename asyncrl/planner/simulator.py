@@ -217,8 +217,8 @@ class SimulatedWorker:
                 self.engine.cut(group, partial(self._give_back, group))
 
     def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
-        if self._groups.get((group.group_id, group.attempt)) is not group:  # the buffer has revoked the group
-            return
+        if self._groups.get((group.group_id, group.attempt)) is not group:
+            return  # do nothing, because the buffer has revoked the group
         self.account()
         group_id, attempt = group.group_id, group.attempt
         num_tokens = sum(group.lengths) - sum(left)

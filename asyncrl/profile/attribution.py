@@ -641,7 +641,7 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """Return the busy and idle time of learner and fleet up to the latest finished step; None without such a step.
+        """Return the busy and idle time of learner and fleet in all finished steps; None if no step is finished.
 
         Raises the errors of `TraceReader.read`.
         """

@@ -38,7 +38,7 @@ _FIGURES = 4
 
 
 def timeline(trace: Trace, attribution: Attribution) -> Chart:
-    """Return the chart over time of the states of ranks and engines, weight updates, buffer counts and mean lag.
+    """Return the timeline chart: states of ranks and engines, weight updates, buffer counts and mean lag over time.
 
     The chart has at most `MAX_BINS` columns of equal width. Time 0 is the start of ``attribution.window``.
     """
@@ -297,10 +297,10 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """Return a dict from state to an array [bins] float64: the fraction of the time of all slots in this state.
+    """Return a dict from each state to an array [bins] float64: the mean fraction of slots in this state per bin.
 
-    A slot is a rank, or an engine's capacity for one sample. The fractions of a bin sum to 1, or to 0 if the bin has no
-    stretch.
+    A slot is a rank, or an engine's capacity for one sample. The fractions of a bin sum to 1, or to 0 if no stretch
+    lies in the bin.
     """
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
@@ -346,9 +346,9 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
-    """Return an array [bins]: the mean lag of the latest batch that the learner had trained at the end of the bin.
+    """Return an array [bins]: the mean lag of the latest batch whose learner step ended before the end of the bin.
 
-    The value is 0 before the end of the first step.
+    The value is 0 if no step ended before the end of the bin.
     """
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trace.trained_groups:

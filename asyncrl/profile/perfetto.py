@@ -25,8 +25,8 @@ def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str,
 
     Args:
         trace: The record of the run.
-        torch_traces: File names of the torch profiler's traces (option ``profile.torch_steps``). An update of the
-            learner shows the name of its file.
+        torch_traces: File names of the torch profiler's traces (option ``profile.torch_steps``). The events of the
+            learner's updates contain these names.
     """
     events = _Events(trace, frozenset(torch_traces))
     return {

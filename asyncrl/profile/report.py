@@ -368,7 +368,7 @@ class Advice:
 def advice_file(run_dir: Path) -> Path:
     """Return the path of ``advice.json``, the file with the newest advice on a run.
 
-    The key ``advice`` of the file has the fields of `Advice`, or null.
+    The file is JSON. Its key ``advice`` has an object with the fields of `Advice`, or null.
     """
     return run_dir / "advice.json"
 
