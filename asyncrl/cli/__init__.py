@@ -12,7 +12,7 @@ from importlib import import_module
 from types import FrameType
 from typing import NoReturn
 
-# For each command: its module and its line in ``--help``.
+# `_COMMANDS` maps each command to its module and its line in ``--help``.
 # A module is imported only when its command runs, because some modules import torch, which takes seconds.
 _COMMANDS = {
     "train": ("asyncrl.cli.train_command", "train a policy asynchronously"),
@@ -47,7 +47,7 @@ def command_line() -> NoReturn:
     status = main()
     if is_training:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # the program that reads the output may have closed the pipe
+            with suppress(OSError):  # ignore the error: the program that reads the output may have closed the pipe
                 stream.flush()
         os._exit(status)
     sys.exit(status)
@@ -56,7 +56,7 @@ def command_line() -> NoReturn:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run ``asyncrl COMMAND ...`` and return the exit status.
 
-    ``arguments`` are the words after ``asyncrl``; None takes them from this process's command line.
+    ``arguments`` are the words after ``asyncrl``. If None, the words come from the command line of this process.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     name, *rest = arguments or ["--help"]
@@ -79,7 +79,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = {number: signal.signal(number, stop_early) for number in (signal.SIGINT, signal.SIGTERM)}
     module, _, function = _COMMANDS[name][0].partition(":")
     command: Callable[[], int | None] = getattr(import_module(module), function or "main")
-    if name != "train":  # `asyncrl train` keeps `stop_early` until `supervise` sets other handlers
+    # Restore the signal handlers, except for `asyncrl train`: its function `supervise` sets new handlers later.
+    if name != "train":
         for number, handler in before.items():
             signal.signal(number, handler)
     return command() or 0
@@ -91,6 +92,6 @@ def exit_status(number: int) -> int:
 
 
 def stop_early(number: int, _: FrameType | None) -> NoReturn:
-    """End this process after the signal ``number``. Use this handler until the command starts other processes."""
+    """End this process because of the signal ``number``. Use this handler only before other processes are started."""
     os.write(2, f"stopped by {signal.Signals(number).name} before anything was started\n".encode())
     os._exit(exit_status(number))

@@ -1,6 +1,6 @@
-"""``asyncrl audit``: compare the receipts of a run, which are its processes' records about each trained token.
+"""``asyncrl audit``: compare the receipts of a run. A receipt is a record that a process wrote about tokens or weights.
 
-A run that was continued had several ``asyncrl train`` processes. The audit covers the receipts of all of them.
+A run that was continued had several ``asyncrl train`` processes. The audit compares the receipts of all of them.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from asyncrl.run.audit import audit, audited_lives
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl audit``. Return the exit status: 1 if a receipt is missing or wrong, 2 if the run has none.
+    """Run ``asyncrl audit`` and return the exit status.
 
-    A receipt is what a process recorded about trained tokens.
+    The status is 1 if a receipt is missing or wrong, and 2 if the run has no receipts. A receipt is a record that a
+    process wrote about tokens or weights.
     """
     parser = argparse.ArgumentParser(
         prog="asyncrl audit",

@@ -87,7 +87,7 @@ def demonstrations(
 
     - responses of several turns;
     - responses that the length limit cut off;
-    - greedy baselines;
+    - greedy rollouts that are only a baseline for the rewards;
     - responses whose reward is below ``min_reward`` or not finite.
     """
     for exported in contents.groups:
@@ -115,9 +115,10 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 
 
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
-    """Return the slice of a trajectory's response tokens.
+    """Return the slice of a trajectory's response tokens, or None if the response cannot be a demonstration.
 
-    None: the response is a greedy baseline, has several turns, or is cut off or empty.
+    The result is None if the response is empty, has several turns, was cut off, or is a greedy rollout that the learner
+    does not train on.
     """
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)

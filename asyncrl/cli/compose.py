@@ -110,7 +110,7 @@ def read_config(run_folder: Path) -> RunConfig:
             (OmegaConf.select(options, section) or {}).pop(key, None)
         config = OmegaConf.to_object(OmegaConf.merge(schema(), options))
     except OmegaConfBaseException as error:
-        raise ValueError(f"{path}: {explain(error, ())}; read it with the release that wrote it") from error
+        raise ValueError(f"{path}: {explain(error, ())}; use the release of asyncrl that wrote the file") from error
     assert isinstance(config, RunConfig)
     return config
 
@@ -155,13 +155,13 @@ def _check_addition(override: str, options: Mapping[str, tuple[str, Any]]) -> No
 
 @contextmanager
 def with_own_experiments(overrides: Sequence[str]) -> Iterator[tuple[list[str], dict[str, str]]]:
-    """Copy the user's experiment files to a temporary folder on Hydra's search path, while the block runs.
+    """During the ``with`` block, keep copies of the user's experiment files in a folder on Hydra's search path.
 
     Args:
         overrides: Overrides in which ``experiment`` may be a path. Example: ``["experiment=mine.yaml", "seed=1"]``.
 
     Yields:
-        The overrides with names of experiments instead of paths, and a map from these names to the paths.
+        A pair: the overrides with names of experiments instead of paths, and a dict from these names to the paths.
 
     Raises:
         ValueError: a file is missing or is not an experiment.
@@ -206,7 +206,7 @@ def _read_experiment(path: Path, override: str) -> str:
 
 
 def _expand_home(options: DictConfig) -> None:
-    """Expand a ``~`` at the start of a path. The shell does not expand it in quotes or in an experiment's YAML."""
+    """Expand a ``~`` at the start of a path. The shell does not expand ``~`` in quotes or in an experiment's YAML."""
     for name in _PATHS:
         path = OmegaConf.select(options, name)
         if path.startswith("~/"):
@@ -256,7 +256,7 @@ def _make_writable(node: DictConfig) -> None:
     # OmegaConf makes the nodes of frozen dataclasses read-only, and overrides of read-only nodes fail.
     OmegaConf.set_readonly(node, None)
     if OmegaConf.get_type(node) is dict:
-        OmegaConf.set_struct(node, False)  # the user may add keys to a plain mapping
+        OmegaConf.set_struct(node, False)  # allow the user to add keys to a plain mapping
     for key in node:
         child = node._get_node(key)
         if isinstance(child, DictConfig):
@@ -297,7 +297,7 @@ def explain(error: Exception, overrides: Sequence[str]) -> str:
 
 
 def _nearest(option: str) -> str:
-    """Suggest similar options. Prefer options with the same last component."""
+    """Return a text that suggests similar options. Options with the same last component are preferred."""
     names = list(describe(RunConfig()))
     namesakes = [name for name in names if name.rpartition(".")[2] == option.rpartition(".")[2]]
     near = difflib.get_close_matches(option, namesakes, n=3, cutoff=0.0) or difflib.get_close_matches(

@@ -53,9 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def check_machine(output: Path) -> int:
-    """Check this machine, and print one line per check. Return the exit status: 1 if a check failed.
+    """Check this machine, and print one line per result. Return the exit status: 1 if a check failed.
 
-    ``output`` is the folder for runs; the check measures its disk.
+    One of the checks measures the free disk space of ``output``, the folder for runs.
     """
     gpus = visible_gpus()
     with tempfile.TemporaryDirectory(prefix="asyncrl-doctor-") as folder:
@@ -126,7 +126,7 @@ def ray_starts() -> Iterator[Result]:
 def sandbox() -> Iterator[Result]:
     """Check whether this machine has a sandbox for code that the policy writes.
 
-    Only rewards and tools that run code need a sandbox. Without one, the result is a skipped check.
+    Only rewards and tools that run code need a sandbox. If there is no sandbox, the check counts as skipped.
     """
     try:
         kind = asyncio.run(Sandbox().start())
@@ -140,10 +140,10 @@ def sandbox() -> Iterator[Result]:
 
 
 def examine(run_dir: Path) -> tuple[list[str], bool]:
-    """Return lines for the user about a run's state, alarms and errors, and whether all alarms have ended.
+    """Return a pair: lines for the user about a run's state, alarms and errors; and True if all alarms have ended.
 
-    An alarm is a warning about the training. Raises `ValueError` if the folder is not the folder of a run, or a file is
-    damaged. The message names the file.
+    An alarm is a warning about the training. Raises `ValueError` if the folder is not the folder of a run, or if a file
+    in it is damaged. The message names the file.
     """
     config = read_config(run_dir)
     limits = RunLimits(

@@ -62,7 +62,7 @@ class EvaluatedPolicy:
     """The policy to evaluate.
 
     Attributes:
-        model: Directory in Hugging Face layout. None: the model must be exported from ``checkpoint``.
+        model: Directory in Hugging Face layout. If None, the model must be exported from ``checkpoint``.
         version: Policy version (the number of learner steps that made the policy); 0 if it is unknown.
     """
 
@@ -74,7 +74,7 @@ class EvaluatedPolicy:
 
 @with_exit_status
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run ``asyncrl evaluate`` and return the exit status: 1 if prompts are missing in the evaluation."""
+    """Run ``asyncrl evaluate`` and return the exit status: 1 if some prompts have no answer."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if {"-h", "--help"} & set(arguments):
         sys.stdout.write(_USAGE)
@@ -158,7 +158,7 @@ def _as_model(policy: EvaluatedPolicy, folder: Path) -> Iterator[Path]:
         assert policy.model is not None
         yield policy.model
         return
-    from learner.checkpoint import export  # loads torch, which takes seconds
+    from learner.checkpoint import export  # import here, because the module loads torch
 
     with tempfile.TemporaryDirectory(prefix=".policy-", dir=folder) as exported:
         export(policy.checkpoint, Path(exported, "policy"))
@@ -178,7 +178,7 @@ async def evaluate(config: RunConfig, folder: Path, version: int) -> Evaluation:
     ``folder``.
 
     Raises:
-        ValueError: an option or a file is wrong. The message names it.
+        ValueError: an option or a file is wrong. The message names the option or the file.
         AsyncRLError: the engine failed, or no prompt has a reward.
     """
     prompts = _held_out_prompts(config)
@@ -227,7 +227,7 @@ class OneEngine:
     """One engine in this process, with the interface of a fleet of engines.
 
     Attributes:
-        failure: The latest error that the engine raised; None if there was none.
+        failure: The latest error that the engine raised; None if the engine raised no error.
     """
 
     def __init__(self, answers: HeldOutAnswers) -> None:
@@ -235,7 +235,7 @@ class OneEngine:
         self._answers = answers
 
     def engines(self) -> list[str]:
-        """Return a list with the name of the one engine."""
+        """Return a list with one entry, the name of the engine."""
         return ["0"]
 
     async def answer(
@@ -243,7 +243,7 @@ class OneEngine:
     ) -> list[AnsweredPrompt]:
         """Sample and score answers to prompts. Returns one object per answered prompt.
 
-        If this fails, the error is stored in ``failure`` and raised.
+        If the engine fails, the error is stored in ``failure`` and raised.
         """
         del engine
         try:

@@ -63,7 +63,7 @@ def multirun(overrides: Sequence[str]) -> int:
 def _check_combinations(overrides: Sequence[str]) -> RunConfig:
     own = [override for override in overrides if not _split(override)[0].startswith("hydra")]
     try:
-        # Some sweepers choose the values only during the sweep. For these, each run checks its own options.
+        # Some sweepers choose the values only during the sweep. With these sweepers, each run checks its own options.
         combinations = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides(own), None)[0]
     except HydraException as error:
         if any(_split(override)[0] == "hydra/sweeper" for override in overrides):
@@ -142,14 +142,14 @@ def run_one(own_experiments: dict[str, str]) -> float | None:
             preexec_fn=lambda: signal_at_parent_death(signal.SIGTERM),
         )
         started.append(process)
-        if stopped_by:  # a signal arrived while the process was starting
+        if stopped_by:  # forward a signal that arrived while the process was starting
             process.send_signal(stopped_by[0])
         status = process.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if stopped_by:
-        sys.exit(128 + stopped_by[0])  # SystemExit ends the whole sweep, not only this run
+        sys.exit(128 + stopped_by[0])  # end the whole sweep, not only this run
     if status != 0:
         raise RuntimeError(f"the run {shlex.join(options)} ended with status {status}; see {folder}/logs")
     summary = read_json(folder / "summary.json", "eval") or {"eval": {}}

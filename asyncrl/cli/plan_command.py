@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = load_spec(target) if calibration is None else calibration.scenario
     base = base if options.steps is None else replace(base, num_steps=options.steps)
     notes = () if calibration is None else calibration.notes
-    folder.mkdir(parents=True, exist_ok=True)  # an error here must come before the simulations, which take minutes
+    folder.mkdir(parents=True, exist_ok=True)  # raise an error here, not after the simulations, which take minutes
     plan = make_plan(
         base,
         _choices(options, base),
@@ -171,7 +171,7 @@ def _advised(run_dir: Path, calibration: Calibration, options: argparse.Namespac
 
 
 def _write_advice_only(run_dir: Path, options: argparse.Namespace) -> int:
-    """Write the advice, and with ``--frontier`` the frontier. Limit the CPU time of this process."""
+    """Write ``advice.json``, and with ``--frontier`` also ``plan.json``. Limit the CPU time of this process."""
     resource.setrlimit(resource.RLIMIT_CPU, (options.only_advice, options.only_advice))
     num_bytes = sum(path.stat().st_size for path in (run_dir / FOLDER).glob("*.msgpack"))
     if num_bytes > _MAX_RECORD_BYTES:
@@ -246,7 +246,7 @@ def _kinds(use: DeviceUse) -> str:
 def experiment_or_model(name: str) -> RunConfig:
     """Return the configuration of the built-in experiment ``name``.
 
-    If there is none, return the default configuration with the model ``name``.
+    If there is no such experiment, return the default configuration with the model ``name``.
     """
     if (CONFIG_DIR / "experiment" / f"{name}.yaml").is_file():
         return compose_run([f"experiment={name}"])
@@ -313,10 +313,10 @@ def _largest(one: Prediction, pool: str) -> str:
 
 
 def draw(plan: RunPlan, path: Path) -> bool:
-    """Draw a chart of the predicted step time over the mean lag, and save it as ``path``.
+    """Draw a chart of the predicted step time over the mean lag, and save the chart as ``path``.
 
-    Returns whether there is a chart: False if matplotlib is missing. The chart has one curve per division of the
-    devices between engines and ranks.
+    The chart has one curve per division of the devices between engines and ranks. Returns True, or False if there is no
+    chart because matplotlib is missing.
     """
     try:
         import matplotlib as mpl

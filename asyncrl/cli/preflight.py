@@ -65,16 +65,16 @@ from rollout_fleet.rewards import REWARDS, Rollout, WeightedRewards
 
 _SHOWN_CHARACTERS = 160
 _BYTES_PER_TOKEN = 14
-"""Estimated bytes of one token in the buffer: its id, log-prob and policy version, and a share of the metadata."""
+"""Estimated bytes of one token in the buffer: its id, log-prob and policy version, and a part of the metadata."""
 
 
 async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[PromptStream, list[Prompt]]:
-    """Run all checks of a run except the checks of its folders. Returns the training and the held-out prompts.
+    """Run all checks of a run except the checks of its folders. Returns a pair: training prompts and held-out prompts.
 
     Call `check_folders` earlier, before the run creates its own folder. If the run starts its own Ray cluster, call
-    `resolve_devices` earlier too. ``say`` shows a line to the user.
+    `resolve_devices` earlier too. ``say`` is a function that shows a line to the user.
     """
-    if not config.ray.address:  # an existing Ray cluster may have other devices and packages than this machine
+    if not config.ray.address:  # do not check this machine for a run in an existing Ray cluster
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
         check_images(config.rollout_fleet, config.model.path)
@@ -85,7 +85,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_trackers(config.tracker)
     split_address(config.prometheus_address, "prometheus_address")
     if config.dashboard:
-        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # this import loads a web server
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # import here; this loads a web server
 
         check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
     check_heads(config)
@@ -93,7 +93,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raises an error if sft.output_path holds another policy or other files
+        finished_warm_start(config)  # raise an error if sft.output_path holds another policy or other files
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     if (resumed := find_checkpoint(config)) is not None:
         prompts.check(resumed.state.prompts)
@@ -120,16 +120,16 @@ def check_gpu_memory(config: RunConfig, card: int) -> None:
     """
     try:
         model = policy_size(config)
-    except ValueError:  # another check reports why the model's sizes cannot be read
+    except ValueError:  # ignore this error, because another check reports why the model's sizes cannot be read
         return
     if card:
         check_memory_of_devices(config, model, card)
 
 
 def check_folders(config: RunConfig) -> None:
-    """Check that the run can write to all its folders or create them. Raises `ValueError` if not.
+    """Check that the run can write to all its folders or create them. The function creates no folder.
 
-    This function creates no folder.
+    Raises `ValueError` if the run cannot write to a folder, or if ``run_dir`` is not empty.
     """
     own_disk = config.buffer.durability is Durability.disk
     folders = {
@@ -145,7 +145,7 @@ def check_folders(config: RunConfig) -> None:
         check_folder(option, folder)
     own_folder = Path(config.run_dir).expanduser()
     if config.run_dir and own_folder.is_dir() and any(own_folder.iterdir()):
-        raise ValueError(f"run_dir={config.run_dir} must be a new or an empty folder; choose another one")
+        raise ValueError(f"run_dir={config.run_dir} must be a new or an empty folder; choose another folder")
     if config.publishes_to_memory and SHARED_MEMORY.is_dir() and (reason := _why_not_writable(SHARED_MEMORY)):
         raise ValueError(
             f"weights.transport={config.weights.transport} needs shared memory in a writable {SHARED_MEMORY}, got: "
@@ -161,7 +161,7 @@ def check_folder(option: str, folder: str) -> None:
     if folder and (reason := _why_not_writable(Path(folder).expanduser().resolve())):
         raise ValueError(
             f"{option}={folder} must be a folder that this run can write to or create, got: {reason}; choose another "
-            "one, or change its permissions"
+            "folder, or change its permissions"
         )
 
 
@@ -188,8 +188,8 @@ def check_heads(config: RunConfig) -> None:
         heads = model_settings(path).get("num_attention_heads")
         if heads and heads % size:
             raise ValueError(
-                f"{option} must divide the {heads} attention heads of the model in {path}, got {size}; 1 fits every "
-                "model"
+                f"{option} must divide the {heads} attention heads of the model in {path}, got {size}; the value 1 "
+                "fits every model"
             )
 
 
@@ -202,7 +202,7 @@ def check_vision(config: RunConfig) -> None:
         if config.learner.freeze_vision:
             raise ValueError(
                 f"learner.freeze_vision is true, but the model in {config.model.path} has no vision tower that the "
-                "learner trains; set it to false"
+                "learner trains; set learner.freeze_vision=false"
             )
         return
     refused = {
@@ -214,7 +214,7 @@ def check_vision(config: RunConfig) -> None:
         if is_set:
             raise ValueError(
                 f"{option} is set, and the model in {config.model.path} takes images: asyncrl cannot train adapters or "
-                "critics of such models; train all weights, with an advantage without a critic"
+                "critics of such models; train all weights, and use an advantage that needs no critic"
             )
 
 
@@ -286,7 +286,7 @@ def check_vocabulary(config: RunConfig, tokenizer: Tokenizer) -> None:
 
 
 def check_own_functions(config: RunConfig) -> None:
-    """Check that the reward, the advantage and the loss exist. This imports the user's functions.
+    """Check that the reward, the advantage and the loss exist. The check imports the user's functions.
 
     Raises:
         ValueError: there is no such name, file, module or function.
@@ -296,7 +296,7 @@ def check_own_functions(config: RunConfig) -> None:
             REWARDS.get(name)
     algorithm, default = config.algorithm, AlgorithmConfig()
     if (algorithm.advantage, algorithm.loss) != (default.advantage, default.loss):
-        from learner.advantages import ADVANTAGES  # imports torch, which takes seconds
+        from learner.advantages import ADVANTAGES  # import here, because the module loads torch
         from learner.losses import LOSSES
 
         ADVANTAGES.get(algorithm.advantage)
@@ -319,7 +319,8 @@ async def try_reward(config: RunConfig, prompt: Prompt) -> None:
     rollout = replace(Rollout.answer(text, num_tokens=0), outcome=Outcome(reward=0.0))
     try:
         await rewards.start()
-        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):  # the judge does not run yet
+        # Skip the test of a reward that uses the judge model, because the judge does not run yet.
+        if not fleet.judge_model or "judge" not in fleet.weights_for(prompt.data_source):
             await rewards.score(prompt, [rollout])
     except AsyncRLError as error:
         raise ValueError(
@@ -474,9 +475,9 @@ def _staleness(config: RunConfig) -> Iterator[str]:
     most_open, places = (buffer.max_lag + 1) * batch, fleet.most_engines * fleet.most_groups_in_flight
     yield f"the learner trains on a token at most {counted(buffer.max_lag, 'learner step')} after it was sampled"
     yield f"which is at most {counted(buffer.max_lag * updates + updates - 1, 'optimizer update')}"
-    yield f"at most {most_open} groups are open; the fleet has places for {places}"
+    yield f"at most {most_open} groups are open; the fleet has slots for {places}"
     if places > most_open:
-        yield f"the fleet can never use {places - most_open} of its places: lower rollout_fleet.groups_in_flight"
+        yield f"the fleet can never use {places - most_open} of its slots: lower rollout_fleet.groups_in_flight"
     if buffer.max_lag == 0:
         yield "generation and training alternate: they do not overlap with buffer.max_lag=0"
     yield f"weights are published every {counted(config.weights.publish_every, 'step')}; a straggler: {buffer.on_stale}"

@@ -109,10 +109,10 @@ def make_assets(
         num_train: Number of training prompts.
         num_held_out: Number of held-out prompts.
         num_demonstrations: Number of demonstrations.
-        wrong_digit_rate: Share of random digits in the demonstrations, in [0, 1). The warm-started policy learns this
-            noise.
-        habit_rate: Share of demonstrations with a systematic mistake, in [0, 1]. Demonstrations with 6 to 8 digits swap
-            the first two digits. With tools, they choose wrongly between an answer and a tool call. Above 0.5, the
+        wrong_digit_rate: Fraction of random digits in the demonstrations, in [0, 1). The warm-started policy learns
+            this noise.
+        habit_rate: Fraction of demonstrations with a systematic mistake, in [0, 1]. Demonstrations with 6 to 8 digits
+            swap the first two digits. With tools, they choose wrongly between an answer and a tool call. Above 0.5, the
             warm-started policy's greedy answers to these prompts are wrong, and RL corrects them.
 
     Raises:
@@ -127,7 +127,7 @@ def make_assets(
         return _assets_in(target)
     is_ours = target.is_dir() and ((target / "assets.json").is_file() or not any(target.iterdir()))
     if target.exists() and not is_ours:
-        raise ValueError(f"quickstart: {target} must be an empty directory, got other files; choose another one")
+        raise ValueError(f"quickstart: {target} must be an empty directory, got other files; choose another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as temporary:
         fresh = Path(temporary, "fresh")
@@ -176,7 +176,7 @@ def _swap(fresh: Path, target: Path, *, aside: Path) -> None:
         target.rename(aside)
     try:
         fresh.rename(target)
-    except OSError:  # another process has made the same assets
+    except OSError:  # ignore the error if another process has made the same assets
         if _settings_of(target) != _settings_of(fresh):
             raise
 
@@ -263,7 +263,7 @@ def _write_model(directory: Path, config: Mapping[str, Any], rng: np.random.Gene
 
 
 def _weight_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all weights by name: matrices [out, in], norms [size]."""
+    """Return a dict from the name of each weight to its shape: [out, in] for a matrix, [size] for a norm."""
     c = config
     hidden, mlp, head_dim = c["hidden_size"], c["intermediate_size"], c["head_dim"]
     query, key = c["num_attention_heads"] * head_dim, c["num_key_value_heads"] * head_dim

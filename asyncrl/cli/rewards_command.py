@@ -54,13 +54,13 @@ class GivenResponses:
 
 @dataclass(frozen=True, kw_only=True)
 class TriedResponse:
-    """One response with its reward, or with the reason why it has none.
+    """One response with its reward, or with the reason why it has no reward.
 
     Attributes:
         reward: Weighted sum of all rewards, including the rewards of turns; None after a failure.
         parts: Value of each reward by name, if there are several rewards.
         turn_rewards: Weighted reward of each rewarded turn (one generation of the model), by the index of the turn.
-        failure: Why there is no reward; empty if there is one.
+        failure: Text that says why there is no reward; empty if there is a reward.
         seconds: Seconds that it took to score all responses to the prompt together.
     """
 
@@ -178,8 +178,8 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
         texts = texts if isinstance(texts, list) else [texts]
         if not texts or not all(isinstance(text, str) for text in texts):
             raise ValueError(
-                f"{rows.where(row)}: column {column!r} must be a response or a list of them, got {texts!r:.200}; name "
-                "another column with --answers"
+                f"{rows.where(row)}: column {column!r} must be a response or a list of responses, got {texts!r:.200}; "
+                "name another column with --answers"
             )
         prompt = Prompt(
             group_id=row,
@@ -194,7 +194,7 @@ def _of_rows(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenRe
 
 
 def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[GivenResponses]:
-    """Yield the samples of a run by prompt. If DATA has held-out prompts, use the samples of evaluations."""
+    """Yield the samples of a run, grouped by prompt. If DATA has held-out prompts, use the samples of evaluations."""
     held_out = [str(Path(file).resolve()) for file in config.data.eval_files]
     is_held_out = str(Path(options.data).resolve()) in held_out
     pattern = "samples/[sg]*-v*.parquet" if is_held_out else "samples/train-v*.parquet"
@@ -224,7 +224,8 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
         if prompt is None or decode(prompt.prompt_ids.tolist()) != group[0]["prompt"]:
             raise ValueError(
                 f"{options.data} must be the file of the run's prompts, got another prompt for group {number} of "
-                f"{options.samples}; name the run's data.train_files, if it has no data.sampler, or data.eval_files"
+                f"{options.samples}; name one of the run's data.eval_files, or of its data.train_files if the run has "
+                "no data.sampler"
             )
         rollouts = [
             Rollout.answer(

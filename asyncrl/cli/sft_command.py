@@ -1,6 +1,7 @@
 """``asyncrl sft``: supervised fine-tuning with the same trainer, packing and optimizer as in RL.
 
-For N ranks, run ``torchrun --nproc-per-node N -m asyncrl sft ...``. ``learner.sp_size`` ranks share each sequence.
+For N ranks, run ``torchrun --nproc-per-node N -m asyncrl sft ...``. Each sequence is divided among ``learner.sp_size``
+ranks.
 """
 
 from __future__ import annotations

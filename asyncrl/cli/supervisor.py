@@ -62,8 +62,8 @@ class Ending:
 
     Attributes:
         status: Exit status, or minus the number of the fatal signal. Example: -9.
-        own: Whether the run ended by itself, and reported its end to the supervisor.
-        late: Whether the supervisor killed the run, because the run did not stop in time after a signal.
+        own: True if the run ended by itself, and reported its end to the supervisor.
+        late: True if the supervisor killed the run, because the run did not stop in time after a signal.
         fault: The text of the faults that the run reported, if ``own`` is False; otherwise empty.
     """
 
@@ -141,7 +141,7 @@ def exit_at_once(status: int) -> NoReturn:
 
 def _report(said: bytes) -> None:
     if _report_fd is not None:
-        with contextlib.suppress(OSError):  # nobody reads the pipe, because the supervisor was killed
+        with contextlib.suppress(OSError):  # ignore the error if the supervisor, which reads the pipe, was killed
             os.write(_report_fd, said)
 
 
@@ -244,10 +244,10 @@ class Stopping:
         """Prepare to stop a run.
 
         Args:
-            run: The task of the run; the first signal cancels it.
-            say: Writes a line to the terminal.
-            timeout_s: Returns the seconds that stopping may take.
-            give_up: Ends the process after this time, in a separate thread.
+            run: The task of the run. The first signal cancels this task.
+            say: Function that writes a line to the terminal.
+            timeout_s: Function that returns how many seconds the run may take to stop.
+            give_up: Function that ends the process. A separate thread calls this function if the run takes longer.
         """
         self.cause = "cancellation"
         self.status = EXIT_FAILED
@@ -258,16 +258,17 @@ class Stopping:
         self._stopped = False
 
     def listen(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Handle the signals that `supervise` passes on: the first one cancels the run, a second one ends it at once.
+        """Handle the signals that `supervise` passes on, until `close` is called.
 
-        The death of the supervisor also cancels the run.
+        The first signal cancels the run, and a second signal ends the run at once. The death of the supervisor also
+        cancels the run.
         """
         for number, stop in STOPS.items():
             loop.add_signal_handler(stop, self._on_signal, number)
         loop.add_signal_handler(signal.SIGHUP, self._on_supervisor_death)
 
     def close(self) -> None:
-        """Ignore the signals of `listen` from now on. Call this after the run has ended."""
+        """Ignore the signals of `listen` from now on. Call this method after the run has ended."""
         loop = asyncio.get_running_loop()
         for number in (*_PASSED_ON, *STOPS.values()):
             loop.remove_signal_handler(number)
@@ -282,7 +283,7 @@ class Stopping:
     def _on_supervisor_death(self) -> None:
         """Stop the run. Also handle SIGINT and SIGTERM from now on, because no supervisor passes them on."""
         for number in STOPS:
-            signal.signal(number, signal.SIG_IGN)  # discards a pending signal, which would count as a second stop
+            signal.signal(number, signal.SIG_IGN)  # discard a pending signal, because it would end the run at once
             asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
         if not self._stopped:

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown:
         raise ValueError(f"unknown flag {sorted(unknown)[0]}, expected OPTION=VALUE; --help lists the options")
     if flags & _MULTIRUN and not flags - _MULTIRUN:
-        from asyncrl.cli.multirun import multirun  # this import loads Hydra's plugins
+        from asyncrl.cli.multirun import multirun  # import here, because the module loads Hydra's plugins
 
         return multirun(overrides)
     config = compose_run(overrides)
@@ -138,7 +138,7 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
         for folder in sweep_shared_memory():
             view.say(f"removed {folder} of an earlier run whose processes were all killed")
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
-    with suppress(OSError):  # the program that reads the output may have closed the pipe
+    with suppress(OSError):  # ignore the error: the program that reads the output may have closed the pipe
         sys.stdout.flush()
     if message:
         _say_last(message)
@@ -198,7 +198,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # logged, not raised: the user must see why the run ended, not this error
+    except (OSError, ValueError) as error:  # only log this error, because the user must see why the run ended
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -241,7 +241,7 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 def _say_last(words: str) -> None:
     """Write how the run ended. Only the first call writes, because `_give_up` may call from another thread."""
     if _said_last.acquire(blocking=False):
-        with suppress(OSError):  # the program that reads the output may have closed the pipe
+        with suppress(OSError):  # ignore the error: the program that reads the output may have closed the pipe
             sys.stderr.write(words + "\n")
             sys.stderr.flush()
 
@@ -294,7 +294,7 @@ class _LogFile(logging.FileHandler):
         if not self._failed:
             self._failed = True
             warning = f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n"
-            with suppress(OSError):  # standard error may be a file that cannot be written either
+            with suppress(OSError):  # ignore the error if standard error cannot be written either
                 sys.stderr.write(warning)
 
 

@@ -64,7 +64,7 @@ def save_model(directory: Path, sizes: Sizes, *, experts: bool, dtype: str) -> s
 
 
 def models(setup: Setup, *, experts: bool) -> Measured:
-    """Save a model with random weights for later tasks. Yields one mapping with its path and size in bytes."""
+    """Save a model with random weights for later tasks. Yields one mapping: the model's path and its size in bytes."""
     folder = Path(setup.folder, "mixture" if experts else "dense")
     path = save_model(folder, setup.sizes, experts=experts, dtype=setup.dtype)
     yield {"path": path, "bytes": sum(file.stat().st_size for file in folder.glob("*.safetensors"))}
@@ -95,7 +95,7 @@ def kernels(setup: Setup) -> Measured:
 
 
 def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, sizes: Sizes) -> float:
-    """Return the speed of forward and backward, in TFLOP/s of causal attention."""
+    """Return the speed of the kernel's forward and backward pass together, in TFLOP/s of causal attention."""
     lengths = [sizes.length] * sizes.num_sequences
     shapes = [(sum(lengths), heads, sizes.head_dim) for heads in (sizes.heads, sizes.kv_heads, sizes.kv_heads)]
     q, k, v = (torch.randn(size, device=device, dtype=dtype, requires_grad=True) for size in shapes)
@@ -111,7 +111,10 @@ def _kernel_tflops(kernel: AttentionKernel, device: torch.device, dtype: torch.d
 
 
 def _median_s(step: Callable[[], object], device: torch.device, num_runs: int = 5) -> float:
-    """Return the median wall time of a call. The first call does not count, because it may compile."""
+    """Return the median wall time of a call of ``step``, in seconds.
+
+    The first call is not measured, because it may compile.
+    """
     times = []
     for _ in range(num_runs + 1):
         _synchronize(device)
@@ -240,7 +243,7 @@ def train(
 def offload(setup: Setup, *, model: str) -> Measured:
     """Move model and optimizer to the host and back, and check that the values stay the same.
 
-    Yields one mapping: the speed in GB/s, the share of bytes that stays on the device, and whether the values are the
+    Yields one mapping: the speed in GB/s, the fraction of bytes that stay on the device, and whether the values are the
     same.
     """
     trainer = _trainer(setup, model, offload_at_transition_only=True)
@@ -285,6 +288,6 @@ def checkpoint(setup: Setup, *, model: str) -> Measured:
 
 
 def _sums(trainer: Trainer) -> Tensor:
-    """Return the sums of each parameter and of each moment of the optimizer, [number of tensors] float64."""
+    """Return the sum of each parameter and of each moment of the optimizer, [number of tensors] float64."""
     moments = [state[name] for state in trainer.optimizer.adamw.state.values() for name in ("exp_avg", "exp_avg_sq")]
     return torch.stack([local_tensor(x.detach()).double().sum().cpu() for x in [*trainer.head.parameters(), *moments]])

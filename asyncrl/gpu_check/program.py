@@ -46,7 +46,7 @@ _OTHER_KERNEL = "rollout_fleet.sglang.extra_args=[--attention-backend,triton]"
 
 
 class State(StrEnum):
-    """Whether a test passed, failed or was skipped."""
+    """The outcome of a test."""
 
     passed = "PASS"
     failed = "FAIL"
@@ -85,11 +85,11 @@ class Result:
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """A check of one component. It yields one or more results.
+    """A check of one component of the machine. A check has one or more results.
 
     Attributes:
         name: The value of the option ``--only`` that selects this check.
-        run: Function that yields the results. The time of a result begins at the previous result.
+        run: Function that yields the results. `results_of` measures how long each result takes.
         needs: Names of required Python packages. If a package is missing, the check is skipped.
     """
 
@@ -102,7 +102,7 @@ class Check:
 
 
 def stack(setup: Setup) -> Iterator[Result]:
-    """Check the installed packages, the GPUs, the shared memory and the limit of open files. Yields their values."""
+    """Check the packages, GPUs, shared memory and limit of open files of this machine. Yields one result for each."""
     versions = {name: version for name in PACKAGES if (version := _version(name))}
     found = f"Python {platform.python_version()}, " + ", ".join(f"{k} {v}" for k, v in versions.items())
     yield Result.of("packages", "torch" in versions, found, "bash scripts/setup.sh", **versions)
@@ -128,7 +128,7 @@ def _version(package: str) -> str:
 
 
 def _cards() -> list[str]:
-    """Return name, memory, driver and compute capability of each GPU."""
+    """Return one text per GPU with its name, memory, driver and compute capability."""
     query = ["nvidia-smi", "--query-gpu=name,memory.total,driver_version,compute_cap", "--format=csv,noheader"]
     try:
         listed = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout
@@ -172,10 +172,10 @@ def log_probs(setup: Setup) -> Iterator[Result]:
 
 
 def training(setup: Setup) -> Iterator[Result]:
-    """Make learner steps with different numbers of ranks and options.
+    """Make the same learner step in several variants, with different numbers of ranks and different options.
 
     All variants must have the same loss and gradient norm as the first variant, which runs on one rank. The peak memory
-    of each variant must fit the planned memory.
+    of a variant must be at most `PEAK_TOLERANCE` times the planned memory.
     """
     for experts in (False, True):
         kind = "mixture" if experts else "dense"
@@ -222,7 +222,7 @@ def _planned_bytes(setup: Setup, model: str, num_ranks: int, recompute: bool | s
 
 
 def _saved_model(setup: Setup, *, experts: bool = False) -> str:
-    """Return the folder of the random model. The first call saves the model."""
+    """Return the folder of a model with random weights. The first call makes and saves the model."""
     folder = Path(setup.folder, "mixture" if experts else "dense")
     if not (folder / "config.json").exists():
         list(run_task(setup, "learner_tasks:models", experts=experts))
@@ -230,9 +230,9 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
 
 
 def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
-    """Return the variants: ranks, sequence-parallel ranks, activation checkpointing, compiling.
+    """Return the variants of the learner step. The other variants are compared with the first variant.
 
-    The first variant is the reference.
+    A variant is a tuple: number of ranks, ``sp_size``, activation checkpointing, and True to use ``torch.compile``.
     """
     rows: list[tuple[int, int, bool | str, bool]] = [(1, 1, False, False), (1, 1, True, False)]
     if setup.device == "cuda":
@@ -244,7 +244,10 @@ def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
 
 
 def _utilization(one: dict[str, Any], setup: Setup, num_ranks: int) -> str:
-    """Return the model FLOP/s as a share of the GPU's peak, as text; empty for the mixture of experts."""
+    """Return a text with the model FLOP/s as a fraction of the GPU's peak.
+
+    The text is empty for a GPU whose peak is unknown, and for the mixture of experts.
+    """
     cards = _cards() if setup.device == "cuda" else []
     peak = next((value for name, value in PEAK_TFLOPS.items() if cards and name in cards[0]), 0.0)
     if not peak or one["parameters"] > 2e9:
@@ -325,7 +328,7 @@ def _served(setup: Setup, where: str, one: dict[str, Any]) -> Result:
 
 
 def runs(setup: Setup) -> Iterator[Result]:
-    """Run the quickstart in several forms: in separate pools, colocated, and with a killed engine.
+    """Run the quickstart in three forms: on separate devices, with colocated learner and engines, with a killed engine.
 
     On a machine with one GPU, only the colocated form runs.
     """
@@ -368,7 +371,7 @@ def results_of(check: Check, setup: Setup) -> Iterator[Result]:
             result = next(results)
         except StopIteration:
             return
-        except Exception as error:  # noqa: BLE001 - the next checks must run
+        except Exception as error:  # noqa: BLE001 - the next checks must run after any error
             seconds = time.perf_counter() - began
             text = f"{type(error).__name__}: {error}"
             yield Result(name=check.name, state=State.failed, seconds=seconds, number=text, remedy="see its log")
@@ -400,7 +403,7 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # exiting also stops tasks and runs
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # exit and stop the tasks and runs too
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

@@ -23,10 +23,10 @@ _NUM_STEPS = {"cuda": 40, "cpu": 6}
 
 
 def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = False) -> Iterator[dict[str, Any]]:
-    """Run the quickstart with the options ``overrides``. Yields one mapping: the run's summary, with ``steps``.
+    """Run the quickstart with the options ``overrides``. Yields the run's summary, with the added key ``steps``.
 
-    ``name`` is the name of the run's folder. ``kill_engine`` kills the scheduler of an engine after the first step. The
-    run must continue.
+    ``name`` is the name of the run's folder. If ``kill_engine`` is true, kill the scheduler of an engine after the
+    first step. The run must then continue.
 
     Raises:
         TaskFailed: the run failed or missed its deadline.
@@ -61,7 +61,7 @@ def quickstart(setup: Setup, name: str, *overrides: str, kill_engine: bool = Fal
             raise TaskFailed(f"exit status {process.returncode}; the end of {log}:\n{tail}")
     finally:
         if process.poll() is None:
-            process.terminate()  # a run ends its own processes on SIGTERM
+            process.terminate()  # send SIGTERM, so that the run ends its own processes
             try:
                 process.wait(_STOP_S)
             except subprocess.TimeoutExpired:

@@ -47,7 +47,7 @@ class _Pair:
         config = LearnerConfig(device=Device(setup.device), dtype=Dtype(dtype), max_tokens_per_micro_batch=4096)
         self.learner = PackedModel(config, ACTOR, model_path=model)
         self.is_alone = setup.device == "cuda" and setup.num_gpus > tp_size
-        if self.is_alone:  # the engine's process gets the GPUs after the first one, which the learner already uses
+        if self.is_alone:  # give the engine the GPUs after the first GPU, which the learner already uses
             visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or "").split(",")
             devices = visible if len(visible) > tp_size else [str(number) for number in range(setup.num_gpus)]
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices[1 : 1 + tp_size])
@@ -105,8 +105,8 @@ async def serving(
 ) -> AsyncIterator[dict[str, Any]]:
     """Start one engine. Test its log-probs, weight updates, release of the device, and refusal of a damaged byte.
 
-    ``backends`` maps the name of each tested carrier to its backend. Yields one mapping of measurements per test;
-    ``what`` is the `EngineTest`.
+    ``backends`` maps each tested carrier (a way to transfer weights) to its backend, by name. Yields one mapping of
+    measurements per test. The key ``what`` has the `EngineTest`.
     """
     pair, began = _Pair(setup, model, tp_size), time.perf_counter()
     memory = Path(setup.folder, "memory")
@@ -212,7 +212,7 @@ def _free_bytes(pair: _Pair) -> int:
 
 
 async def _damage(pair: _Pair, memory: Path) -> dict[str, Any]:
-    """Change one byte of a published version. The engine must refuse the version, and is unusable afterwards."""
+    """Change one byte of a published version. The engine must refuse the version, and cannot be used afterwards."""
     publisher = _publisher(pair, "damage")
     stager = WeightStager("check-damage", memory=memory, copies=False, timeout_s=60.0)
     try:

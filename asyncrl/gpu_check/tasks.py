@@ -24,15 +24,15 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # same value as in `learner.config`, which is slow to import
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # repeat the value of `learner.config`, which is slow to import
 
 
 class TaskFailed(Exception):
-    """An error: a process of a task failed."""
+    """A process of a task failed, or the task missed its deadline."""
 
 
 class EngineTest(StrEnum):
-    """What a measurement of the task ``serving_tasks:serving`` is about."""
+    """The kinds of tests in the task ``serving_tasks:serving``. Each measurement of the task names its kind."""
 
     start = "start"
     logprobs = "logprobs"
@@ -73,7 +73,7 @@ class Sizes:
     def budget(self, num_ranks: int) -> int:
         """Return the largest number of tokens in a micro-batch of a rank.
 
-        This is half of the tokens of a batch on one rank, but at least the tokens of one sequence.
+        The number is half of the tokens of a batch on one rank, but at least the tokens of one sequence.
         """
         return max(self.num_sequences * self.length // num_ranks // 2, self.length)
 
@@ -163,7 +163,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
         codes = [process.wait() for process in ranks]
         if not stop.is_alive():
             raise TaskFailed(f"missed the deadline of {setup.timeout_s:g} s (--timeout-s); logs: {logs[0]}")
-        # After the failure of a rank, the other ranks are killed and get the status -9. So prefer another status.
+        # Prefer a status other than -9, because the other ranks are killed (status -9) after a rank has failed.
         for code, log in sorted(zip(codes, logs, strict=True), key=lambda pair: pair[0] == -9):
             if code:
                 tail = "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
@@ -178,7 +178,7 @@ def run_task(setup: Setup, name: str, *, num_ranks: int = 1, **options: Any) -> 
 def _start_ranks(
     setup: Setup, name: str, num_ranks: int, options: dict[str, Any]
 ) -> tuple[list[subprocess.Popen[str]], list[Path]]:
-    """Start the processes of a task; return them and their logs."""
+    """Start the processes of a task. Return a pair: the processes, and the paths of their logs, by rank."""
     folder = Path(setup.folder)
     slug = "-".join([name.partition(":")[2], *(f"{key}={Path(str(value)).name}" for key, value in options.items())])
     task = json.dumps({"name": name, "setup": asdict(setup), "options": options})
@@ -208,14 +208,14 @@ def _start_ranks(
 
 
 def _end_all_after(process: subprocess.Popen[str], ranks: list[subprocess.Popen[str]]) -> None:
-    """End all other ranks when one fails, because they would wait for the failed rank."""
+    """Wait for a rank to end. If it failed, kill all other ranks, because they would wait for the failed rank."""
     if process.wait():
         for other in ranks:
             other.kill()
 
 
 def _read(process: subprocess.Popen[str], log: Path, lines: Queue[str | None]) -> None:
-    """Pass on the measurements of rank 0, and append its other output to its log."""
+    """Put the measurements of rank 0 into the queue ``lines``, and append the other output of rank 0 to its log."""
     assert process.stdout is not None
     with log.open("a") as rest:
         for line in process.stdout:

@@ -19,21 +19,21 @@ from .run_records import StepRecord
 WINDOW = 5
 """Number of consecutive steps that must meet a condition before an alarm begins."""
 COLLAPSED = 0.01
-"""The policy's entropy has collapsed if it is below this share of its mean over the first `WINDOW` steps."""
+"""The policy's entropy has collapsed if it is below this fraction of its mean over the first `WINDOW` steps."""
 ALL_BUT_EQUAL = 0.9
-"""Collapsed entropy is an alarm only if at least this share of the groups have equal rewards in the group."""
+"""Collapsed entropy is an alarm only if at least this fraction of the groups have equal rewards in the group."""
 MAX_ENGINE_GAP = 0.1
 """Largest normal difference between log-probs of engine and learner with the same weights, in nats per token."""
 MAX_TRUNCATED = 0.2
-"""Largest normal share of samples that reach the length limit."""
+"""Largest normal fraction of samples that reach the length limit."""
 MAX_LENGTH_BIAS = 0.25
-"""Largest normal difference between the mean lengths of dropped and trained samples, as a share of the latter."""
+"""Largest normal difference between the mean lengths of dropped and trained samples, as a fraction of the latter."""
 MIN_DROPPED_GROUPS = 20
 """The alarm on the length of dropped samples needs at least this number of dropped groups."""
 FULL = 0.95
 """The buffer counts as full if `StepRecord.buffer_fill` is at least this value."""
 SLOW_ENGINE = 0.5
-"""An engine is slow if it generates less than this share of the median engine's tokens per second."""
+"""An engine is slow if it generates less than this fraction of the median engine's tokens per second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,8 +43,8 @@ class RunLimits:
     Attributes:
         total_steps: Configured number of learner steps.
         max_lag: ``buffer.max_lag``, in learner steps.
-        compares_groups: Whether all advantages compare the samples of a prompt group. If False, a batch teaches nothing
-            if all of its rewards are equal. If True, a group teaches nothing if its rewards are equal.
+        compares_groups: True if all advantages compare the samples of a prompt group. A group then teaches nothing if
+            all its rewards are equal. If False, a batch teaches nothing if all its rewards are equal.
     """
 
     total_steps: int
@@ -98,8 +98,8 @@ class Alarms:
 
     def step(self, record: StepRecord) -> list[Alarm]:
         """Check the metrics of one learner step. Return the alarms that begin or end with this step."""
-        if self._window and record.step <= self._window[-1].step:  # the learner has returned to a checkpoint
-            self._window.clear()
+        if self._window and record.step <= self._window[-1].step:
+            self._window.clear()  # begin a new window, because the learner has returned to a checkpoint
         self._window.append(record)
         self.num_steps += 1
         found = dict.fromkeys(_CONDITIONS, "") | {"entropy": self._entropy(record)}
@@ -139,7 +139,10 @@ class Alarms:
         return {f"alarm.{name}": float(name in current) for name in sorted(self._seen)}
 
     def _update(self, found: Mapping[str, str], step: int) -> list[Alarm]:
-        """Begin and end alarms. ``found`` has the message of each condition, empty if the condition does not hold."""
+        """Begin and end alarms at a step.
+
+        ``found`` maps the name of each condition to a message. The message is empty if the condition does not hold.
+        """
         lasting = {alarm.name: alarm for alarm in self.current}
         ended = {
             name: replace(lasting[name], last_step=max(lasting[name].first_step, step - 1))
@@ -175,12 +178,12 @@ class Alarms:
         )
 
 
-# The functions below check one condition each in the records of the newest `WINDOW` steps.
-# They return the alarm's message, or an empty text if there is no alarm.
+# Each function below checks one condition in the records of the newest `WINDOW` steps.
+# Each function returns the message of the alarm, or an empty text if there is no alarm.
 
 
 def _equal_share(record: StepRecord, limits: RunLimits) -> float:
-    """Return the share of the batch, 0 to 1, that teaches the policy nothing because its rewards are equal."""
+    """Return the fraction of the batch, 0 to 1, that teaches the policy nothing because its rewards are equal."""
     return record.equal_reward_groups if limits.compares_groups else float(record.reward_std == 0)
 
 
@@ -197,7 +200,7 @@ def _equal_rewards(window: Sequence[StepRecord], limits: RunLimits) -> str:
 
 def _no_update(window: Sequence[StepRecord], limits: RunLimits) -> str:
     for role, prefix in (("policy", ""), ("critic", "critic.")):
-        # The norm is the mean over a step's updates. It is missing while only the critic trains.
+        # ``grad_norm`` is a mean over a step's updates. The policy has no ``grad_norm`` while only the critic trains.
         norms = [record.learner.get(f"{prefix}grad_norm", 1.0) for record in window]
         if not any(map(math.isfinite, norms)):
             return (

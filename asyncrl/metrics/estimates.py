@@ -27,9 +27,9 @@ class Estimate:
     def over(cls, values: Sequence[float]) -> Estimate:
         """Return the mean of one value per prompt, with a 95% interval for the mean over the population of prompts.
 
-        The prompts must be drawn independently. If every value is 0 or 1, the interval is Wilson's (doi
-        10.1080/01621459.1927.10502953). Otherwise it is the seeded percentile bootstrap with 1,000 resamples of whole
-        prompts.
+        The prompts must be drawn independently. If every value is 0 or 1, the result has the Wilson score interval (doi
+        10.1080/01621459.1927.10502953). Otherwise a seeded percentile bootstrap with 1,000 resamples of whole prompts
+        computes the interval.
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
@@ -51,7 +51,8 @@ class Estimate:
             generator = np.random.default_rng(0)
             means = [generator.choice(array, len(array)).mean() for _ in range(_NUM_RESAMPLES)]
             low, high = np.quantile(means, (0.025, 0.975)).tolist()
-        return cls(mean=mean, low=min(low, mean), high=max(high, mean))  # keep the mean inside despite rounding errors
+        # Keep the mean inside the interval despite rounding errors.
+        return cls(mean=mean, low=min(low, mean), high=max(high, mean))
 
 
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
@@ -102,7 +103,7 @@ class Evaluation:
     def interval(self, kind: str) -> Estimate:
         """Return the mean reward with its 95% interval. ``kind`` is ``sampled`` or ``greedy``.
 
-        Without an interval in `estimates`, both ends of the interval equal the mean.
+        If `estimates` has no interval for ``kind``, both ends of the interval equal the mean.
         """
         mean = getattr(self, kind)
         found = [one for name, one in self.estimates.items() if name.startswith("mean@" if kind == "sampled" else kind)]
@@ -110,7 +111,7 @@ class Evaluation:
 
     @property
     def shortfall(self) -> str:
-        """Text for the end of a line: the number of prompts without a result, and why; empty if there are none."""
+        """Text that says how many prompts have no result, and why; empty if all prompts have a result."""
         parts = [f"{self.num_failed} without a reward"] if self.num_failed else []
         if self.num_missing:
             why = "; ".join(f"engine {engine}: {reason.splitlines()[0]}" for engine, reason in self.incomplete.items())

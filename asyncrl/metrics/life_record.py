@@ -1,7 +1,7 @@
-"""Reads and writes the file ``life.json`` of a life, and reads its ``config.yaml``.
+"""Reads and writes the file ``life.json`` of an ``asyncrl train`` process, and reads its file ``config.yaml``.
 
-A life of a run is one ``asyncrl train`` process. Each life has its own run folder, which contains both files.
-``life.json`` says when the life began and how it ended. ``config.yaml`` holds the life's options.
+Such a process is a *life* of a run. Each life has its own run folder, which contains both files. ``life.json`` says
+when the life began and how it ended. ``config.yaml`` holds the options of the life.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _RECORD = "life.json"
 
 
 class LifeState(StrEnum):
-    """State of an ``asyncrl train`` process (a life). ``killed``: its supervisor was killed, or its host crashed."""
+    """State of an ``asyncrl train`` process. It is ``killed`` after its supervisor was killed or its host crashed."""
 
     running = "running"
     finished = "finished"
@@ -86,7 +86,7 @@ def write_life(run_dir: Path, record: LifeRecord) -> None:
 
 
 def read_life(run_dir: Path) -> LifeRecord | None:
-    """Read the file ``life.json`` of a run folder; None if there is no such file.
+    """Return the content of ``life.json`` in a run folder; None if there is no such file.
 
     Raises `ValueError` if the file is damaged, or has a value that this version of asyncrl does not know.
     """
@@ -102,9 +102,9 @@ def read_life(run_dir: Path) -> LifeRecord | None:
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:
-    """Follow the chain of resumed runs back from a run folder. Return (run folder, record) pairs, oldest first.
+    """Return (run folder, record) pairs of a run and of all runs that it continues, oldest first.
 
-    In the chain, each run resumed from a checkpoint of the previous run. The search ends at a folder without a record.
+    A run continues the run whose checkpoint it resumed. The search ends at a folder without ``life.json``.
     """
     found: list[tuple[Path, LifeRecord]] = []
     folder: Path | None = run_dir.resolve()

@@ -58,9 +58,9 @@ class StepRecord:
         plan_wait_s: Seconds that the controller waited for the batch.
         update_s: Seconds of the update on the slowest rank.
         publish_s: Seconds until the slowest engine had the latest published weights.
-        buffer_fill: Bytes of the stored groups, as a share of the limit of all stores.
+        buffer_fill: Bytes of the stored groups, as a fraction of the limit of all stores.
         buffer_on_disk: Share of the stored groups' bytes that are only on disk; 0 without ``buffer.max_memory_bytes``.
-        slowest_engine: Policy tokens of the slowest engine in the latest steps, as a share of the median engine's; 1
+        slowest_engine: Policy tokens of the slowest engine in the latest steps, as a fraction of the median engine's; 1
             with fewer than two engines.
         free_disk_bytes: Free bytes on the disk of the run's folder.
         learner: Metrics of the learner by name (loss, grad_norm, clip_fraction, …).
@@ -132,7 +132,7 @@ class TrainingResult:
     Attributes:
         policy_version: Version of the trained policy: its number of learner steps.
         train_wall_s: Seconds from the start of training to the last update.
-        tokens: Numbers of generated, trained and dropped tokens after the fleet has stopped.
+        tokens: Counts of generated, trained and dropped tokens after the fleet has stopped.
         max_lag_realised: Largest lag of a group that this process trained on, in learner steps.
         max_lag_before: Largest lag before the checkpoint that this process continued from; 0 for a new run.
         lag_histogram: Number of trained groups by lag in learner steps.
@@ -172,13 +172,16 @@ class PoolUse:
 
     @property
     def utilisation(self) -> float:
-        """Share of the pool's time that was busy since the start of training, 0 to 1; 0 before the start."""
+        """Busy time divided by all time since the start of training, from 0 to 1. The value is 0 before the start."""
         total = self.busy_s + sum(self.idle_s.values())
         return self.busy_s / total if total > 0 else 0.0
 
     @property
     def top_cause(self) -> tuple[str, float] | None:
-        """Largest recent cause of idle time, as a (name, share of the time) pair; None without idle time."""
+        """The cause of the most idle time in the latest steps, as a pair (name, fraction of the time).
+
+        None if there was no idle time.
+        """
         causes = {cause: share for cause, share in self.recent.items() if cause != BUSY and share > 0}
         return max(causes.items(), key=lambda item: item[1], default=None)
 
@@ -262,7 +265,7 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes the metrics of a run to ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard.
 
-    If the learner returns to a checkpoint, it repeats the later steps. Then the lines of these steps move to
+    If the learner returns to a checkpoint, it repeats the later steps. Their old lines are then moved to
     ``metrics.lost.jsonl``, and the lines of later evaluations to ``evaluations.lost.jsonl``.
 
     Attributes:
@@ -280,15 +283,16 @@ class MetricsWriter:
     def write(self, record: StepRecord) -> None:
         """Write the metrics of one learner step to ``metrics.jsonl`` and to TensorBoard.
 
-        If the step is not newer than the previous one, the learner has returned to a checkpoint. In this case, the
-        method first moves the lines of the lost steps to ``metrics.lost.jsonl``.
+        If the step is not later than the previous record's step, the learner has returned to a checkpoint. In this
+        case, the method first moves the lines of the lost steps to ``metrics.lost.jsonl``.
 
         Raises:
             DiskError: the file cannot be written; the message names the process and the path.
         """
         numbers = record.flat()
         with writing(self._path):
-            if self.steps and record.step <= self.steps[-1].step:  # the learner has returned to a checkpoint
+            # Move the lines of the lost steps if the learner has returned to a checkpoint.
+            if self.steps and record.step <= self.steps[-1].step:
                 self._file.close()
                 _move_lost(self._path, lambda line: line["step"] >= record.step)
                 evaluations = self._path.with_name("evaluations.jsonl")
@@ -317,9 +321,7 @@ class MetricsWriter:
     def go_on(self, steps: Sequence[StepRecord], evaluations: Sequence[Evaluation]) -> None:
         """Copy the metrics of earlier runs, up to the checkpoint that this run resumed, into this run's files.
 
-        Call this before `write`.
-
-        Raises the errors of `write`.
+        Call this method before `write`. Raises the errors of `write`.
         """
         for evaluation in evaluations:
             self.evaluation(evaluation)
@@ -327,12 +329,15 @@ class MetricsWriter:
             self.write(record)
 
     def profile(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write numbers from the profile of a step, by dotted name, as TensorBoard scalars under ``profile/``."""
+        """Write numbers from the profile of a step as TensorBoard scalars under ``profile/``.
+
+        ``figures`` maps dotted names to these numbers.
+        """
         self._events.add({f"profile/{name.replace('.', '/')}": value for name, value in figures.items()}, step)
 
     def close(self) -> None:
         """Flush and close ``metrics.jsonl`` and the TensorBoard file."""
-        with suppress(OSError):  # an earlier `write` has raised this error already
+        with suppress(OSError):  # ignore the error, because an earlier `write` has raised it already
             self._file.close()
         self._events.close()
 
@@ -345,7 +350,7 @@ class ScalarEvents:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._open = partial(EventFileWriter, str(folder), flush_secs=10)
-        events: Any = event_pb2  # the module creates its classes at import, so type checkers do not know them
+        events: Any = event_pb2  # `event_pb2` creates its classes at import, so type checkers do not know them
         summaries: Any = summary_pb2
         self._event, self._summary, self._log = events.Event, summaries.Summary, events.SessionLog
         self._file = self._open()
@@ -369,7 +374,10 @@ class ScalarEvents:
 
 
 def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
-    """Move the lines that ``is_lost`` selects to a file with ``.lost`` in its name. A missing file counts as empty."""
+    """Move lines of a JSONL file to a file with ``.lost`` in its name. A missing file counts as empty.
+
+    The function calls ``is_lost`` with the JSON object of each line, and moves the line if the result is True.
+    """
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     lost = [line for line in lines if is_lost(json.loads(line))]
     if lost:
@@ -381,9 +389,9 @@ def _move_lost(path: Path, is_lost: Callable[[dict[str, Any]], bool]) -> None:
 
 
 def read_json(path: Path, *keys: str) -> dict[str, Any] | None:
-    """Read the object in a JSON file of a run; None if there is no file.
+    """Return the object in a JSON file of a run; None if there is no file.
 
-    ``keys`` must be in the object. Raises the errors of `json_object`.
+    The object must have the given ``keys``. Raises the errors of `json_object`.
     """
     return json_object(path.read_text(errors="replace"), str(path), *keys) if path.is_file() else None
 

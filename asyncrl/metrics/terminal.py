@@ -39,7 +39,7 @@ _OF_THE_POLICY = (("entropy", "entropy"), ("kl", "behavior_kl"), ("gradient", "g
 
 
 class _Output:
-    """Standard output. After a failed write, for example to a pipe whose reader has ended, the run continues."""
+    """Writes to standard output. If a write fails, for example to a closed pipe, the run continues without output."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file
@@ -100,7 +100,7 @@ class TerminalView:
 
     @contextmanager
     def waiting_for(self, part: str) -> Iterator[None]:
-        """Show, during the ``with`` block, that the run waits for a component. Afterwards, print how long that took.
+        """Show during the ``with`` block that the run waits for a component. Then print how long the wait took.
 
         ``part`` is the component's name.
         """
@@ -114,9 +114,9 @@ class TerminalView:
             del self._waiting[part]
 
     def step(self, record: StepRecord) -> None:
-        """Show the metrics of a finished learner step. Without a terminal, print a line at most every 5 s.
+        """Show the metrics of a finished learner step in the live view. Without a terminal, print a line instead.
 
-        The first and the last step always print a line.
+        A line is printed at most every 5 s, and always for the first and the last step.
         """
         self._records.append(record)
         self._history.append(record)
@@ -173,7 +173,7 @@ class TerminalView:
         )
 
     def _cells(self, record: StepRecord, use: RunUse | None = None) -> list[tuple[str, str]]:
-        """Return the names and values of a step for the view. ``use`` adds the busy time of learner and fleet."""
+        """Return pairs (name, value) that describe a step. With ``use``, include the busy time of learner and fleet."""
         rollout_rate, learner_rate = self._rates()
         policy = ((shown, record.learner.get(name)) for shown, name in _OF_THE_POLICY)
         return [
@@ -217,12 +217,12 @@ class TerminalView:
         return Panel(Group(*rows), title=f"{self._title}  {_duration(self.elapsed_s)}", title_align="left")
 
     def _progress(self, record: StepRecord) -> Table:
-        line = Table.grid(expand=True)  # the table ends the line after the bar; the bar itself does not
+        line = Table.grid(expand=True)  # put the bar into a table, because a bar alone does not end its line
         line.add_row(ProgressBar(total=self._total_steps, completed=record.step + 1))
         return line
 
     def _pools(self, use: RunUse) -> Table:
-        """Show a bar of recent busy time and the largest cause of idle time, per pool."""
+        """Show a bar of the recent busy time and the largest cause of idle time, for learner and fleet."""
         table = Table.grid(padding=(0, 2))
         for pool in (use.learner, use.fleet):
             busy, cause = pool.recent.get(BUSY, 0.0), pool.top_cause

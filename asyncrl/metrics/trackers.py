@@ -35,7 +35,7 @@ class Tracker(Protocol):
     """Receives the metrics of a run. Only `close` waits for a network.
 
     Attributes:
-        place: Where the user finds the run's metrics, as a text. Example: a URL.
+        place: Text that says where the user finds the run's metrics. Example: a URL.
     """
 
     place: str
@@ -47,7 +47,8 @@ class Tracker(Protocol):
     def go_on(self, event: Event) -> None:
         """Receive an event of an earlier ``asyncrl train`` process, from the steps before the resumed checkpoint.
 
-        W&B and MLflow send the event, as `record` does. Prometheus only notes its totals: the counters begin at 0.
+        W&B and MLflow send the event, as `record` does. Prometheus only notes the totals of the event, because its
+        counters begin at 0.
         """
         ...
 
@@ -77,7 +78,7 @@ def check_trackers(names: Sequence[str]) -> None:
     """Check that the names of trackers are known, and that the Python package of each tracker is installed.
 
     Raises:
-        ValueError: an unknown name, or a package that is not installed.
+        ValueError: a name is unknown, or a package is not installed.
     """
     for name in names:
         if name not in TRACKERS:
@@ -102,7 +103,7 @@ class Trackers:
 
     @classmethod
     def open(cls, names: Sequence[str], run: TrackedRun) -> Trackers:
-        """Open the trackers with these names. If one cannot be opened, close the others.
+        """Open the trackers with the given names. If a tracker cannot be opened, close the others.
 
         Raises:
             ValueError: a name is unknown, a package is not installed, or a tracker cannot be opened. The message names
@@ -150,7 +151,8 @@ class Trackers:
 def numbers_of(event: Event) -> dict[str, float]:
     """Return the numbers of an event by name, with slashes like in TensorBoard. Example: ``use/fleet/publish_pause``.
 
-    Values whose names begin with ``use`` are shares of a pool's time since the start of training, from 0 to 1.
+    Values whose names begin with ``use`` are fractions, from 0 to 1, of the time of learner or fleet since the start of
+    training.
     """
     if isinstance(event, StepRecord):
         return {name.replace(".", "/"): value for name, value in event.flat().items()}
@@ -195,7 +197,7 @@ class WandbTracker:
     def close(self) -> None:
         """Send the metrics that are not sent yet to Weights & Biases, and mark the run as ended there."""
         self._run.finish()
-        self._teardown()  # ends wandb's service process
+        self._teardown()  # end the service process of wandb
 
 
 class MlflowTracker:
@@ -262,7 +264,7 @@ class PrometheusTracker:
             self._server, self._thread = start_http_server(port, addr=host, registry=self.registry)
         except OSError as error:
             raise ValueError(
-                f"prometheus_address={address} must be free: {error.strerror}; choose another one"
+                f"prometheus_address={address} must be free: {error.strerror}; choose another address"
             ) from error
         self.port: int = self._server.server_port
         self.place = f"http://{in_url(host)}:{self.port}/metrics"
@@ -275,10 +277,10 @@ class PrometheusTracker:
 
         make(Info, "run", "The run").info({"experiment": experiment})
         self._idle = make(
-            Counter, "idle_seconds", "Idle seconds of a pool's ranks or places, by cause", ["pool", "cause"]
+            Counter, "idle_seconds", "Idle seconds of a pool's ranks or sample slots, by cause", ["pool", "cause"]
         )
-        self._busy = make(Counter, "busy_seconds", "Seconds of work of a pool's ranks or places", ["pool"])
-        self._capacity = make(Gauge, "capacity", "Ranks of the learner, places of the fleet", ["pool"])
+        self._busy = make(Counter, "busy_seconds", "Seconds of work of a pool's ranks or sample slots", ["pool"])
+        self._capacity = make(Gauge, "capacity", "Ranks of the learner, sample slots of the fleet", ["pool"])
         self._groups = make(Gauge, "groups", "Prompt groups by state", ["state"])
         self._dropped_groups = make(Gauge, "dropped_groups", "Dropped prompt groups over all lives", ["reason"])
         self._dropped_tokens = make(Gauge, "dropped_tokens", "Dropped policy tokens over all lives", ["reason"])
@@ -296,7 +298,7 @@ class PrometheusTracker:
         self._numbers = make(Gauge, "step_metric", "Numbers of the last step, as in metrics.jsonl", ["name"])
 
     def record(self, event: Event) -> None:
-        """Set the served counters and gauges from an event."""
+        """Update the metrics that Prometheus reads: set the counters and gauges to the numbers of ``event``."""
         if isinstance(event, StepRecord):
             self._record_step(event)
         elif isinstance(event, Evaluation):
@@ -311,7 +313,7 @@ class PrometheusTracker:
                     self._raise(self._idle, idle_s, pool.name, cause)
 
     def go_on(self, event: Event) -> None:
-        """Leave the totals of the run's earlier processes out of the counters."""
+        """Note the totals of the run's earlier processes, so that the counters of this process exclude them."""
         if isinstance(event, StepRecord):
             self._last[id(self._failed),] = event.failed_groups
             self._last[id(self._tokens), "generated"] = event.generated_tokens
@@ -347,7 +349,7 @@ class PrometheusTracker:
         self._thread.join()
 
     def _raise(self, counter: Any, value: float, *labels: str) -> None:
-        """Set a counter to a total. If the total is lower, the counter keeps its value."""
+        """Raise a counter by the increase of its total since the previous call. ``value`` is the new total."""
         key = (id(counter), *labels)
         rise = value - self._last.get(key, 0.0)
         child = counter.labels(*labels) if labels else counter

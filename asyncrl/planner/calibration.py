@@ -83,7 +83,7 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
     fleet = config.rollout_fleet
     is_in_process = fleet.engine is EngineKind.transformers and fleet.device is not EngineDevice.cuda
     if is_in_process and config.learner.device is Device.cpu and config.placement.num_nodes == 1:
-        scenario = reading.on_host(scenario)  # engines and ranks compute on the CPU cores of one host
+        scenario = reading.on_host(scenario)  # simulate the CPU cores that engines and ranks share
     return Calibration(
         scenario=scenario,
         step_s=(steps[-1].end - steps[first].start) / _NS / (len(steps) - first),
@@ -112,7 +112,7 @@ class _Batch:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of the batch in which the engine did not decode; at least 0."""
+        """The time of the batch without the time of its decoding steps, in seconds; at least 0."""
         return max(0.0, self.duration_s - self.longest * self.token_s)
 
     @classmethod
@@ -140,7 +140,10 @@ class _Reading:
 
     @cached_property
     def trained(self) -> list[GroupLife]:
-        """The recorded events of trained groups. A group has one entry per training step, without the warm-up steps."""
+        """The recorded events of each trained group, with one entry per step that trained on the group.
+
+        Warm-up steps are left out.
+        """
         return [use for use in self._trace.trained_groups if use.step >= self._first_step]
 
     @cached_property
@@ -174,9 +177,9 @@ class _Reading:
         return sum(stamp.details["bytes"] for stamp in stored) / max(1, num_tokens)
 
     def equal_rewards(self) -> float:
-        """Return the share of finished groups that the buffer's filter ``equal_rewards`` dropped.
+        """Return the fraction of finished groups that the buffer's filter ``equal_rewards`` dropped.
 
-        The share is at most 0.99, because `Scenario` does not allow a share of 1.
+        The fraction is at most 0.99, because `Scenario` does not allow the fraction 1.
         """
         dropped = sum(stamp.details.get("reason") == "equal_rewards" for stamp in self._written)
         return min(0.99, dropped / len(self._written))
@@ -211,13 +214,12 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # A worker scores and stores its groups one by one. So if several groups of a worker wait at the same time, this
-        # time counts once.
+        # Join the overlapping waits of a worker's groups, because the worker scores and stores one group at a time.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
         engine, learner = scenario.engine, scenario.learner
-        used = min(1.0, rank_s / self._step_s)  # a rank's CPU seconds, divided by the wall seconds
+        used = min(1.0, rank_s / self._step_s)  # compute the fraction of an update in which a rank uses its CPU
         return replace(
             scenario,
             settle_s=0.0,
@@ -238,7 +240,7 @@ class _Reading:
         )
 
     def _cpu_s(self, pool: str) -> float:
-        """Return the CPU seconds per step of a pool, as the sum over its processes."""
+        """Return the CPU seconds per step that all processes of a pool use together."""
         total_s = 0.0
         for lane in {level.lane for level in self._trace.levels if level.name == LevelName.cpu}:
             levels = [level for level in self._trace.levels_of(LevelName.cpu, lane) if level.time >= self._start]
@@ -252,7 +254,7 @@ class _Reading:
 
     @cached_property
     def _step_s(self) -> float:
-        """Mean wall time of a step's update, in seconds."""
+        """Mean wall time of the update of a learner step, in seconds."""
         return fmean(_wall_s(spans) for spans in self._updates.values())
 
     @cached_property
@@ -293,7 +295,7 @@ class _Reading:
 
     @cached_property
     def _tokens(self) -> Counter[int]:
-        """Tokens of each step, including prompts."""
+        """The number of tokens that each learner step trained on, including prompt tokens, by step."""
         tokens: Counter[int] = Counter()
         for life in self.trained:
             if (stamp := life.last(GroupEvent.stored)) is not None:
@@ -357,7 +359,10 @@ class _Reading:
         )
 
     def _decodings(self) -> tuple[list[float], list[float]]:
-        """Return two lists, by group: seconds per decoding step, and mean number of running samples on the engine."""
+        """Return a pair of lists with one value per group.
+
+        The first list has the seconds per decoding step, and the second list the mean number of samples on the engine.
+        """
         times, loads = [], []
         for life in self.trained:
             first, last = life.last(GroupEvent.first_token), life.last(GroupEvent.last_token)
@@ -422,7 +427,7 @@ class _Reading:
 
 
 def _ratios(times: Sequence[tuple[float, float]]) -> list[float]:
-    """Return the ratios of measured to expected time, divided by the mean of these ratios."""
+    """Return the ratio measured / expected of each pair of ``times``, divided by the mean of all ratios."""
     ratios = [took_s / max(expected_s, 1e-9) for took_s, expected_s in times]
     mean = fmean(ratios) if ratios else 1.0
     return [ratio / mean for ratio in ratios]
@@ -474,7 +479,10 @@ def _wall_s(spans: Sequence[Span]) -> float:
 
 
 def _line(loads: Sequence[float], times: Sequence[float]) -> tuple[float, float]:
-    """Fit a line to times over loads; return its intercept and slope, both >= 0. Equal loads give the slope 0."""
+    """Fit a line to ``times`` as a function of ``loads``, and return a pair: intercept and slope, both >= 0.
+
+    If the loads are nearly equal, the slope is 0.
+    """
     x, y = np.asarray(loads), np.asarray(times)
     if len(x) < 3 or x.std() < _MIN_VARIATION * x.mean():
         return float(y.mean()), 0.0

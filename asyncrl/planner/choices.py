@@ -26,16 +26,16 @@ NUM_REPLICATES = 8
 AS_FAST = 0.02
 """Two choices count as equally fast if their step times differ by at most this share."""
 MIN_GAIN = 0.03
-"""Smallest predicted gain that is worth a change, as a share of the step time."""
+"""Smallest predicted gain that is worth a change, as a fraction of the step time."""
 MAX_REPLAY_ERROR = 0.2
-"""Largest error of the simulated step time, as a share of the measured step time. Above it, `advise` returns None."""
+"""Largest error of the simulated step time, as a fraction of the measured time. Above it, `advise` returns None."""
 _REPLICATES = 3
 """Number of simulations of one choice in `advise`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choices:
-    """The values that a plan tries; an empty list keeps the value of the scenario.
+    """The values of options that the planner tries. An empty list means only the present value.
 
     Attributes:
         splits: Pairs (number of engines, number of ranks). Example: ``[(6, 2), (4, 4)]``.
@@ -75,7 +75,7 @@ class Prediction:
         outcome: The result with the scenario's own response lengths.
         step_s: 5th and 95th percentile of the step time over resampled lengths. The interval includes
             ``outcome.step_s``.
-        lag_mean: The interval of the mean lag, in learner steps, computed in the same way.
+        lag_mean: 5th and 95th percentile of the mean lag, in learner steps, computed like ``step_s``.
     """
 
     scenario: Scenario
@@ -85,7 +85,7 @@ class Prediction:
 
     @property
     def groups_per_s(self) -> float:
-        """Trained prompt groups per second, comparable between different batch sizes."""
+        """Number of trained prompt groups per second. This number is comparable between different batch sizes."""
         return self.scenario.groups_per_step / self.outcome.step_s
 
     def to_dict(self, base: Scenario) -> dict[str, Any]:
@@ -112,7 +112,7 @@ _SHOWN_FIGURES = (*("step_s", "tokens_per_s", "lag_mean", "learner_idle", "fleet
 
 @dataclass(frozen=True, kw_only=True)
 class RunPlan:
-    """The predictions for all choices, and the recommended one.
+    """The predictions for all choices, and the recommended prediction.
 
     Attributes:
         base: The scenario with the present options.
@@ -133,8 +133,8 @@ class RunPlan:
     def curves(self) -> list[dict[str, Any]]:
         """Return curves of step time over mean lag for a chart. Each curve is a dict with a name and a list of points.
 
-        A curve is for one division of the devices between engines and ranks. Each of its points is for one value of
-        ``max_lag``. Predictions that change other options of the base are left out.
+        A curve is for one division of the devices between engines and ranks. Each point of a curve is for one value of
+        ``max_lag``. Predictions that change other options of the base scenario are left out.
         """
         points: dict[str, list[dict[str, Any]]] = {}
         for one in sorted(self.predictions, key=lambda one: (one.scenario.num_engines, one.scenario.max_lag)):
@@ -147,7 +147,7 @@ class RunPlan:
         return [{"name": name, "points": found} for name, found in points.items()]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole plan as a dict, which is the content of ``plan.json``."""
+        """Return the predictions and the recommendation as a dict, the content of ``plan.json``."""
         return {
             "curves": self.curves(),
             "scenario": self.base.to_dict(),
@@ -192,11 +192,11 @@ def make_plan(
     """Simulate the scenario ``base`` and every combination of ``choices`` that can run, and recommend one of them.
 
     Only the base and the fastest combinations are simulated ``replicates`` times; all others are simulated once.
-    ``on_progress`` gets a description of each simulation before the simulation starts. ``notes`` are sentences for the
-    reader of the plan.
+    ``on_progress`` is called with a description of each simulation before the simulation starts. ``notes`` are
+    sentences for the reader of the result.
 
     Raises:
-        ReplayBufferError: the base cannot run.
+        ReplayBufferError: the scenario ``base`` cannot run.
     """
     on_progress(f"the present options, {replicates} times")
     current = predict(base, replicates=replicates, seed=seed)
@@ -214,13 +214,14 @@ def make_plan(
 
 
 def recommend(predictions: Sequence[Prediction]) -> Prediction:
-    """Return the prediction with the smallest lag among those that are at most `AS_FAST` slower than the fastest one.
+    """Return the prediction with the smallest lag among the fastest predictions.
 
-    The first prediction is for the present options; it wins a tie. Other choices must:
+    A prediction counts as fastest if it is at most `AS_FAST` slower than the fastest one. The first prediction is for
+    the present options; it wins a tie. A prediction for other options is left out in three cases:
 
-    - have the same batch size
-    - use at most the present number of devices
-    - not drop stale groups, unless the present options do.
+    - It has another batch size.
+    - It uses more devices.
+    - It drops stale groups, and the present options do not.
     """
     fast = _as_fast(predictions)
     return min(fast, key=lambda one: (round(one.outcome.lag_mean, 2), one.scenario.max_lag, one is not predictions[0]))
@@ -257,7 +258,7 @@ def _can_have_ranks(base: Scenario, num_ranks: int) -> bool:
 
 
 def _interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return the 5th and 95th percentile. Widen the interval to include the first value."""
+    """Return the 5th and 95th percentile of ``values``, widened so that the interval includes ``values[0]``."""
     return min(values[0], float(np.quantile(values, 0.05))), max(values[0], float(np.quantile(values, 0.95)))
 
 
@@ -274,7 +275,7 @@ def advise(
         measured_step_s: Measured seconds per step.
         num_faults: Number of failures in the record. If it is not 0, the result is None.
         seed: Seed of the response lengths.
-        keep_split: Try no other numbers of engines and ranks.
+        keep_split: If true, keep the number of engines and the number of ranks.
     """
     if num_faults:
         return None
@@ -284,12 +285,12 @@ def advise(
     paying = []
     for changed in _changes(scenario, keep_split=keep_split):
         with suppress(ReplayBufferError):  # leave out a change that cannot run (see `predict`)
-            # Simulate once for the gain. If the gain is large enough, simulate more often for the interval.
+            # Simulate once to find the gain. If the gain is large enough, simulate more often to find the interval.
             if predict(changed, replicates=1, seed=seed).outcome.step_s < now.outcome.step_s * (1 - MIN_GAIN):
                 found = predict(changed, replicates=_REPLICATES, seed=seed)
                 paying += [found] if found.step_s[1] < now.step_s[0] else []
     best = min(paying, key=lambda found: found.outcome.step_s, default=None)
-    # The predicted step must also be faster than the measured step by the share `MIN_GAIN`.
+    # The predicted step must also be faster than the measured step by the fraction `MIN_GAIN`.
     if best is None or best.outcome.step_s > measured_step_s * (1 - MIN_GAIN):
         return None
     idle = max((now.outcome.learner_idle, now.outcome.fleet_idle), key=lambda causes: sum(causes.values()))
@@ -337,6 +338,6 @@ _REASONS = {
     "buffer_full": "the engines wait for room in the buffer",
     "publish_pause": "the engines pause to load weights",
     "re_prefill": "the engines recompute KV caches after each update",
-    "reward": "finished groups occupy their places while they are scored",
+    "reward": "finished groups occupy their slots while they are scored",
     "lease": "the engines wait for leases",
 }

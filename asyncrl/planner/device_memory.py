@@ -1,6 +1,6 @@
 """Computes the memory that each device needs, from the options and ``config.json`` of the models.
 
-Most functions return a dict from the `MemoryKind` to bytes. docs/gpus.md explains the kinds of `rank_bytes`.
+Most functions return a dict from `MemoryKind` to bytes. docs/gpus.md explains the kinds that `rank_bytes` returns.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ _GRAPH_SIZES = 58
 
 
 class MemoryKind(StrEnum):
-    """What a device's memory is used for: first on a learner rank, then on an engine, then by a process that is paused.
+    """A use of a device's memory. The value is a label for the user.
 
-    The values are labels for the user.
+    The first kinds, up to ``gradients_in_transit``, are for learner ranks. The kinds from ``weights`` to
+    ``activations_and_graphs`` are for engines. The last two kinds are for a paused process on a shared device.
     """
 
     cuda_context = "CUDA context"
@@ -91,12 +92,12 @@ class ModelSize:
         cache_heads: Largest number of devices that can divide a KV cache; 1 for latent attention.
         linear_rows: Sum of the input and output widths of all linear layers. Adapters of rank 1 have this number of
             parameters.
-        is_tied: Whether the output layer shares its weight with the input embedding.
+        is_tied: True if the output layer shares its weight with the input embedding.
         num_experts: Number of experts per layer; 0 for a dense model.
         experts_per_token: Number of experts that compute a token; 0 for a dense model.
         expert_width: Width of one expert; 0 for a dense model.
-        norms_heads: Whether queries and keys are normalized, as in Qwen3.
-        has_sinks: Whether attention has sinks. Then ``activation_checkpointing=selective`` also recomputes attention.
+        norms_heads: True if queries and keys are normalized, as in Qwen3.
+        has_sinks: True if attention has sinks. Then ``activation_checkpointing=selective`` also recomputes attention.
     """
 
     num_parameters: int
@@ -128,8 +129,8 @@ class ModelSize:
     def of(cls, path: str) -> ModelSize:
         """Read the sizes of the model in the folder ``path``.
 
-        The widths come from ``config.json``, and the numbers of parameters from the headers of the safetensors files.
-        Without safetensors files, this method loads torch and builds the model on the meta device.
+        The method reads widths from ``config.json``, and counts parameters in the headers of the safetensors files.
+        Without safetensors files, the method loads torch and builds the model on the meta device.
 
         Raises:
             ValueError: ``config.json`` is missing or lacks the usual key of a size, or the learner does not support the
@@ -191,11 +192,11 @@ class ModelSize:
 
 
 def _layers_of(stored: Mapping[str, int], num_layers: int) -> tuple[int, ...]:
-    """Return the number of values in the parameters of each decoder layer; () if ``stored`` lacks a layer."""
+    """Return how many values the parameters of each decoder layer have; an empty tuple if ``stored`` lacks a layer."""
     sizes = [0] * num_layers
     for name, size in stored.items():
         match = _LAYER.search(name)
-        if match and int(match[1]) < num_layers:  # the files may have extra layers for multi-token prediction
+        if match and int(match[1]) < num_layers:  # ignore extra layers, which are for multi-token prediction
             sizes[int(match[1])] += size
     return tuple(sizes) if all(sizes) else ()
 
@@ -210,7 +211,7 @@ def _attention_sizes(settings: Mapping[str, Any]) -> dict[str, int]:
     cache_heads = settings.get("num_key_value_heads") or heads
     query, key = heads * head_dim, cache_heads * head_dim
     cached = 2 * key
-    if rank := settings.get("kv_lora_rank"):  # multi-head latent attention (arXiv 2405.04434, section 2.1)
+    if rank := settings.get("kv_lora_rank"):  # use the sizes of latent attention (arXiv 2405.04434, section 2.1)
         rotated, plain = settings["qk_rope_head_dim"], settings["qk_nope_head_dim"]
         query = key = heads * max(rotated + plain, settings["v_head_dim"])
         cached, cache_heads = rank + rotated, 1
@@ -244,17 +245,17 @@ class RankSetup:
     Attributes:
         num_shards: Number of ranks among which FSDP divides one copy of the parameters.
         tokens: Tokens of a micro-batch on this rank.
-        checkpointing: Whether the backward pass recomputes the activations of the layers.
-        keeps_attention: Whether attention is kept, not recomputed (``activation_checkpointing=selective``).
-        whole_gradients: Whether each rank keeps unsharded float32 gradients until the optimizer update
+        checkpointing: True if the backward pass recomputes the activations of the layers.
+        keeps_attention: True if the backward pass recomputes no attention (``activation_checkpointing=selective``).
+        whole_gradients: True if each rank keeps unsharded float32 gradients until the optimizer update
             (``gradient_sync=update``).
         compute_bytes: Bytes of one value in the forward and backward pass: 2 in bfloat16, 4 in float32.
         chunk_tokens: Number of tokens with logits in memory at the same time.
-        keeps_gathered: Whether gathered parameters stay in memory from the first to the last micro-batch
+        keeps_gathered: True if gathered parameters stay in memory from the first to the last micro-batch
             (``resharding=update``).
         lora_rank: Rank of the adapters; 0 trains all parameters.
-        has_entropy_bonus: Whether the loss includes the entropy of the policy.
-        offloaded: Whether parameters, gradients and optimizer state stay in host memory (``offload_policy``).
+        has_entropy_bonus: True if the loss includes the entropy of the policy.
+        offloaded: True if parameters, gradients and optimizer state stay in host memory (``offload_policy``).
     """
 
     num_shards: int
@@ -272,7 +273,7 @@ class RankSetup:
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP computes with copies of the parameters instead of the stored parameters.
+        """True if FSDP computes with copies of the parameters instead of the stored parameters.
 
         False if a rank holds all parameters, computes in float32 and does not offload.
         """
@@ -282,9 +283,9 @@ class RankSetup:
 def rank_bytes(model: ModelSize, setup: RankSetup) -> dict[MemoryKind, int]:
     """Return the peak memory that torch allocates on a rank that trains a model, as a dict from kind to bytes.
 
-    The first kinds, from ``parameters`` to ``gathered root unit``, count during the whole update. All other kinds are
-    temporary: their bytes change during the backward pass. The dict has the bytes of the temporary kinds at the moment
-    when their sum is largest. Kinds of 0 bytes are left out.
+    The memory of the first kinds, from ``parameters`` to ``gathered root unit``, stays in use during the whole update.
+    The memory of the other kinds is temporary and changes during the backward pass. For these kinds, the dict has the
+    bytes at the moment when their sum is largest. Kinds of 0 bytes are left out.
     """
     model = _padded(model, setup.num_shards)
     size, shards, gathers = setup.compute_bytes, setup.num_shards, int(setup.gathers)
@@ -318,17 +319,17 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[MemoryK
     saved = attention if setup.checkpointing else whole_layer
     in_layer = _layer_per_token(model, size, in_backward=True) - saved
     in_experts = whole_layer + 3 * size * model.hidden * model.experts_per_token - saved
-    last_norm = setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden  # the last norm and its input
+    last_norm = setup.tokens * (size + 2 * _FLOAT32_BYTES) * model.hidden  # include the input of the last norm
     at_head = {
         MemoryKind.gathered_layers: gathers_layers * max(model.layers),
         MemoryKind.activations: kept + last_norm,
         MemoryKind.output_layer: _output_layer(model, setup, head),
     }
-    # At this moment FSDP has freed the gathered root unit, but `rank_bytes` still counts it.
+    # At the end of the backward pass, FSDP has freed the gathered root unit, but `rank_bytes` still counts this unit.
     at_end = {MemoryKind.gradients_in_transit: reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
-    # `has_gradients`: whether the gradients of the layer's parameters exist at the moment.
+    # `has_gradients` is True for the moment when the gradients of the layer's parameters exist.
     for (layer, below, above), has_gradients in product(units, (False, True)):
         own = size * gathers * layer * has_gradients
         layer_moment = {
@@ -344,17 +345,17 @@ def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
     """Return the bytes of logits and gradients in the backward pass of an output layer with ``head`` parameters."""
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
     if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:
-        # One matrix product computes the weight gradient of several chunks, and needs their logit gradients.
+        # One matrix product computes the weight gradient of several chunks from the logit gradients of these chunks.
         joined = 2 * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
         return _FLOAT32_BYTES * head + joined + max(2 * head, of_logits * chunk)
     return max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
 
 
 def _padded(model: ModelSize, num_shards: int) -> ModelSize:
-    """Return the model's sizes with the padding of FSDP.
+    """Return the model's sizes, including the padding that FSDP adds.
 
-    FSDP pads the number of experts of a layer to a multiple of the number of shards, unless it can shard another
-    dimension (`learner.fsdp.shard_dimension`).
+    FSDP pads the number of experts of a layer to a multiple of the number of shards. It adds no padding if it can shard
+    another dimension (`learner.fsdp.shard_dimension`).
     """
     divides = not any(size % num_shards for size in (model.hidden, model.expert_width))
     if not model.num_experts or divides:
@@ -365,7 +366,9 @@ def _padded(model: ModelSize, num_shards: int) -> ModelSize:
 
 
 def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) -> int:
-    """Return the bytes per token that one layer keeps; ``in_backward`` adds the gradients of its widest module.
+    """Return the bytes per token that one layer keeps.
+
+    If ``in_backward`` is true, add the gradients of the layer's widest module.
 
     - A norm keeps its input once in float32 and twice in the dtype of the computation.
     - The MLP keeps gate, activation, up projection and their product.
@@ -489,8 +492,8 @@ def frozen_bytes(model: ModelSize, setup: RankSetup) -> dict[MemoryKind, int]:
 def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -> dict[MemoryKind, int]:
     """Return the memory of one device of an engine, as a dict from kind of memory to bytes.
 
-    ``kv cache`` has room for all samples that the engine may run at the same time, at full length. It is limited by
-    ``rollout_fleet.sglang.max_total_tokens`` and, on a GPU, by SGLang's memory fraction.
+    The ``kv cache`` has room for all samples that the engine may run at the same time, at full length. The option
+    ``rollout_fleet.sglang.max_total_tokens`` limits the cache, and so does SGLang's memory fraction on a GPU.
     """
     fleet = config.rollout_fleet
     size = _FLOAT32_BYTES if fleet.sglang.dtype_on(fleet.device) in FLOAT32_NAMES else 2

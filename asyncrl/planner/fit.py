@@ -26,7 +26,7 @@ _MIB = 1 << 20
 USABLE_SHARE = 0.95
 """Share of a GPU's memory that a plan may use. torch's allocator also holds bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
-"""By default, ranks keep the activations of attention if a rank then needs at most this share of a GPU's memory."""
+"""By default, ranks keep the activations of attention if a rank then needs at most this fraction of a GPU's memory."""
 CARDS = {
     "A10": 23028, "A100": 81920, "A100-40": 40960, "B200": 183359, "H100": 81559, "H20": 97871, "H200": 143771,
     "L4": 23034, "L40S": 46068, "RTX4090": 24564,
@@ -107,14 +107,14 @@ class DeviceUse:
     def usable(self) -> int:
         """Bytes of the GPU that a run may use.
 
-        This is the share `USABLE_SHARE` of the GPU, or the whole GPU if ``parts`` already includes SGLang's reserve.
+        The value is the share `USABLE_SHARE` of the GPU. If ``parts`` includes SGLang's reserve, it is the whole GPU.
         """
         has_reserve = MemoryKind.activations_and_graphs in self.parts
         return self.card_bytes if has_reserve else round(self.card_bytes * USABLE_SHARE)
 
     @property
     def fits(self) -> bool:
-        """Whether ``total`` is at most ``usable``; True if ``card_bytes`` is 0."""
+        """True if ``total`` is at most ``usable``, or if ``card_bytes`` is 0."""
         return not self.card_bytes or self.total <= self.usable
 
     def __str__(self) -> str:
@@ -176,7 +176,7 @@ def with_recomputation(config: RunConfig, card: int) -> RunConfig:
 def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any]:
     """Return options that make a run fit on GPUs with ``card`` bytes, as a dict from dotted option name to new value.
 
-    Options that slow the run down least are tried first. The dict is empty if no options suffice.
+    Options that slow the run down least are tried first. The dict is empty if no combination of options suffices.
     """
     needed: dict[str, Any] = {}
     for name, value in _remedies(config):
@@ -195,7 +195,7 @@ def remedies_of(config: RunConfig, model: ModelSize, card: int) -> dict[str, Any
     changed = with_options(config, needed)
     num_engines = changed.learner.num_ranks // changed.rollout_fleet.sglang.tp_size
     if config.placement.colocated and num_engines != config.rollout_fleet.num_engines:
-        needed["rollout_fleet.num_engines"] = num_engines  # the engines use the same devices as the ranks
+        needed["rollout_fleet.num_engines"] = num_engines  # the engines must use the same devices as the ranks
     return needed
 
 
@@ -204,7 +204,7 @@ def _excess(config: RunConfig, model: ModelSize, card: int) -> int:
 
 
 def _remedies(config: RunConfig) -> Iterator[tuple[str, Any]]:
-    """Yield options that reduce memory. The first options cost the least time.
+    """Yield pairs (option, new value) that reduce memory. The first options cost the least time.
 
     If a role sets its own value for an option, yield the role's option too.
     """
@@ -257,12 +257,12 @@ def with_options(config: RunConfig, options: Mapping[str, Any]) -> RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """A way to divide GPUs between ranks and engines, with the largest token budget that fits.
+    """A division of GPUs between learner ranks and engines that fits into the memory of the GPUs.
 
     Attributes:
-        sp_size: Number of ranks that divide a sequence among them.
-        num_engines: Number of engines, which use the GPUs without a rank.
-        tp_size: GPUs per engine.
+        sp_size: Number of ranks that compute one sequence together. Each of these ranks has a part of the sequence.
+        num_engines: Number of engines. They use the GPUs that the ranks do not use.
+        tp_size: Number of GPUs per engine.
         budget: Largest ``learner.max_tokens_per_micro_batch`` that fits, in tokens.
     """
 
@@ -276,11 +276,12 @@ class Layout:
 
 
 def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: int) -> list[Layout]:
-    """Return ways to divide ``num_gpus`` GPUs between ranks and engines that fit into ``card`` bytes per GPU.
+    """Return layouts, divisions of GPUs between ranks and engines, that fit into the memory of the GPUs.
 
-    There is at most one layout per number of ranks and ``sp_size`` (ranks that share a sequence): the one with the
-    largest token budget. Budgets are powers of two from 1,024 to 131,072. The ranks that share a sequence must together
-    hold the longest sample. All roles run on the same ranks.
+    ``num_gpus`` is the number of GPUs, and ``card`` the memory of each GPU in bytes. For each number of ranks and each
+    ``sp_size``, the list has at most one layout: the layout with the largest token budget. Budgets are powers of two
+    from 1,024 to 131,072. The ``sp_size`` ranks of a sequence must together hold the longest sample. All roles run on
+    the same ranks.
     """
     fleet, learner = config.rollout_fleet, config.learner
     own = [learner.own_options(role) for role in learner_roles(config)]

@@ -48,7 +48,7 @@ class LengthModel:
         _check(self, "lengths.", 0.0, "spread", "prompt_spread", high=_MOST_SPREAD)
         _check(self, "lengths.", 1, "recorded", high=_MOST_TOKENS)
         if not all(self.recorded):
-            raise ValueError("lengths.recorded must hold groups of lengths, got an empty one; leave it out")
+            raise ValueError("lengths.recorded must hold groups of lengths, got an empty group; leave this group out")
 
     def draw(self, rng: np.random.Generator, num_groups: int, num_samples: int) -> np.ndarray:
         """Draw response lengths in tokens, [num_groups, num_samples] int64.
@@ -65,7 +65,7 @@ class LengthModel:
         return np.clip(np.rint(np.exp(logarithms)), 1, self.max_tokens).astype(np.int64)
 
     def stream(self, rng: np.random.Generator, num_samples: int) -> Iterator[list[int]]:
-        """Yield one list of ``num_samples`` response lengths per group, without end."""
+        """Yield a list of ``num_samples`` response lengths for each new group. The generator never ends."""
         while True:
             yield from self.draw(rng, _DRAWN_AT_ONCE, num_samples).tolist()
 
@@ -89,8 +89,8 @@ class EngineModel:
         step_s_per_sample: Time that each running sample adds to a decoding step.
         prefill_s_per_token: Time to compute the KV cache of one token. The engine does not decode during this time.
         max_running: Largest number of running samples. Other samples wait in order of arrival.
-        takes_batches: Whether the engine finishes a batch before it starts the next one, as the in-process engine does.
-            Otherwise a sample starts as soon as the engine has room.
+        takes_batches: True if the engine finishes a batch before it starts the next one, as the in-process engine does.
+            If False, a sample starts as soon as the engine has room.
         batch_s: Time of a batch without its decoding steps.
         variation: For each recorded batch, the recorded time divided by the expected time. The simulated times vary in
             the same way.
@@ -116,13 +116,13 @@ class LearnerModel:
     """The times of a learner step and of a publish.
 
     Attributes:
-        step_s: Time of a step that does not depend on its number of tokens.
+        step_s: Fixed time of a step, in addition to the time of its tokens.
         rank_s_per_token: Time that one rank needs for one token. Prompt tokens count too. The ranks share the tokens.
         copy_s: Pause of the ranks to copy the weights of a new version.
         publish_s: Time from the end of the copy until engines can load the version. Training and generation continue.
         load_s: Pause of an engine to load the version.
         on_update: What an engine does with the KV cache of running samples after an update.
-        shares_learner: Whether the ranks also pause for ``publish_s`` and ``load_s``.
+        shares_learner: True if the ranks also pause for ``publish_s`` and ``load_s``.
         variation: For each recorded step, the recorded time divided by the expected time. The simulated times vary in
             the same way.
     """
@@ -150,7 +150,7 @@ class HostModel:
     core on which fewer jobs run.
 
     Attributes:
-        is_shared: Whether engines and ranks compute on these cores. This needs ``engine.takes_batches``. If False, the
+        is_shared: True if engines and ranks compute on these cores; requires ``engine.takes_batches``. If False, the
             other fields have no effect.
         settle_s: CPU time of an engine's process to score and store a group; it replaces ``Scenario.settle_s``.
         publish_s: CPU time of a rank's process per published version, after the rank has copied the weights.
@@ -194,7 +194,7 @@ class Scenario:
             the buffer drops the oldest group and requeues its prompt. 0 means no limit, as in a real run.
         warm_up_steps: Number of steps at the start of the run that do not count in the step time, the rate, the lags
             and the waits.
-        hands_on: Whether workers save running groups if the buffer asks, so that other workers continue the groups.
+        hands_on: True if workers save running groups if the buffer asks, so that other workers continue the groups.
             False for ``rollout_fleet.save_progress=never``.
         whole_groups: Simulate only the longest sample of a group. Its load on the engine is the mean load of the whole
             group. This is faster for large fleets.
@@ -282,7 +282,7 @@ def load_spec(path: Path) -> Scenario:
     from yaml import YAMLError
 
     if not path.is_file():
-        raise ValueError(f"{path} is not a run's folder or a scenario file; pass a run's folder or a YAML file")
+        raise ValueError(f"{path} is neither a run's folder nor a scenario file; pass a run's folder or a YAML file")
     try:
         schema = OmegaConf.structured(Scenario)
         for node in (schema, schema.lengths, schema.engine, schema.learner, schema.host):

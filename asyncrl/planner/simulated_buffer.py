@@ -38,7 +38,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # shared by all timers that never fire
+        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # use it for all timers that never fire
 
     def time(self) -> float:
         """Return the current time in simulated seconds."""
@@ -160,10 +160,10 @@ class SimulatedBuffer:
         on_reply: OnReply | None = None,
         on_refusal: OnRefusal | None = None,
     ) -> int:
-        """Send an operation in the name of ``client`` to the buffer's service; return the id of the request.
+        """Send an operation of the client ``client`` to the buffer's service; return the id of the request.
 
-        ``num_bytes`` is the size of the request's payload. ``on_reply`` is called with the reply, or ``on_refusal``
-        with the error. Without ``on_refusal``, the simulation raises the error.
+        ``num_bytes`` is the size of the request's payload. The simulation calls ``on_reply`` with the reply, or
+        ``on_refusal`` with the error. If ``on_refusal`` is None, the simulation raises the error.
         """
         self._last_id += 1
         if on_reply is not None or on_refusal is not None:

@@ -1,8 +1,8 @@
 """Simulated engines and shared CPU cores.
 
-Between two events, all running samples of an engine decode at the same speed. Therefore one number represents the
-progress of all samples: the tokens of an imaginary sample that has run since the start of the simulation. Engines that
-take batches have no progress, because all samples of a batch end together.
+Between two events, all running samples of an engine decode at the same speed. Therefore one number per engine is
+enough, its *progress*: the number of tokens of an imaginary sample that has run since the start of the simulation.
+Engines that take batches have no progress, because all samples of a batch end together.
 """
 
 from __future__ import annotations
@@ -107,9 +107,10 @@ class SimulatedEngine:
         self._prompt_tokens, self._whole_groups = prompt_tokens, whole_groups
         self._running: list[_Running] = []
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
-        self._load = 0.0  # sum of `_Running.weight` over all running samples
-        # Sum over all running samples: `_Running.weight` times the engine's progress at the start of the sample.
-        # `_loaded` needs this sum to compute the number of cached tokens.
+        # `_load` is the sum of `_Running.weight` over all running samples.
+        self._load = 0.0
+        # `_begun` is the sum of `_Running.weight` times the engine's progress at the start of each running sample.
+        # `_loaded` computes the number of cached tokens from `_begun`.
         self._begun = 0.0
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
@@ -167,8 +168,8 @@ class SimulatedEngine:
     def cut(self, group: SimulatedGroup, on_cut: Callable[[list[int]], None]) -> None:
         """Stop a group so that another engine can continue the group.
 
-        After the next decoding step, the engine calls ``on_cut`` with the missing tokens of each unfinished sample. An
-        engine that takes batches calls ``on_cut`` at the end of the batch, if samples are then unfinished.
+        After the next decoding step, the engine calls ``on_cut`` with the number of missing tokens of each unfinished
+        sample. An engine that takes batches calls ``on_cut`` at the end of the batch, if samples are then unfinished.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -185,9 +186,9 @@ class SimulatedEngine:
         call_after(self._env, step_s, lambda: on_cut(left))
 
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
-        """Pause for ``load_s`` seconds of work, then generate with the policy version ``version``; call ``on_loaded``.
+        """Load the weights of the policy version ``version``, and call ``on_loaded`` at the end.
 
-        An engine that takes batches pauses between two batches.
+        The engine pauses for ``load_s`` seconds of work. An engine that takes batches pauses between two batches.
         """
         self._advance()
         if self._model.takes_batches and self._running:
@@ -300,7 +301,7 @@ class SimulatedEngine:
     def _set_timer(self) -> None:
         if self._model.takes_batches:
             return
-        self._timer += 1  # the previous timer then does nothing
+        self._timer += 1  # make the previous timer do nothing
         timer = self._timer
         if self._is_loading or not self._running:
             return
@@ -376,7 +377,7 @@ class SharedCore:
             self._done_s += passed_s / len(self._jobs)
 
     def _set_timer(self) -> None:
-        self._timer += 1  # the previous timer then does nothing
+        self._timer += 1  # make the previous timer do nothing
         if self._jobs:
             timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
             call_after(self._env, left_s, lambda: self._end_first(timer))

@@ -43,10 +43,10 @@ class SimulatedRun:
 
     Attributes:
         tokens_per_s: Trained response tokens per second.
-        learner_idle: For each cause of idle time, its share of the ranks' time. `asyncrl.profile.attribution` names the
-            causes.
-        fleet_idle: For each cause of idle time, its share of the fleet's capacity. The capacity is the time times the
-            number of group slots of all engines.
+        learner_idle: A dict from each cause of idle time to a fraction of the ranks' time. docs/profiling.md explains
+            the causes.
+        fleet_idle: A dict from each cause of idle time to a fraction of the capacity of all engines. The capacity is
+            the time multiplied by the number of group slots.
         stored_bytes: Largest number of bytes in the buffer.
         dropped: Share of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
@@ -149,7 +149,7 @@ class SimulatedWorker:
     def _ask(self) -> None:
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            if self._scenario.engine.takes_batches:  # all groups of a batch end at the same time
+            if self._scenario.engine.takes_batches:  # first let the other groups of the batch end at this moment
                 call_after(self._env, 0.0, self._gather)
             else:
                 self._gather()
@@ -171,7 +171,7 @@ class SimulatedWorker:
     def _num_free(self) -> int:
         """Number of free slots. A group that the worker scores or stores uses no slot.
 
-        If more than ``groups_in_flight`` groups are being scored or stored, each further one uses a slot.
+        If the worker scores or stores more than ``groups_in_flight`` groups, each further group uses a slot.
         """
         num_places = self._scenario.groups_in_flight
         return num_places - len(self._groups) + min(self._num_settling, num_places)
@@ -217,8 +217,8 @@ class SimulatedWorker:
                 self.engine.cut(group, partial(self._give_back, group))
 
     def _give_back(self, group: SimulatedGroup, left: list[int]) -> None:
-        if self._groups.get((group.group_id, group.attempt)) is not group:  # the buffer has revoked the group
-            return
+        if self._groups.get((group.group_id, group.attempt)) is not group:
+            return  # do nothing, because the buffer has revoked the group
         self.account()
         group_id, attempt = group.group_id, group.attempt
         num_tokens = sum(group.lengths) - sum(left)
@@ -255,7 +255,7 @@ class SimulatedWorker:
         self._ask()
 
     def _settle_next(self) -> None:
-        """Begin to score the next finished group, unless this worker is scoring one. Then send the group to the buffer.
+        """Score the next finished group and send it to the buffer. Do nothing if this worker already scores a group.
 
         Only a simulation in which all engines share a CPU core (``host``) uses this method.
         """
@@ -353,7 +353,8 @@ class SimulatedLearner:
     def start(self) -> simpy.Process:
         """Start the loops that plan batches and train on them.
 
-        The returned process ends after the last step, or after the ranks' pause for the last step's publish.
+        The returned simpy process ends after the last step. If the learner publishes weights after the last step, the
+        process ends after the pause of the ranks for this publish.
         """
         self.feed()
         self._env.process(self._plan())
@@ -371,7 +372,7 @@ class SimulatedLearner:
     def account(self) -> None:
         """If the ranks wait for a batch, add the time since the previous call of this method to ``idle``.
 
-        ``idle`` maps a cause to idle seconds of the ranks. Its cause ``publish`` includes the pauses for publishes.
+        ``idle`` maps a cause to idle seconds of the ranks. The cause ``publish`` includes the pauses for publishes.
         """
         now = self._env.now
         if self._is_waiting:

@@ -1,8 +1,8 @@
-"""Attributes the idle time of each pool to causes. The times of all causes sum exactly to the idle time.
+"""Explains why learner ranks and engines were idle: divides their idle time among causes.
 
-A *place* is a learner rank, or the capacity for one sample on an engine. At any time, a place is busy, or idle for
-exactly one cause. If several causes apply, the first one in the order of docs/profiling.md counts. All sums are
-integers in nanoseconds times places.
+An engine has one *slot* for each sample that it may run at once. A learner rank is one slot. At any time, a slot is
+either busy or idle, and an idle slot has exactly one cause. If several causes apply, the first one in the order of
+docs/profiling.md counts. All sums are integers, in nanoseconds times slots.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _RECENT_STEPS = 10
 
 
 class FleetCause(StrEnum):
-    """Why a place on an engine (the capacity for one sample) was idle. The first cause that applies counts."""
+    """Why a slot of an engine (the capacity for one sample) was idle. The first cause that applies counts."""
 
     engine_down = "engine_down"
     start = "start"
@@ -84,12 +84,14 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period in which a rank or engine has a constant number of places in one state. Times are in nanoseconds.
+    """A period in which a rank, or a constant number of an engine's sample slots, has the same state.
 
     Attributes:
         lane: Name of the rank or engine in the record. Example: ``engine-0``.
+        start: Nanoseconds.
+        end: Nanoseconds.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
-        places: 1 for a rank; for an engine, its number of sample slots in this state.
+        places: For an engine, the number of its sample slots in this state; 1 for a rank.
     """
 
     lane: str
@@ -100,13 +102,15 @@ class Stretch:
 
     @property
     def total(self) -> int:
-        """Length of the period in nanoseconds, times ``places``."""
+        """The length of the period in nanoseconds, multiplied by the number of slots ``places``."""
         return self.places * (self.end - self.start)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PoolTime:
-    """The busy and idle time of a pool in nanoseconds, summed over its places (ranks, or sample slots of engines).
+    """The busy and idle time of a pool (the learner's ranks, or the engines), in nanoseconds.
+
+    Each time is a sum over all ranks, or over all sample slots of the engines.
 
     Attributes:
         capacity: The busy time plus all idle time.
@@ -119,13 +123,13 @@ class PoolTime:
 
     @property
     def utilisation(self) -> float:
-        """Busy time divided by the capacity, from 0 to 1. It is 0 if the capacity is 0."""
+        """Busy time divided by the sum of busy and idle time, from 0 to 1. The value is 0 if this sum is 0."""
         return self.busy / self.capacity if self.capacity else 0.0
 
     def alone(self, pool: str, duration: int) -> float:
-        """Return the part of ``duration`` that the pool ``pool`` would need if it never waited for the other pool.
+        """Return how much of ``duration`` the pool ``pool`` would need if it never waited for the other pool.
 
-        Busy time counts, and so does idle time with a cause in `OWN_CAUSES`. All other idle time does not count.
+        The pool needs its busy time and the idle time with a cause in `OWN_CAUSES`. It does not need other idle time.
         """
         own = self.busy + sum(self.idle.get(cause, 0) for cause in OWN_CAUSES[pool])
         return duration * own / self.capacity if self.capacity else 0.0
@@ -137,7 +141,7 @@ class Attribution:
 
     Attributes:
         window: Start and end, in nanoseconds.
-        stretches: The stretches of each pool (``learner``, ``fleet``), sorted by lane and then by time.
+        stretches: The periods of each pool (``learner``, ``fleet``), sorted by rank or engine and then by time.
     """
 
     window: tuple[int, int]
@@ -181,7 +185,7 @@ class Series:
     """The values of an integer over time. The integer is 0 before its first change."""
 
     def __init__(self, changes: Iterable[tuple[int, int]] = ()) -> None:
-        """Take (time, new value) pairs in any order. If pairs have the same time, the one that comes last counts."""
+        """Take (time, new value) pairs in any order. If several pairs have the same time, the last of them counts."""
         self.changes = sorted(changes, key=lambda change: change[0])
 
     @classmethod
@@ -197,7 +201,7 @@ class Series:
         return cls(_summed(deltas))
 
     def flag(self) -> Series:
-        """Return a series that is 0 while this series is 0, and 1 otherwise."""
+        """Return a series that is 0 at all times at which this series is 0, and 1 at all other times."""
         flags = [(time, int(value != 0)) for time, value in self.changes]
         kept = [change for before, change in pairwise([(0, 0), *flags]) if before[1] != change[1]]
         return Series(kept)
@@ -211,8 +215,8 @@ class Series:
 def swept(window: tuple[int, int], series: Mapping[str, Series]) -> Iterator[tuple[int, int, dict[str, int]]]:
     """Split ``window``, a pair (start, end), at each time at which one of the series changes.
 
-    Yield start and end of each interval, and a dict from the name of each series to its value in the interval. The
-    generator yields the same dict each time, and changes it in place.
+    Yield a triple (start, end, values) per interval. The dict ``values`` maps the name of each series to its value in
+    the interval. All triples share one dict, which the generator changes in place.
     """
     start, end = window
 
@@ -270,9 +274,10 @@ def _fleet_stretches(trace: Trace, window: tuple[int, int]) -> Iterator[Stretch]
 
 
 def _engine_states(now: Mapping[str, int]) -> Iterator[tuple[str, int]]:
-    """Yield pairs: a state (busy, or a cause of idle time), and the number of the engine's places in this state.
+    """Yield pairs: a state (busy, or a cause of idle time), and how many slots of the engine have this state.
 
-    The numbers sum to the engine's capacity, or to 0 after the engine has left.
+    A slot is the capacity for one sample. The numbers of slots sum to the engine's capacity, or to 0 after the engine
+    has left the fleet.
     """
     left = 0 if now[f"span.{MemberState.left}"] else now[LevelName.capacity]
     for kind, cause in _WHOLE_ENGINE:
@@ -371,12 +376,12 @@ def _rank_state(now: Mapping[str, int]) -> str | None:
 
 
 def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -> Series:
-    """Return why a batch is missing at each time, as an index into `LearnerCause`.
+    """Return a series over time: the cause why the learner has no batch, as an index into `LearnerCause`.
 
     The cause is ``batch_tail`` if two conditions hold:
 
-    - samples run, but at most half as many as at the peak of this step so far
-    - the staleness bound keeps some places of the fleet idle.
+    - Samples run, but at most half as many as at the peak of this step so far.
+    - The staleness bound keeps some sample slots of the engines idle.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
     for stretch in fleet:
@@ -399,7 +404,7 @@ def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -
     return Series(changes)
 
 
-# Helper functions for spans, levels and stretches (`Stretch`)
+# Functions for `Span`, `Level` and `Stretch`
 
 
 def _edges(spans: Iterable[Span]) -> Iterator[tuple[int, int]]:
@@ -424,7 +429,7 @@ def _summed(deltas: Mapping[int, int]) -> Iterator[tuple[int, int]]:
 
 
 def _merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
-    """Sort the stretches by lane and time. Join adjacent stretches that differ only in time."""
+    """Join stretches (periods) that follow each other and differ only in time. Sort the result by lane and start."""
     found: list[Stretch] = []
     last: dict[tuple[str, str, int], int] = {}
     for stretch in stretches:
@@ -454,7 +459,7 @@ class LagSplit:
     """Mean lag of the trained groups, in learner steps.
 
     Attributes:
-        mean: The whole lag.
+        mean: The whole lag, which is the sum of the two other values.
         before_queue: The part of the lag that arose before the buffer stored the group.
         in_queue: The part of the lag that arose while the stored group waited for its training.
     """
@@ -466,7 +471,7 @@ class LagSplit:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """The use of time in one step, or in all steps of the run.
+    """How the learner and the fleet used the time of one step, or of all steps of the run.
 
     Attributes:
         duration: Nanoseconds from start to end.
@@ -491,7 +496,7 @@ class Figures:
 
     @property
     def ideal_step_s(self) -> float:
-        """Seconds per step that the slower pool needs alone. A run with perfect overlap would be this fast."""
+        """Seconds per step if the slower pool never waited for the other pool, as with perfect overlap."""
         return max(self.alone_s(pool) for pool in POOLS)
 
     @property
@@ -501,23 +506,26 @@ class Figures:
 
     @property
     def utilisation(self) -> float:
-        """Mean share of busy time over all ranks and engines, 0 to 1.
+        """Mean fraction of time, from 0 to 1, in which ranks and engines were busy.
 
-        This is the mean of both pools' shares (`PoolTime.utilisation`), weighted by the number of ranks or engines.
+        This is the mean of `PoolTime.utilisation` over both pools, weighted by the number of ranks or engines.
         """
         num_lanes = sum(self.num_lanes.values())
         weighted = sum(self.pools[pool].utilisation * self.num_lanes[pool] for pool in POOLS)
         return weighted / num_lanes if num_lanes else 0.0
 
     def idle_s(self, pool: str) -> dict[str, float]:
-        """Return a dict from cause to idle seconds, largest first. The seconds are a mean over the places of a pool."""
+        """Return a dict from each cause to its idle seconds, largest first.
+
+        The seconds are a mean over all ranks, or over all sample slots of the engines.
+        """
         time = self.pools[pool]
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as nested dicts for JSON.
 
-        A value whose name ends in ``_ns`` is a sum over all places, in nanoseconds.
+        A value whose name ends in ``_ns`` is a sum over all ranks, or over all sample slots, in nanoseconds.
         """
         pools = {
             pool: {
@@ -604,7 +612,10 @@ class OverlapReport:
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the run as a dict for ``summary.json``. ``idle_s`` is the mean per rank or slot."""
+        """Return the figures of the run as a dict for ``summary.json``.
+
+        ``idle_s`` is a mean over all ranks, or over all sample slots of the engines.
+        """
         run = self.run
         return {
             "step_s": run.step_s,
@@ -617,7 +628,10 @@ class OverlapReport:
 
 
 class LiveUse:
-    """Adds up the busy and idle time of the pools in the finished steps of a run in progress, each step once."""
+    """Adds up the busy and idle time of the learner and the fleet while a run is in progress.
+
+    Each finished step is counted once.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         self._reader = TraceReader(run_dir)
@@ -627,12 +641,12 @@ class LiveUse:
         self._capacity: dict[str, int] = {}
 
     def read(self) -> RunUse | None:
-        """Return the busy and idle time of both pools up to the latest finished step; None if no step is finished.
+        """Return the busy and idle time of learner and fleet in all finished steps; None if no step is finished.
 
         Raises the errors of `TraceReader.read`.
         """
         trace = self._reader.read()
-        # Compare end times, because versions repeat after the learner has returned to a checkpoint.
+        # Find new steps by their end times: step numbers repeat after the learner has returned to a checkpoint.
         new = [step for step in trace.steps if not step.is_open and (self._upto is None or step.end > self._upto)]
         if new:
             new[0] = replace(new[0], start=new[0].start if self._upto is None else self._upto)

@@ -2,7 +2,7 @@
 
 ``page/charts.js`` draws the charts.
 
-Times are in seconds. Versions and lags are learner steps.
+Times are in seconds. Versions and lags are numbers of learner steps.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FIGURES = 4
 
 
 def timeline(trace: Trace, attribution: Attribution) -> Chart:
-    """Return the chart of the states of both pools, weight updates, buffer counts and mean lag over time.
+    """Return the timeline chart: states of ranks and engines, weight updates, buffer counts and mean lag over time.
 
     The chart has at most `MAX_BINS` columns of equal width. Time 0 is the start of ``attribution.window``.
     """
@@ -66,8 +66,8 @@ def _pool_use(attribution: Attribution, pool: Pool, edges: np.ndarray) -> Chart:
 def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
     """Return the chart of the learner's time. A bar is one step of ``windows``, or the mean of consecutive steps.
 
-    A bar has the busy seconds per rank, and the idle seconds per rank by cause. ``fleet_s`` is the number of seconds
-    that engines without idle time would need for the work of the step.
+    A bar shows the busy seconds per rank, and the idle seconds per rank for each cause. ``fleet_s`` is the number of
+    seconds that engines without idle time would need for the work of the step.
     """
     width = math.ceil(len(windows) / MAX_BARS) or 1
     bars = [slice(first, first + width) for first in range(0, len(windows), width)]
@@ -96,8 +96,9 @@ def steps(attribution: Attribution, windows: Sequence[StepWindow]) -> Chart:
 def fill(trace: Trace) -> Chart:
     """Return the chart of how batches fill up: one curve per step, for at most `MAX_CURVES` evenly spaced steps.
 
-    Each curve has ``points``, pairs [seconds, share of the batch that the buffer has stored]. The batch is complete at
-    0 seconds; earlier times are negative. ``tail`` is the index of the last point with a share of at most 95%.
+    The ``points`` of a curve are pairs [seconds, fraction of the batch's groups that the buffer has stored]. The batch
+    is complete at 0 seconds; earlier times are negative. ``tail`` is the index of the last point with a fraction of at
+    most 95%.
     """
     stored: dict[int, list[int]] = defaultdict(list)
     for life in trace.trained_groups:
@@ -121,9 +122,9 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 def lag(trace: Trace, *, bound: int) -> Chart:
     """Return the chart of lags: for each lag, the number of trained groups that had this lag.
 
-    A group's lag is the number of learner steps from the group's oldest token to the training. A group without lag
-    counts in ``none``. Any other group is split: ``before`` gets the share of its lag that arose before the buffer
-    stored the group, and ``in_queue`` gets the rest. ``bound`` is the largest allowed lag.
+    A group's lag is the number of learner steps from the group's oldest token to the training. A group with lag 0 adds
+    1 to ``none``. Any other group adds the fraction of its lag that arose before the buffer stored the group to
+    ``before``, and the rest to ``in_queue``. ``bound`` is the largest allowed lag.
     """
     lives = trace.trained_groups
     parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}
@@ -141,7 +142,7 @@ def lag(trace: Trace, *, bound: int) -> Chart:
 def lengths(trace: Trace) -> Chart:
     """Return the chart of response lengths in tokens: histograms of the generated, trained and dropped samples.
 
-    Only samples of groups that the buffer has stored count.
+    A sample is counted only after the buffer has stored its group.
     """
     found: dict[str, list[int]] = {"generated": [], "trained": [], "dropped": []}
     for life in trace.groups.values():
@@ -164,9 +165,9 @@ def lengths(trace: Trace) -> Chart:
 def publishes(trace: Trace) -> Chart:
     """Return the chart of weight updates: the stages of an update, and the total time and pause of each version.
 
-    Times are counted from the start of the learner's copy of the weights. The start and end of a stage are medians
-    over all versions. A stage on several ranks or engines lasts from the first start to the last end. The total time
-    ends when all engines serve the version or a newer one. The pause is the longest pause of an engine.
+    At time 0 the learner begins to copy the weights. The start and end of a stage are medians over all versions. A
+    stage on several ranks or engines lasts from the first start to the last end. The total time ends when all engines
+    serve the version or a newer version. The pause is the longest pause of an engine.
     """
     began = {span.version: span.start for span in reversed(trace.spans_of(SpanKind.publish_copy))}
     stages: dict[str, dict[int, list[Span]]] = defaultdict(lambda: defaultdict(list))
@@ -203,10 +204,10 @@ _STAGES = {
 
 
 def _version_of(trace: Trace, span: Span) -> int:
-    """Return the policy version that a span belongs to; -1 if unknown.
+    """Return the policy version that a span (an activity) belongs to; -1 if the version is unknown.
 
-    A span without a recorded version belongs to the version that its engine serves next. A re-prefill without a
-    recorded version belongs to the version of the engine's latest pause.
+    If the span has no recorded version, return the version that its engine serves next. For a re-prefill, return
+    instead the version of the engine's latest pause.
     """
     if span.version != NONE:
         return span.version
@@ -227,9 +228,9 @@ _UP = ("starting", "catching_up", "ready")
 
 
 def _state(trace: Trace, lane: str) -> str:
-    """Return the engine's state and its unfinished activities as text, separated by commas.
+    """Return the engine's state and its unfinished activities as text. Example: ``ready, loading weights``.
 
-    If the engine's worker is not up, return only the state.
+    If the state of the engine's rollout worker is not in `_UP`, return only that state.
     """
     spans = trace.spans_of(SpanKind.member, f"{lane}/worker")
     member = max(spans, key=lambda span: span.start, default=None)
@@ -254,7 +255,7 @@ def members(trace: Trace) -> Chart:
             "state": _state(trace, lane),
             "epoch": str(trace.level_at(LevelName.epoch, f"{lane}/worker", trace.end)),
             "policy version": str(at_end["version"]),
-            "running / places": f"{at_end['running']} / {at_end['capacity']}",
+            "running / slots": f"{at_end['running']} / {at_end['capacity']}",
             "groups finished": str(finished[lane]),
             "weight updates": str(len(pauses)),
             "median pause": f"{1000 * statistics.median(pauses) / _SECOND:.0f} ms" if pauses else "",
@@ -265,7 +266,7 @@ def members(trace: Trace) -> Chart:
 
 
 def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart:
-    """Return the chart of predicted seconds per step over mean lag.
+    """Return the chart of the predicted seconds per step as a function of the mean lag.
 
     ``predictions`` is the content of ``plan.json``. ``here`` is the measured point: (mean lag, seconds per step).
     """
@@ -275,8 +276,8 @@ def frontier(predictions: Mapping[str, Any], here: tuple[float, float]) -> Chart
 def _served(trace: Trace) -> list[tuple[int, int]]:
     """Return (version, time) pairs. At ``time``, all engines serve ``version`` or a newer one for the first time.
 
-    A pair is left out if its time lies before the first step. An engine counts from its first version until its
-    worker stops or the engine leaves.
+    Pairs with a time before the first step are left out. "All engines" includes an engine from its first version until
+    its worker stops or the engine leaves.
     """
     changes = []
     for lane in trace.lanes(Pool.fleet):
@@ -295,9 +296,10 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 
 
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
-    """Return for each state its share of the time of all places, [bins] float64.
+    """Return a dict from each state to an array [bins] float64: the mean fraction of slots in this state per bin.
 
-    The shares of a bin sum to 1. Without any stretch in a bin, they sum to 0.
+    A slot is a rank, or an engine's capacity for one sample. The fractions of a bin sum to 1, or to 0 if no stretch
+    lies in the bin.
     """
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
@@ -309,10 +311,10 @@ def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.nda
 
 
 def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
-    """Compute the weighted time of spans in each bin.
+    """Compute the weighted time of periods in each bin.
 
     Args:
-        rows: [N, 3] start, end, weight.
+        rows: [N, 3]. A row has the start, end and weight of a period.
         edges: [bins + 1] ascending.
 
     Returns:
@@ -330,7 +332,10 @@ def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
 
 
 def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
-    """Return an array [bins]: the mean over each bin of the buffer's count ``name``, such as ``stored``."""
+    """Return an array [bins]: the mean of one of the buffer's counts in each bin.
+
+    ``name`` is the name of the count. Example: ``stored``.
+    """
     changes = trace.levels_of(name, "buffer")
     if not changes:
         return np.zeros(len(edges) - 1)
@@ -340,9 +345,9 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:
-    """Return an array [bins]. A bin has the mean lag of the latest batch whose step had ended at the end of the bin.
+    """Return an array [bins]: the mean lag of the latest batch whose learner step ended before the end of the bin.
 
-    The value is 0 if no step had ended.
+    The value is 0 if no step ended before the end of the bin.
     """
     lags: dict[int, list[int]] = defaultdict(list)
     for life in trace.trained_groups:
@@ -372,5 +377,8 @@ def _seconds(nanoseconds: float) -> float:
 
 
 def _rounded(value: float) -> float:
-    """Round to four decimals, or to four significant digits below 1. This keeps the document small."""
+    """Round to four decimals, or to four significant digits if the absolute value is below 1.
+
+    Rounding keeps the report's document small.
+    """
     return float(f"{value:.{_FIGURES}g}") if abs(value) < 1 else round(value, _FIGURES)

@@ -1,4 +1,4 @@
-"""``asyncrl profile RUN`` prints a table of why the pools of a run were idle.
+"""``asyncrl profile RUN`` prints tables that say why the learner ranks and the engines of a run were idle.
 
 The command also writes ``overlap.json``, ``trace.json`` and ``report.html`` into the run's folder.
 """
@@ -122,7 +122,7 @@ def _causes_table(run: Figures, pool: str) -> Table:
 
 
 def _steps_table(report: OverlapReport) -> Table:
-    # Fold the names of causes in a narrow terminal. By default, the names would be cut off.
+    # Fold long names of causes in a narrow terminal, because Rich would cut them off by default.
     learner, fleet = (Column("waits most for", overflow="fold") for _ in POOLS)
     table = Table("step", "s", "learner", learner, "fleet", fleet, "lag", title_justify="left")
     for version, step in report.steps[-_SHOWN_STEPS:]:

@@ -1,4 +1,4 @@
-"""Computes the view of an agent's episode in the report: a row per message and tool call, and the periods of waiting.
+"""Computes what the report shows of an agent's episode: one row per message and per tool call, and all waits.
 
 Times are seconds since the episode began.
 """
@@ -63,7 +63,7 @@ def episode_view(sample: Mapping[str, Any], episode: Mapping[str, Any]) -> Value
 
 
 def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
-    """Yield the rows branch by branch. At a fork, the shorter branches come first and are indented.
+    """Yield the rows of an episode, branch by branch. At a fork, the shorter branches come first and are indented.
 
     A row has ``name``, ``indent``, ``num_tokens``, ``reward``, ``finish_reason`` and these keys:
 
@@ -79,7 +79,7 @@ def _rows(episode: Mapping[str, Any]) -> Iterator[Values]:
     for index, turn in turns.items():
         children[turn["parent"]].append(index)
     size = {-1: 0}
-    for index in sorted(turns, reverse=True):  # children have higher indices than their parents
+    for index in sorted(turns, reverse=True):  # visit children first; they have higher indices than their parents
         size[index] = 1 + sum(size[child] for child in children[index])
     tools = _tools_by_turn(episode)
     roots = children[-1]
@@ -119,7 +119,7 @@ _NOTHING = {
 
 
 def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield the waits of a turn in order, as [reason, start, end]."""
+    """Yield what a turn of an episode waited for, in order of time, as triples (reason, start, end)."""
     asked, ended = turn["asked_s"], turn["ended_s"]
     if asked is None or ended is None or ended <= asked:
         return
@@ -131,7 +131,7 @@ def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _waits(episode: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield consecutive waits [reason, start, end] from the start to the end of the episode."""
+    """Yield what an episode waited for, from its start to its end, as consecutive triples (reason, start, end)."""
     duration = episode["duration_s"]
     found = [bar for turn in episode["turns"] for bar in _bars(turn)]
     found += [

@@ -25,8 +25,8 @@ def trace_events(trace: Trace, *, torch_traces: Iterable[str] = ()) -> dict[str,
 
     Args:
         trace: The record of the run.
-        torch_traces: File names of the torch profiler's traces (option ``profile.torch_steps``). The spans of the
-            learner's updates name these files.
+        torch_traces: File names of the torch profiler's traces (option ``profile.torch_steps``). The events of the
+            learner's updates contain these names.
     """
     events = _Events(trace, frozenset(torch_traces))
     return {
@@ -52,9 +52,9 @@ class _Events:
             yield {"ph": "M", "pid": _POOLS[pool], "tid": number, "name": "thread_name", "args": {"name": lane}}
 
     def spans(self) -> Iterator[dict[str, Any]]:
-        """Yield the spans of each lane.
+        """Yield trace events for the spans (activities) of all processes.
 
-        Spans that may overlap on a lane, such as rewards and evaluations, become asynchronous events.
+        Spans that may overlap in a row of the timeline, such as rewards and evaluations, become asynchronous events.
         """
         for number, span in enumerate(self._trace.spans):
             about = {"version": span.version, "step": span.step, "group": span.group}
@@ -75,7 +75,8 @@ class _Events:
     def groups(self) -> Iterator[dict[str, Any]]:
         """Yield trace events for each group that a step trained on.
 
-        Perfetto shows them as a bar from lease to last token, and as an arrow from the lease to the step's update.
+        For each group, Perfetto shows a bar from the lease to the last token, and an arrow from the lease to the
+        learner's update.
         """
         updates = {span.step: span for span in reversed(self._trace.spans_of("update"))}
         for group in (use for life in self._trace.groups.values() for use in life.uses()):

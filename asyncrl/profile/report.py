@@ -131,8 +131,8 @@ def _earlier_lives(run_dir: Path) -> Iterator[str]:
 def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
     """Write the report of a run to ``report.html`` in the run's folder, atomically; return the path of the file.
 
-    ``trace`` is the record to show; None reads the record. ``overlap`` has the figures of ``trace``; None computes the
-    figures. Raises the errors of `RunReport.document`.
+    ``trace`` is the record to show. If it is None, the record is read from the folder. ``overlap`` has the figures of
+    the record. If it is None, the figures are computed. Raises the errors of `RunReport.document`.
     """
     path = run_dir / REPORT
     partial = path.with_suffix(".html.partial")
@@ -144,7 +144,7 @@ def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapRepo
 
 
 def _charts(trace: Trace, overlap: OverlapReport, bound: int, predictions: Mapping[str, Any] | str) -> dict[str, Any]:
-    """Return each chart by name, or the reason why the chart is missing."""
+    """Return a dict from the name of each chart to the chart, or to a text that says why the chart is missing."""
     finished = [step for step in trace.steps if not step.is_open]
     if not finished:
         early = "No learner step is finished yet."
@@ -171,7 +171,7 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
         yield _figure("seconds per step", f"{run.step_s:.3g}", "mean over the finished steps")
         yield _figure("overlap efficiency", f"{run.efficiency:.2f}", ideal)
         yield _figure("learner at work", f"{learner:.1%}", "share of the ranks' time")
-        yield _figure("fleet at work", f"{fleet:.1%}", "share of the time of the engines' places")
+        yield _figure("fleet at work", f"{fleet:.1%}", "share of the time of the engines' sample slots")
         yield _figure("mean lag", f"{run.lag.mean:.2f}", f"learner steps; the bound is {bound}")
     for pool, time_of in run.pools.items():
         if time_of.idle:
@@ -180,7 +180,10 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
 
 
 def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
-    """Yield figures from the latest metrics record. If ``record`` is a text, it says why the record cannot be read."""
+    """Yield figures from ``record``, the latest metrics record.
+
+    If ``record`` is a text, the text says why the record cannot be read, and the figure of the reward shows the text.
+    """
     if isinstance(record, str):
         yield _figure("reward", "not known", record)
     elif record is not None:
@@ -218,7 +221,10 @@ def _or_reason(read: Callable[[], _T]) -> _T | str:
 
 
 def _last_record(path: Path) -> dict[str, Any] | None:
-    """Return the last complete line of ``metrics.jsonl``; None if there is none. Raises the errors of `json_object`."""
+    """Return the last complete line of ``metrics.jsonl``; None if no line is complete or the file is missing.
+
+    Raises the errors of `json_object`.
+    """
     lines = path.read_text(errors="replace").split("\n")[:-1] if path.is_file() else []
     if not lines:
         return None
@@ -242,7 +248,8 @@ class SampleFiles:
     def newest(self, count: int) -> list[dict[str, Any]]:
         """Return at most ``count`` samples from the newest files of each kind, as dicts for JSON.
 
-        Files in ``samples/`` with the same prefix, such as ``train``, are one kind. Files in ``tokens/`` are another.
+        Files in ``samples/`` with the same prefix, such as ``train``, are one kind. All files in ``tokens/`` are also
+        one kind.
         """
         kinds: dict[str, list[Path]] = defaultdict(list)
         for path in sorted(self._run_dir.glob("samples/*-v*.parquet"), reverse=True):
@@ -279,7 +286,7 @@ class SampleFiles:
 
     @cached_property
     def _decode(self) -> Decode | None:
-        """Function from token ids to text; None if neither the run's policy nor the initial model has a tokenizer."""
+        """Function that decodes token ids; None if neither the run's policy nor the initial model has a tokenizer."""
         policy = self._run_dir / "policy"
         initial = _options(self._run_dir).get("model", {}).get("path", "")
         folders = (policy, Path(initial or policy))
@@ -294,7 +301,10 @@ _SAMPLE_FIELDS = (
 
 
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
-    """Return a sample with its tokens. A token has its version, and the difference between the two log-probs."""
+    """Return a dict for the page that describes a trained sample and each of its tokens.
+
+    A token has its policy version, and the difference: the engine's log-prob minus the learner's log-prob of the token.
+    """
     names = ("response_ids", "versions", "response_mask", "behavior_logprobs", "learner_logprobs")
     tokens = [
         {
@@ -333,11 +343,11 @@ def _finite(value: float | None) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Advice:
-    """A change of options, and its predicted effect.
+    """A change of options that the planner recommends, and the predicted effect of the change.
 
     Attributes:
         change: Hydra overrides. Example: ``buffer.max_lag=1``.
-        why: The present bottleneck, as a sentence.
+        why: A sentence that names the present bottleneck of the run.
         interval: 5th and 95th percentile of ``predicted_step_s`` over resampled response lengths.
     """
 
@@ -358,7 +368,7 @@ class Advice:
 def advice_file(run_dir: Path) -> Path:
     """Return the path of ``advice.json``, the file with the newest advice on a run.
 
-    The key ``advice`` of the file has the fields of `Advice`, or null.
+    The file is JSON. Its key ``advice`` has an object with the fields of `Advice`, or null.
     """
     return run_dir / "advice.json"
 

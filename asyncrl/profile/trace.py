@@ -1,6 +1,6 @@
 """Reads what the processes of a run recorded: spans (activities), levels (counts) and stamps (events of groups).
 
-The files may still grow, or may come from killed processes. All times are integer nanoseconds of one clock, the
+The processes may still write their files, or may have been killed. All times are integer nanoseconds of one clock, the
 monotonic clock of the buffer server. For processes on other hosts, the reader adds the measured clock offset.
 """
 
@@ -35,11 +35,11 @@ class Process:
 
     Attributes:
         name: Name in the run. Example: ``learner-0``.
-        pool: The part of the run to which the process belongs, a value of `Pool`.
+        pool: Part of the run, a value of `Pool`. Example: ``learner``.
         start: Time when the process began to record.
         end: Time of the newest record.
         wall_ns: Nanoseconds since the Unix epoch at ``start``.
-        offset_ns: Nanoseconds that the reader added to get ``end``, because the clock of the process differs.
+        offset_ns: Nanoseconds that the reader added to convert ``end`` from the clock of the process.
         error_ns: Largest possible error of ``offset_ns``.
         num_dropped: Number of records that the process dropped because its queue was full.
         is_whole: False if the file has a damaged record, or ends in the middle of a record.
@@ -61,7 +61,7 @@ class Process:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An activity of a lane from ``start`` to ``end``.
+    """An activity of a lane (a process or a part of a process) from ``start`` to ``end``.
 
     Attributes:
         lane: Name of the rank, engine or other part. Example: ``engine-0``.
@@ -89,7 +89,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """A recorded number. It has this value from ``time`` until the next level with the same name and lane."""
+    """A recorded value of a count. The count has this value from ``time`` until its next `Level`.
+
+    The count is identified by ``name`` and ``lane`` (a process or a part of a process).
+    """
 
     name: str
     lane: str
@@ -120,22 +123,22 @@ class GroupLife:
     stamps: tuple[Stamp, ...]
 
     def last(self, event: str) -> Stamp | None:
-        """Return the latest stamp of the event with the name ``event``; None if the group has none.
+        """Return the latest stamp (recorded event) with the name ``event``; None if the group has no such event.
 
         Earlier stamps of the same event belong to abandoned attempts, or to earlier steps that trained on the group.
         """
         return next((stamp for stamp in reversed(self.stamps) if stamp.event == event), None)
 
     def time(self, event: str) -> int | None:
-        """Return the time of the latest stamp of ``event``, in nanoseconds; None if the group has no such stamp."""
+        """Return the time of the latest event with the name ``event``, in nanoseconds; None without such an event."""
         stamp = self.last(event)
         return None if stamp is None else stamp.time
 
     def uses(self) -> list[GroupLife]:
-        """Return one `GroupLife` for each learner step that trained on the group, with the stamps up to that step.
+        """Return one `GroupLife` for each learner step that trained on the group, with the events up to that step.
 
-        A group may be stored more than once, for example if the learner returned to a checkpoint. Then only the steps
-        after the latest ``stored`` event count. If the learner repeated a step, only the repetition counts.
+        Steps before the group's latest ``stored`` event are left out. A group may be stored again after the learner
+        returned to a checkpoint, for example. If the learner repeated a step, the first attempt is left out.
         """
         found: list[GroupLife] = []
         for number, stamp in enumerate(self.stamps, start=1):
@@ -157,7 +160,7 @@ class GroupLife:
 
     @property
     def lag_before_queue(self) -> int:
-        """Learner steps from the group's oldest token until the buffer stored the group; -1 if it was never stored."""
+        """Learner steps from the group's oldest token to the group's storage; -1 if the group was never stored."""
         stored = self.last(GroupEvent.stored)
         return NONE if stored is None else stored.details["learner"] - stored.version
 
@@ -230,8 +233,7 @@ class Trace:
         """
         step_spans = self.spans_of(SpanKind.step, CONTROLLER_LANE)
         taken = [span for span in step_spans if not span.is_open or span is step_spans[-1]]
-        # Converted clocks have small errors, so a step may seem to end before the previous step. Such
-        # a step gets the end time of the previous step.
+        # Ensure that no step ends before the previous step, because converted times have small errors.
         ends = list(accumulate((span.end for span in taken), max))
         starts = [span.start for span in taken[:1]] + ends
         return tuple(
@@ -284,7 +286,7 @@ class Trace:
     def processes_of(self, lane: str) -> tuple[Process, ...]:
         """Return the processes that recorded ``lane`` (the name of a rank, engine or other part), by start time.
 
-        There are several if a process was replaced.
+        The result has several processes if a process was replaced.
         """
         return tuple(process for process in self.processes if process.name in self._names_by_lane.get(lane, ()))
 
@@ -339,7 +341,7 @@ def _grouped(rows: Iterable[tuple[str, str | None, _T]]) -> Mapping[tuple[str, s
 
 
 class TraceReader:
-    """Reads the record files of a run. Each `read` reads only the new bytes."""
+    """Reads the record files of a run. Each call of `read` reads only the new bytes of the files."""
 
     def __init__(self, run_folder: Path | str) -> None:
         self._folder = Path(run_folder) / FOLDER
@@ -365,7 +367,7 @@ class TraceReader:
             file.set_reference(reference)
         end = max(file.end for file in files)
         ends, next_start = {}, dict[str, int]()
-        # The open spans of a restarted process end at the time when its replacement starts.
+        # End the open spans (unfinished activities) of a restarted process when the new process starts.
         for file in sorted(files, key=lambda file: file.start, reverse=True):
             ends[file] = next_start.get(file.header["process"], end)
             next_start[file.header["process"]] = file.start
@@ -381,7 +383,7 @@ class TraceReader:
     def forget(self, before: int) -> None:
         """Drop the records that are older than ``before``, in nanoseconds. Spans that end later are kept.
 
-        This keeps later calls of `read` cheap. The next trace still has the value that each count had at ``before``.
+        Later calls of `read` then have less work. The next trace still has the value of each count at ``before``.
         """
         for file in self._files.values():
             file.forget(before)
@@ -391,7 +393,7 @@ _REFERENCE_ORDER = (Pool.buffer, Pool.controller, Pool.fleet, Pool.learner)
 
 
 class _ProcessFile:
-    """The records of one process. Returned times are times of the reference clock, which `set_reference` sets."""
+    """The records of one process. All returned times are converted to the clock that `set_reference` sets."""
 
     def __init__(self, path: Path) -> None:
         self.header: dict[str, Any] = {}
@@ -420,7 +422,7 @@ class _ProcessFile:
                         self._take(record)
                         self._num_whole = self._unpacker.tell()
                 except (ValueError, TypeError, IndexError, KeyError, AttributeError, msgpack.UnpackException):
-                    self._is_broken = True  # read no further, but keep the records before the damaged one
+                    self._is_broken = True  # stop reading, and keep the records before the damaged record
         if self.header and self.header["schema"] != SCHEMA:
             raise ValueError(
                 f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; use the "
@@ -532,7 +534,10 @@ class ClockOffsets:
         self._measured = [row for row in rows if row[2] <= _WORST_OF_BEST * best]
 
     def at(self, time: int) -> tuple[int, int]:
-        """Return the offset and its largest error, both in nanoseconds, at ``time``, a time of the first clock."""
+        """Return a pair: the offset between the clocks at ``time``, and the largest error of this offset.
+
+        Both are in nanoseconds. ``time`` is a time of the first clock.
+        """
         measured = self._measured
         if not measured:
             return 0, 0

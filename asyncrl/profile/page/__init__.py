@@ -20,7 +20,7 @@ def render(document: Mapping[str, Any] | None, *, title: str) -> str:
         title: Title of the window.
     """
     folder = files(__name__)
-    # A "<" inside a JSON string could end the script element.
+    # Escape each "<", because "</script>" inside a JSON string would end the script element.
     embedded = json.dumps(document, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     parts = {
         "title": html.escape(title),
