@@ -280,8 +280,9 @@ class RolloutLoop:
         current = self._incarnation
 
         def may_release() -> bool:
-            awaits_first = incarnation is None and current == self._incarnation
-            return not self._is_loading and (self._has_weights or self._is_released or not awaits_first)
+            needs_first_load = incarnation is None and current == self._incarnation
+            has_loaded = self._has_weights or self._is_released
+            return not self._is_loading and (has_loaded or not needs_first_load)
 
         async with self._releasing:
             await self._until(may_release)
