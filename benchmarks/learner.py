@@ -113,7 +113,9 @@ def two_updates(
 
     def separate() -> object:
         scores = trainer.scores(halves)
-        return step.update([s.with_column("proximal_logprobs", score) for s, score in zip(halves, scores, strict=True)])
+        return step.make_updates(
+            [s.with_column("proximal_logprobs", score) for s, score in zip(halves, scores, strict=True)]
+        )
 
     return separate if separate_forward else lambda: step.run(halves)
 

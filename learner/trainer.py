@@ -77,23 +77,21 @@ class ModelOptimizer:
             [group for group in groups if group["params"]], lr=config.lr, betas=config.betas, eps=config.eps, fused=True
         )
 
-    def step(self) -> dict[str, float]:
+    def update(self, norm: float | None = None) -> dict[str, float]:
         """Clip the gradients, update the parameters and clear the gradients.
 
         If a gradient is not finite, the parameters do not change, because the update would destroy them. If all
         gradients are zero, the parameters do not change either, because only momentum and weight decay would act.
 
+        Args:
+            norm: L2 norm of the gradients of all ranks. None computes it.
+
         Returns:
             ``grad_norm`` before clipping, ``lr``, and two counts, each 1.0 or 0.0: ``skipped_updates`` (a non-finite
             gradient) and ``empty_updates`` (a gradient of zero).
         """
-        return self.update(global_grad_norm(self._parameters, self._shards))
-
-    def update(self, norm: float) -> dict[str, float]:
-        """Do the same as `step`, but use ``norm`` as the norm of the gradients.
-
-        The caller has computed ``norm`` from the gradients of all ranks. Returns the metrics of `step`.
-        """
+        if norm is None:
+            norm = global_grad_norm(self._parameters, self._shards)
         lr = learning_rate(self.config, self.num_updates, self.total_updates)
         is_finite = math.isfinite(norm)
         if is_finite and norm > 0.0:
@@ -205,7 +203,7 @@ class Trainer(PackedModel):
         batch = (packed or self.pack(sequences, keep_branches=objective.needs_trajectories)).with_columns(sequences)
         rows = self.accumulate(batch, objective)
         with record.span(SpanKind.optimizer):
-            return self._reduce(rows) | batch.counts() | self.optimizer.step()
+            return self._reduce(rows) | batch.counts() | self.optimizer.update()
 
     def accumulate(self, batch: PackedBatch, objective: Objective) -> list[dict[str, Tensor]]:
         """Run forward and backward on all micro-batches, which adds up the gradients.
@@ -319,22 +317,22 @@ class LearnerStep:
 
         Before the updates, this method computes the column ``proximal_logprobs`` if the objective needs it. The
         sequences must have all other columns that the objective reads. ``packed`` may be the result of `pack`. Returns
-        the metrics of `update`.
+        the metrics of `make_updates`.
         """
         packed = packed or self.pack(sequences)
         if packed.scored is None:
-            return self.update(sequences, packed)
+            return self.make_updates(sequences, packed)
         trained = _in_loss(sequences)
         later = self._later(trained)
         scores = self._trainer.scores(later, packed=packed.scored)
         scored = [s.with_column("proximal_logprobs", score) for s, score in zip(later, scores, strict=True)]
         own = [sequence for sequence in trained if sequence.mini_batch < self._first_scored]
-        return self.update([*own, *scored], packed)
+        return self.make_updates([*own, *scored], packed)
 
     def _later(self, trained: Sequence[TokenSequence]) -> list[TokenSequence]:
         return [sequence for sequence in trained if sequence.mini_batch >= self._first_scored]
 
-    def update(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
+    def make_updates(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
         """Make one optimizer update per mini-batch, on this rank's sequences with all columns.
 
         Only the sequences of the first mini-batch may lack ``proximal_logprobs``.

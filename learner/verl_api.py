@@ -73,7 +73,7 @@ class ActorWorker(ModelWorker):
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
         temperature = float(data.meta_info.get("temperature", self._temperature))
         with self.offload.updating(), self.model.at_temperature(temperature):
-            metrics = self._step.update(sequences)
+            metrics = self._step.make_updates(sequences)
         self._version = None if self._version is None else self._version + 1
         return single_controller.DataProto(
             meta_info={"metrics": {f"actor/{name}": value for name, value in metrics.items()}}
@@ -111,7 +111,7 @@ class CriticWorker(ModelWorker):
         columns = {"values": "values", "returns": "returns"}
         sequences = trained_sequences(data, columns, num_mini_batches=self._algorithm.num_mini_batches)
         with self.offload.updating():
-            metrics = self._step.update(sequences)
+            metrics = self._step.make_updates(sequences)
         named = {f"critic/{_VERL_METRICS.get(name, name)}": value for name, value in metrics.items()}
         return single_controller.DataProto(meta_info={"metrics": named})
 

@@ -294,7 +294,7 @@ class LearnerPort(Protocol):
         """
         ...
 
-    def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+    def step(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Start the learner step on a batch. Return an awaitable of the step's metrics by name.
 
         The metrics include ``started_at`` and ``ended_at`` in Unix seconds.
@@ -302,9 +302,9 @@ class LearnerPort(Protocol):
         ...
 
     def publish(self, version: int) -> Awaitable[None]:
-        """Queue a publish of the weights as policy version ``version``, after all updates that are queued so far.
+        """Queue a publish of the weights as policy version ``version``, after all steps that are queued so far.
 
-        The awaitable is done as soon as the ranks have copied the weights; the ranks then go on with the next update.
+        The awaitable is done as soon as the ranks have copied the weights; the ranks then go on with the next step.
         The rest of the publish runs in the background. After the publish, engines can load the version.
         """
         ...
@@ -313,8 +313,8 @@ class LearnerPort(Protocol):
         """Wait until engines can load the latest published version. Raises `WeightsError` if publishing failed."""
         ...
 
-    def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Start to train the critic on the batch of the latest `update`. Return an awaitable of metrics by name.
+    def step_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """Start to train the critic on the batch of the latest `step`. Return an awaitable of metrics by name.
 
         Without a critic, there are no metrics.
         """

@@ -102,7 +102,7 @@ class _QueuedStep:
 
     plan: Plan
     plan_wait_s: float
-    update: Awaitable[Mapping[str, float]]
+    actor: Awaitable[Mapping[str, float]]
     weights: Awaitable[None] | None
     critic: Awaitable[Mapping[str, float]]
     dispatched: record.OpenSpan
@@ -361,9 +361,9 @@ class Controller(_Training[LearnerPort, FleetPort]):
                 plan=plan,
                 plan_wait_s=waited_s,
                 dispatched=dispatched,
-                update=self._learner.update(plan),
+                actor=self._learner.step(plan),
                 weights=self._learner.publish(version + 1) if is_published else None,
-                critic=self._learner.update_critic(plan),  # after the publish, which does not need the critic
+                critic=self._learner.step_critic(plan),  # after the publish, which does not need the critic
                 checkpoint=await self._checkpointer.save_if_due(version + 1),
             )
             await self._steps.put(step)
@@ -373,7 +373,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         while (step := await self._steps.get()) is not None:
             if isinstance(step, BatchLost):
                 raise step
-            metrics = await step.update
+            metrics = await step.actor
             step.dispatched.close()
             stats = await self._buffer.commit(step.plan.version)
             self._checkpointer.committed()
@@ -457,8 +457,8 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
             self._queued_version = version + 1
             self._reporter.planned(plan)
             with record.span(record.SpanKind.dispatched, lane="/complete", step=version):
-                metrics = await self._learner.update(plan)
-                metrics = {**metrics, **await self._learner.update_critic(plan)}
+                metrics = await self._learner.step(plan)
+                metrics = {**metrics, **await self._learner.step_critic(plan)}
             self._trained = plan, waited_s, metrics
             checkpoint = await self._checkpointer.save_if_due(version + 1)
             if not self.is_stopped:  # after `stop`, the learner keeps the devices for the final checkpoint

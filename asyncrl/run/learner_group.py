@@ -158,7 +158,7 @@ class LearnerGroup:
             )
         return replace(plan, groups=groups)
 
-    def update(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+    def step(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the calls that compute log-probs and values, then the actor's step on the batch.
 
         Await the result to get the step's metrics. Awaiting raises `AccountError` if the ranks have trained on other
@@ -186,8 +186,8 @@ class LearnerGroup:
 
         return finish()
 
-    def update_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
-        """Queue the critic's step on the batch of the latest `update`. Await the result to get the step's metrics.
+    def step_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
+        """Queue the critic's step on the batch of the latest `step`. Await the result to get the step's metrics.
 
         Without a critic, there are no metrics.
         """
@@ -325,7 +325,7 @@ class LearnerGroup:
 
         A reader is a role (actor or critic) whose step uses the scores. If the processes of each reader compute the
         scores of their own batches (`RoleGroups.keeps_scores_for`), the processes do not send the scores. No step then
-        awaits the call, so this method appends the call to the list ``unsent``. `update` awaits the calls in
+        awaits the call, so this method appends the call to the list ``unsent``. `step` awaits the calls in
         ``unsent``, and raises the errors of these calls.
         """
         role = scored_by(column, self._config.learner).name

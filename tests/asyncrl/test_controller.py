@@ -116,12 +116,12 @@ class ScriptedLearner:
     async def scored(self, plan):
         return plan
 
-    def update_critic(self, plan):
+    def step_critic(self, plan):
         values = asyncio.get_running_loop().create_future()
         values.set_result({"critic.value_loss": 0.5})
         return values
 
-    def update(self, plan):
+    def step(self, plan):
         self.events.append(("update queued", plan.version))
         return asyncio.ensure_future(self.run_update(plan.version))
 

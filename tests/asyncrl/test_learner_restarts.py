@@ -55,8 +55,8 @@ class MortalLearner(ScriptedLearner):
         self.lives: list[tuple[str, int]] = []
         self.is_dead = False
 
-    def update(self, plan):
-        return _unwatched(super().update(plan))
+    def step(self, plan):
+        return _unwatched(super().step(plan))
 
     def save(self, version, run, *, wait, parts=()):
         return _unwatched(super().save(version, run, wait=wait))

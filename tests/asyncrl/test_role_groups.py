@@ -153,7 +153,7 @@ async def run_steps(
     queued = []
     for version in range(num_steps):
         plan = await learner.scored(plan_of(version))
-        queued.append((learner.update(plan), learner.publish(version + 1), learner.update_critic(plan)))
+        queued.append((learner.step(plan), learner.publish(version + 1), learner.step_critic(plan)))
     metrics = []
     for update, weights, critic in queued:
         metrics.append({**await update, **await critic})
@@ -179,14 +179,14 @@ def assert_same(got: tuple, want: tuple) -> None:
 
 async def next_step(learner: LearnerGroup) -> dict[str, float]:
     plan = plan_of(2)
-    update, critic = learner.update(plan), learner.update_critic(plan)
+    update, critic = learner.step(plan), learner.step_critic(plan)
     return {**await update, **await critic}
 
 
 async def train_on_other_tokens(learner: LearnerGroup) -> None:
     plan = plan_of(3)
     first = replace(plan.groups[0], digest=plan.groups[0].digest ^ 1)
-    await learner.update(replace(plan, groups=[first, *plan.groups[1:]]))
+    await learner.step(replace(plan, groups=[first, *plan.groups[1:]]))
 
 
 async def fail(learner: LearnerGroup) -> None:
@@ -194,7 +194,7 @@ async def fail(learner: LearnerGroup) -> None:
     batches = learner._shares(plan, "critic")
     strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
     learner._batches[1][1] = [replace(batch, shares=(strange,)) for batch in batches]
-    await learner.update(plan)
+    await learner.step(plan)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
         for version in range(2):
             await learner.trainer_mode()
             plan = await learner.scored(plan_of(version))
-            for pending in (learner.update(plan), learner.update_critic(plan)):
+            for pending in (learner.step(plan), learner.step_critic(plan)):
                 await pending
             found.append(await asyncio.to_thread(learner.roles["actor"].execute_func_rank_zero, bytes_of_roles))
             await learner.rollout_mode(version + 1)
@@ -391,7 +391,7 @@ def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_gr
     async def score() -> tuple[Plan, dict[str, float]]:
         await learner.init()
         plan = await learner.scored(plan_of(1))
-        return plan, dict(await learner.update(plan))
+        return plan, dict(await learner.step(plan))
 
     plan, metrics = asyncio.run(asyncio.wait_for(score(), DEADLINE_S))
     assert [summary.group_id for summary in plan.groups if not summary.is_scored] == [broken]

@@ -138,7 +138,7 @@ def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path)
         replace(s, columns={"values": 0 * s.columns["advantages"], "returns": np.cumsum(s.loss_mask, dtype=np.float32)})
         for s in sequences
     ]
-    history = [step.update(sequences) for _ in range(40)]
+    history = [step.make_updates(sequences) for _ in range(40)]
     assert history[0]["explained_variance"] == pytest.approx(0.0, abs=1e-6)
     assert history[0]["value_loss"] == pytest.approx(
         np.mean(np.concatenate([0.5 * s.columns["returns"][s.loss_mask] ** 2 for s in sequences])), rel=1e-5
@@ -164,7 +164,7 @@ def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tm
         rewards = {(index, 0): float(ids[0] >= VOCABULARY // 2) for index, ids in enumerate(tokens)}
         valued = [s.with_column("values", v) for s, v in zip(sequences, trainer.scores(sequences), strict=True)]
         assigned, _ = advantages.assign(valued, rewards)
-        explained.append(step.update(assigned)["explained_variance"])
+        explained.append(step.make_updates(assigned)["explained_variance"])
     assert explained[0] == pytest.approx(0.0, abs=1e-6)
     assert np.mean(explained[-10:]) > 0.8
 
@@ -214,7 +214,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
     sequences = with_returns(random_sequences(num_sequences))
     shares = karmarkar_karp([len(s.input_ids) for s in sequences], config.num_ranks // config.sp_size)
     share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
-    metrics = [step.update(share) for _ in range(2)]
+    metrics = [step.make_updates(share) for _ in range(2)]
     return metrics, weights_of(trainer), trainer.scores(share)
 
 

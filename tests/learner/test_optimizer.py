@@ -34,7 +34,7 @@ def test_only_matrices_decay():
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-20)  # a gradient of zero would not be an update
-    optimizer.step()
+    optimizer.update()
     torch.testing.assert_close(model.weight.detach(), before[0] * 0.95)
     torch.testing.assert_close(model.bias.detach(), before[1])
 
@@ -60,7 +60,7 @@ def test_the_norm_is_over_all_gradients_and_clips_them_together():
     model = nn.Linear(1, 1)
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.0, clip_grad_norm=1.0), total_updates=1)
     model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
-    assert optimizer.step()["grad_norm"] == pytest.approx(5.0)
+    assert optimizer.update()["grad_norm"] == pytest.approx(5.0)
     moment = optimizer.adamw.state[model.bias]["exp_avg"].item()
     assert moment == pytest.approx(0.1 * 0.8)  # (1 - beta1) of the clipped gradient
 
@@ -70,8 +70,8 @@ def test_a_non_finite_gradient_is_skipped_and_counted():
     before = model.weight.item()
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=1.0), total_updates=2)
     model.weight.grad, model.bias.grad = torch.tensor([[math.nan]]), torch.tensor([1.0])
-    assert optimizer.step()["skipped_updates"] == 1.0
+    assert optimizer.update()["skipped_updates"] == 1.0
     assert model.weight.item() == before
     model.weight.grad, model.bias.grad = torch.tensor([[1.0]]), torch.tensor([1.0])
-    assert optimizer.step()["skipped_updates"] == 0.0
+    assert optimizer.update()["skipped_updates"] == 0.0
     assert model.weight.item() != before

@@ -148,7 +148,7 @@ def test_the_first_update_of_a_step_uses_its_own_forward_as_proximal_log_probs(m
         if is_separate:
             values = score(sequences)
             sequences = [s.with_column("proximal_logprobs", v) for s, v in zip(sequences, values, strict=True)]
-        metrics = step.update(sequences) if is_separate else step.run(sequences)
+        metrics = step.make_updates(sequences) if is_separate else step.run(sequences)
         outcomes.append((metrics, weights_of(trainer)))
     (want, want_weights), (got, weights) = outcomes
     assert scored == [8], "two of three mini-batches"
