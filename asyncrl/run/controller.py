@@ -178,13 +178,14 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
                 self._prompts.note(outcomes)
                 self._unqueued = ()
 
+        step_loops, following_loops = self.loops()
         async with asyncio.TaskGroup() as tasks:
             feeding = tasks.create_task(feed(), name="feed")
-            following = [tasks.create_task(loop()) for loop in self.following_loops()]
+            following = [tasks.create_task(loop()) for loop in following_loops]
             self._beside = [feeding, *following]
             if self._stopping.is_set():
                 self.stop()
-            await asyncio.gather(*(tasks.create_task(loop()) for loop in self.step_loops()))
+            await asyncio.gather(*(tasks.create_task(loop()) for loop in step_loops))
             await asyncio.gather(*following, return_exceptions=True)  # the task group raises the errors of these tasks
             feeding.cancel()
 
@@ -285,24 +286,20 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return self._reporter.result(await self._buffer.stats(), counts)
 
     @abstractmethod
-    def step_loops(self) -> Sequence[Loop]:
-        """Return the coroutine functions that make the learner steps.
+    def loops(self) -> tuple[Sequence[Loop], Sequence[Loop]]:
+        """Return the loops that make the learner steps, and the loops that run in parallel with the steps.
 
-        They end after the last step of the run. After `stop`, they end earlier.
+        The first loops end after the last step of the run, or earlier after `stop`. The other loops end when the
+        engines serve the final version and the last evaluation during training has ended. `stop` cancels them.
         """
 
-    def following_loops(self) -> Sequence[Loop]:
-        """Return the coroutine functions that run in parallel with the steps. `stop` cancels them.
-
-        They end when the engines serve the final version and the last evaluation during training has ended.
-        """
-        return ()
-
-    async def _follow_fleet(self) -> None:
-        version, took_s = await self._buffer.served(
-            self._reporter.engine_version, self._config.rollout_fleet.min_engines
-        )
-        self._reporter.published(version, took_s)
+    async def _follow(self, last: int) -> None:
+        """Report each version that all engines serve, until all engines serve version ``last``."""
+        while self._reporter.engine_version < last:
+            version, took_s = await self._buffer.served(
+                self._reporter.engine_version, self._config.rollout_fleet.min_engines
+            )
+            self._reporter.published(version, took_s)
 
     def _next_evaluated(self, after: int) -> int | None:
         """Return the next version after ``after`` to evaluate during training; None if there is none."""
@@ -333,13 +330,9 @@ class Controller(_Training[LearnerPort, FleetPort]):
         self._steps, self._places = asyncio.Queue(), asyncio.Semaphore(_PIPELINE_STEPS)
         super()._go_on_from(version)
 
-    def step_loops(self) -> Sequence[Loop]:
-        """Return two coroutine functions: one plans and queues the learner steps, the other one completes them."""
-        return self._plan, self._complete
-
-    def following_loops(self) -> Sequence[Loop]:
-        """Return two coroutine functions: one follows which versions the engines serve, one evaluates versions."""
-        return self._follow, self._examine
+    def loops(self) -> tuple[Sequence[Loop], Sequence[Loop]]:
+        """Return plan and complete, which make the steps, then follow and examine, which run in parallel."""
+        return (self._plan, self._complete), (partial(self._follow, self._versions.stop), self._examine)
 
     async def _plan(self) -> None:
         for version in self._versions:
@@ -393,10 +386,6 @@ class Controller(_Training[LearnerPort, FleetPort]):
             )
         await self._learner.finish_publish()
 
-    async def _follow(self) -> None:
-        while self._reporter.engine_version < self._versions.stop:
-            await self._follow_fleet()
-
     async def _examine(self) -> None:
         """Evaluate the due versions, one at a time."""
         due = self._next_evaluated(self._queued_version)
@@ -415,9 +404,9 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
     _trained: tuple[Plan, float, Mapping[str, float]] | None = None
     """A trained step that is not reported yet: (its plan, seconds that the loop waited for this plan, its metrics)."""
 
-    def step_loops(self) -> Sequence[Loop]:
-        """Return the one coroutine function in which engines and learner take turns."""
-        return (self._take_turns,)
+    def loops(self) -> tuple[Sequence[Loop], Sequence[Loop]]:
+        """Return the one loop in which engines and learner take turns."""
+        return (self._take_turns,), ()
 
     async def save_stopped(self) -> str:
         """Stop all work of the fleet, let the engines free their devices, and save a checkpoint.
@@ -466,7 +455,7 @@ class ColocatedController(_Training[ColocatedLearnerPort, ColocatedFleetPort]):
                 self._fleet.take_device()
             stats = await self._buffer.commit(version)
             self._checkpointer.committed()
-            await self._unless_stopped(self._follow_fleet)
+            await self._unless_stopped(partial(self._follow, version + 1))
             if self._evaluate is not None and version + 1 == self._next_evaluated(version):
                 await self._unless_stopped(partial(self._evaluate, version + 1, None))
             if checkpoint is not None:
