@@ -252,7 +252,13 @@ class ModelWorker(Worker):
             parts[sequence.trajectory].append(value[sequence.loss_mask])
         scores = {key: np.concatenate(each) for key, each in parts.items()}
         self.cache.scores[self.role.column] = batch.version, scores
-        return _rows_of(scores, self.role.column) if send and self.model.mesh.sp_rank == 0 else None
+        if not send or self.model.mesh.sp_rank != 0:
+            return None
+        column = np.empty(len(scores), dtype=object)  # numpy would join arrays of equal length
+        for row, value in enumerate(scores.values()):
+            column[row] = value
+        keys = np.array(list(scores), dtype=np.int64).reshape(-1, 2)
+        return single_controller.DataProto(non_tensor_batch={"sample_key": keys, self.role.column: column})
 
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
@@ -509,9 +515,10 @@ class ModelWorker(Worker):
         given = [*sent, *[None] * (len(names) - len(sent))]
         sequences = list(sequences)
         for name, rows in zip(names, given, strict=True):
-            version, scores = (
-                self.cache.scores.get(name, (-1, {})) if rows is None else (batch.version, _scores_in(rows, name))
-            )
+            version, scores = self.cache.scores.get(name, (-1, {}))
+            if rows is not None:
+                keys, values = rows.non_tensor_batch["sample_key"].tolist(), rows.non_tensor_batch[name]
+                version, scores = batch.version, {(g, s): value for (g, s), value in zip(keys, values, strict=True)}
             if version != batch.version:
                 role = scored_by(name, self._config).name
                 raise ValueError(
@@ -550,19 +557,6 @@ class ModelWorker(Worker):
             yield
         name = record.torch_trace_name(version, self.role.name, self.rank)
         trace.export_chrome_trace(str(Path(self._profile.directory, name)))
-
-
-def _rows_of(scores: Scores, column: str) -> DataProto:
-    values = np.empty(len(scores), dtype=object)
-    for row, value in enumerate(scores.values()):
-        values[row] = value
-    keys = np.array(list(scores), dtype=np.int64).reshape(-1, 2)
-    return single_controller.DataProto(non_tensor_batch={"sample_key": keys, column: values})
-
-
-def _scores_in(rows: DataProto, column: str) -> Scores:
-    arrays = rows.non_tensor_batch
-    return {(g, s): value for (g, s), value in zip(arrays["sample_key"].tolist(), arrays[column], strict=True)}
 
 
 def _with_scores(sequences: Sequence[TokenSequence], name: str, scores: Scores) -> list[TokenSequence]:
