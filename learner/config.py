@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from typing import Any, ClassVar
+
+from asyncrl.core.errors import check_bounds
 
 RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"
 """Environment variable with the path of a file through which the ranks of a single host find each other."""
@@ -303,13 +304,13 @@ class AlgorithmConfig:
         return self.advantage == "remax"
 
     def __post_init__(self) -> None:
-        for name in ("groups_per_step", "samples_per_prompt", "num_mini_batches"):
-            _at_least(self, "algorithm", name, 1)
-        _at_least(self, "algorithm", "kl_horizon", 1, remedy="; 10000 is usual")
-        for name in ("clip_low", "clip_high", "entropy_coef", "kl_coef", "kl_reward_coef", "kl_target"):
-            _at_least(self, "algorithm", name, 0, remedy="; 0 switches it off, 0.2 is usual for a clip")
+        counts = dict.fromkeys(("groups_per_step", "samples_per_prompt", "num_mini_batches"), ">= 1")
+        check_bounds("algorithm.", self, **counts, kl_horizon=">= 1; 10000 is usual")
+        may_be_0 = ("clip_low", "clip_high", "entropy_coef", "kl_coef", "kl_reward_coef", "kl_target")
+        check_bounds("algorithm.", self, **dict.fromkeys(may_be_0, ">= 0; 0 switches it off, 0.2 is usual for a clip"))
         for name in ("gamma", "gae_lambda"):
-            _at_least(self, "algorithm", name, 0, 1, remedy="; 1 is usual")
+            value = getattr(self, name)
+            _require(0 <= value <= 1, f"algorithm.{name} must be in [0, 1], got {value}; 1 is usual")
         _require(
             self.num_mini_batches <= self.groups_per_step,
             "algorithm.num_mini_batches must be <= algorithm.groups_per_step, got "
@@ -444,10 +445,10 @@ class OptimizerConfig:
     section: ClassVar[str] = "learner.optimizer"
 
     def __post_init__(self) -> None:
-        for name in ("warmup_steps", "lr", "eps", "weight_decay"):
-            _at_least(self, self.section, name, 0)
-        _at_least(self, self.section, "clip_grad_norm", 0, remedy="; 0: no clipping")
-        _at_least(self, self.section, "min_lr_ratio", 0, 1)
+        bounds = dict.fromkeys(("warmup_steps", "lr", "eps", "weight_decay"), ">= 0")
+        check_bounds(f"{self.section}.", self, **bounds, clip_grad_norm=">= 0; 0: no clipping")
+        ratio = self.min_lr_ratio
+        _require(0 <= ratio <= 1, f"{self.section}.min_lr_ratio must be in [0, 1], got {ratio}")
         _require(
             all(0 <= beta < 1 for beta in self.betas),
             f"{self.section}.betas must be in [0, 1), got {list(self.betas)}; [0.9,0.95] is usual",
@@ -480,8 +481,8 @@ class LoraConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        _at_least(self, "learner.lora", "rank", 0, remedy="; 0 trains without adapters")
-        _at_least(self, "learner.lora", "alpha", 1, remedy="; alpha / rank scales the adapters, 16 is usual")
+        alpha = ">= 1; alpha / rank scales the adapters, 16 is usual"
+        check_bounds("learner.lora.", self, rank=">= 0; 0 trains without adapters", alpha=alpha)
         _require(
             bool(self.target_modules),
             "learner.lora.target_modules must name at least one layer, got none; all-linear is usual",
@@ -535,7 +536,8 @@ class RoleOptions:
     def _check_own(self, section: str) -> None:
         for name, value in self.own.items():
             if not isinstance(value, bool | str) and not (name == "fsdp_size" and value == -1):
-                _at_least(self, section, name, 1, remedy=f"; leave it out for the value of learner.{name}")
+                bound = f">= 1; leave it out for the value of learner.{name}"
+                check_bounds(f"{section}.", self, **{name: bound})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -563,8 +565,7 @@ class CriticConfig(RoleOptions):
 
     def __post_init__(self) -> None:
         self._check_own("learner.critic")
-        _at_least(self, "learner.critic", "warmup_steps", 0)
-        _at_least(self, "learner.critic", "value_clip", 0, remedy="; 0: no clipping")
+        check_bounds("learner.critic.", self, warmup_steps=">= 0", value_clip=">= 0; 0: no clipping")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -693,8 +694,7 @@ class LearnerConfig:
     reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
 
     def __post_init__(self) -> None:
-        _at_least(self, "learner", "num_ranks", 1)
-        _at_least(self, "learner", "restarts", 0, remedy="; 0 ends the run when a rank dies")
+        check_bounds("learner.", self, num_ranks=">= 1", restarts=">= 0; 0 ends the run when a rank dies")
         _require(
             self.sp_size >= 1 and self.num_ranks % self.sp_size == 0,
             f"learner.sp_size must divide learner.num_ranks, got sp_size={self.sp_size}, num_ranks={self.num_ranks}",
@@ -704,8 +704,8 @@ class LearnerConfig:
             f"learner.fsdp_size must be -1 or divide learner.num_ranks, got fsdp_size={self.fsdp_size}, "
             f"num_ranks={self.num_ranks}; -1 shards over all ranks",
         )
-        for name in ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s"):
-            _require(getattr(self, name) > 0, f"learner.{name} must be > 0, got {getattr(self, name)}")
+        positive = ("max_tokens_per_micro_batch", "logprob_chunk_tokens", "start_timeout_s", "step_timeout_s")
+        check_bounds("learner.", self, **dict.fromkeys(positive, "> 0"))
         _require(
             self.activation_checkpointing in (True, False, None, SELECTIVE),
             f"learner.activation_checkpointing must be true, false, null or {SELECTIVE}, got "
@@ -742,8 +742,3 @@ class LearnerConfig:
 def _require(holds: bool, message: str) -> None:
     if not holds:
         raise ValueError(message)
-
-
-def _at_least(config: object, section: str, name: str, low: int, high: float = math.inf, remedy: str = "") -> None:
-    value, bounds = getattr(config, name), f">= {low}" if high == math.inf else f"in [{low}, {high}]"
-    _require(low <= value <= high and value < math.inf, f"{section}.{name} must be {bounds}, got {value}{remedy}")
