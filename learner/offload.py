@@ -79,13 +79,13 @@ class MovableTensors:
         try:
             for storage, host in self._on_host:
                 storage.resize_(host.numel())
+            with _copy_stream([storage for storage, _ in self._on_host]):
+                for storage, host in self._on_host:
+                    _bytes_of(storage).copy_(host, non_blocking=True)
         except BaseException:
             for storage, _ in self._on_host:
                 storage.resize_(0)
             raise
-        with _copy_stream([storage for storage, _ in self._on_host]):
-            for storage, host in self._on_host:
-                _bytes_of(storage).copy_(host, non_blocking=True)
         self._on_host, self.offloaded = [], False
 
     def _places(self, storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
@@ -267,6 +267,8 @@ def _copy_stream(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
         return
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        stream.synchronize()

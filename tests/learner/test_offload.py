@@ -210,6 +210,11 @@ def test_a_failed_move_changes_nothing():
     assert (movable.offloaded, movable.device_bytes(), [t.tolist() for t in tensors]) == (False, 40, want)
     movable.offload()
     assert (movable.offloaded, movable.device_bytes()) == (True, 0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "copy_", fail_on_the_second)
+        with pytest.raises(MemoryError):
+            movable.load()
+    assert (movable.offloaded, movable.device_bytes()) == (True, 0)
     resize = torch.UntypedStorage.resize_
 
     def fail_to_grow(self: torch.UntypedStorage, size: int) -> object:
