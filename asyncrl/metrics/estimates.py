@@ -33,7 +33,12 @@ class Estimate:
 
         Args:
             values: [N] floats, N >= 1. Example: 95 ones and 5 zeros give 0.95, from 0.888 to 0.978.
+
+        Raises:
+            ValueError: there are no values.
         """
+        if not values:
+            raise ValueError("an estimate must have the value of at least one prompt, got none")
         array = np.asarray(values, dtype=np.float64)
         mean = float(array.mean())
         if np.isin(array, (0.0, 1.0)).all():

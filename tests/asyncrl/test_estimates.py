@@ -55,6 +55,11 @@ def test_an_interval_of_means_resamples_prompts_and_not_samples():
     assert Estimate.over(values) == found, "seeded"
 
 
+def test_an_estimate_needs_the_value_of_a_prompt():
+    with pytest.raises(ValueError, match="at least one prompt, got none"):
+        Estimate.over([])
+
+
 def answered(group_id, sampled, greedy, source=""):
     return AnsweredPrompt(
         group_id=group_id,
