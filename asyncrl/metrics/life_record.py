@@ -79,9 +79,19 @@ def write_life(run_dir: Path, record: LifeRecord) -> None:
 
 
 def read_life(run_dir: Path) -> LifeRecord | None:
-    """Read the file ``life.json`` of a run folder; None if there is no such file. Raises `ValueError` if damaged."""
+    """Read the file ``life.json`` of a run folder; None if there is no such file.
+
+    Raises `ValueError` if the file is damaged, or has a value that this version of asyncrl does not know.
+    """
     values = read_json(run_dir / _RECORD, "began_s", "host")
-    return None if values is None else LifeRecord(**values)
+    if values is None:
+        return None
+    if unknown := sorted(values.keys() - LifeRecord.__dataclass_fields__):
+        raise ValueError(
+            f"{run_dir / _RECORD} must hold only {', '.join(LifeRecord.__dataclass_fields__)}, got also "
+            f"{', '.join(unknown)}; read it with the version of asyncrl that wrote it"
+        )
+    return LifeRecord(**values)
 
 
 def lives_until(run_dir: Path) -> Sequence[tuple[Path, LifeRecord]]:

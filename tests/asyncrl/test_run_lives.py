@@ -9,6 +9,7 @@ import pytest
 
 from asyncrl.cli.compose import compose_run, dump_yaml
 from asyncrl.cli.runs_command import main, size
+from asyncrl.metrics import read_life
 from asyncrl.run.run_folder import hold_shared_folder, shared_folder
 from asyncrl.run.run_lives import begin_life, end_life, find_runs
 from learner.checkpoint_folder import keep_newest, whole_checkpoints
@@ -52,6 +53,16 @@ def test_lives_that_continue_each_other_are_one_run_and_tell_their_state(runs):
     assert digits[1].record.resumed == str(digits[0].checkpoints[1].path)
     assert [str(life.state) for life in failed] == ["failed"]
     assert digits[0].num_bytes > sum(one.num_bytes for one in digits[0].checkpoints) > 0
+
+
+def test_a_life_with_an_unknown_value_is_refused_by_name(tmp_path):
+    folder = make_life(tmp_path / "1")
+    values = json.loads((folder / "life.json").read_text())
+    (folder / "life.json").write_text(json.dumps(values | {"color": "red"}))
+    with pytest.raises(
+        ValueError, match=r"1/life\.json must hold only host, .* got also color; read it with the version"
+    ):
+        read_life(folder)
 
 
 def test_the_command_prints_runs_lives_and_checkpoints(runs, capsys):
