@@ -28,6 +28,8 @@ from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.host import NO_GPUS
 
 _COMMAND = ("-m", "asyncrl", "sft")
+_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+"""Patterns of a model folder's files: weights, configuration, tokenizer and chat template."""
 _END_TIMEOUT_S = 30.0
 _LOCK_RETRY_S = 0.2
 RESULT = "sft.json"
@@ -94,7 +96,10 @@ def write_warm_start(config: RunConfig, result: dict[str, Any], write_policy: Ca
 
 
 def settings_digest(config: RunConfig) -> str:
-    """Return a digest of the options, weights and data files that affect the fine-tuned policy, in 12 hex digits."""
+    """Return a digest of the options and files that affect the fine-tuned policy, in 12 hex digits.
+
+    The files are the base model with its tokenizer and chat template, and the data.
+    """
     optimizer = asdict(config.learner.optimizer)
     own = {"output_path", "enabled", "progress_timeout_s", "train_files", "val_files"}
     settings = {
@@ -102,9 +107,7 @@ def settings_digest(config: RunConfig) -> str:
         "optimizer": {name: optimizer[name] for name in ("betas", "eps", "clip_grad_norm")},
         "dtype": config.learner.dtype,
         "seed": config.seed,
-        "model": _digest(
-            [*sorted(Path(config.model.path).glob("*.safetensors")), Path(config.model.path, "config.json")]
-        ),
+        "model": _digest(sorted(file for kind in _MODEL_FILES for file in Path(config.model.path).glob(kind))),
         "data": [_digest([Path(name)]) for name in (*config.sft.train_files, *config.sft.val_files)],
         "evaluation": _evaluation_settings(config),
     }

@@ -58,6 +58,14 @@ def test_a_warm_start_is_reused_for_the_same_settings_only(config):
     assert "accuracy 0.750" in said[0]
 
 
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer.json", "tokenizer_config.json", "vocab.txt"])
+def test_a_warm_start_is_not_reused_after_a_change_of_the_tokenizer_or_the_chat_template(config, file):
+    before = warm_start_path(config)
+    path = Path(config.model.path, file)
+    path.write_text((path.read_text() if path.is_file() else "") + "\n")
+    assert warm_start_path(config) != before
+
+
 @contextlib.contextmanager
 def locked(config):
     """Hold the lock of the warm start, as a process of another run does."""
