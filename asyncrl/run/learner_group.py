@@ -59,6 +59,7 @@ _CALLS_FAIL_S = 5.0
 """Longest time in seconds from the death of a rank until all pending calls on the ranks fail."""
 
 WORKER_CLASSES = {"actor": ActorWorker, "critic": CriticWorker, "ref": ReferenceWorker, "rm": RewardModelWorker}
+"""The class of each role's ranks. The run calls methods of their base class `ModelWorker` (`learner/worker.py`)."""
 
 
 class LearnerGroup:
