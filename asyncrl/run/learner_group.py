@@ -173,7 +173,7 @@ class LearnerGroup:
         step = self.roles["actor"].step(*self._step_arguments("actor", plan))
 
         async def finish() -> Mapping[str, float]:
-            found = await self._after(unsent, step, f"the update of step {plan.version}", kind="update")
+            found = await self._first(step, f"the update of step {plan.version}", kind="update", after=unsent)
             scored = [group for group in plan.groups if group.is_scored]
             planned = sum(group.digest for group in scored) % (1 << DIGEST_BITS)
             if found["digest"] != planned:
@@ -220,7 +220,8 @@ class LearnerGroup:
         the engines can load the version.
         """
         others = [group.rollout_mode(version) for role, group in self._on_shared_devices() if role != "actor"]
-        return self._after(others, self.roles["actor"].rollout_mode(version), f"the turn to rollout at {version}")
+        actor = self.roles["actor"].rollout_mode(version)
+        return self._first(actor, f"the turn to rollout at {version}", after=others)
 
     async def trainer_mode(self) -> None:
         """Move the tensors that `rollout_mode` offloaded back to the devices."""
@@ -265,7 +266,7 @@ class LearnerGroup:
         saved = {"run": run, "life": str(self._paths.logs.parent), "parts": list(parts)}
         keep = self._config.checkpoint.keep
         actor = self.roles["actor"].save_checkpoint(str(self.checkpoints), version, wait, keep=keep, **saved)
-        return self._after(critic, actor, f"the checkpoint of version {version}")
+        return self._first(actor, f"the checkpoint of version {version}", after=critic)
 
     async def load(self, checkpoint: Path) -> int:
         """Load a checkpoint on all ranks, and return the policy version of the checkpoint.
@@ -352,15 +353,12 @@ class LearnerGroup:
             arguments.append([None] * len(batches) if in_process else scores.needed_by(batches))
         return arguments
 
-    async def _after(
-        self, before: Sequence[Awaitable[Any]], pending: Awaitable[list[T]], what: str, *, kind: str = ""
+    async def _first(
+        self, pending: Awaitable[list[T]], what: str, *, kind: str = "", after: Sequence[Awaitable[Any]] = ()
     ) -> T:
-        """Return rank 0's result of the call ``pending``. If a call of ``before`` failed, raise that call's error."""
-        for earlier in before:
+        """Return rank 0's result of the call ``pending``. If a call of ``after`` failed, raise that call's error."""
+        for earlier in after:
             await self._in_time(earlier, what, kind=kind)
-        return await self._first(pending, what, kind=kind)
-
-    async def _first(self, pending: Awaitable[list[T]], what: str, *, kind: str = "") -> T:
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
