@@ -70,7 +70,7 @@ async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_tu
         prompts=Prompts(),
         on_step=records.append,
     )
-    plan, update = buffer.plan, turns._learner.update
+    plan, step = buffer.plan, turns._learner.step
 
     async def planned(version):
         if version == 2 and when == "plan":
@@ -78,12 +78,12 @@ async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_tu
             await asyncio.sleep(3600)
         return await plan(version)
 
-    def updated(batch):
+    def stepped(batch):
         if batch.version == 1 and when == "update queued":
             turns.stop()
-        return update(batch)
+        return step(batch)
 
-    buffer.plan, turns._learner.update = planned, updated
+    buffer.plan, turns._learner.step = planned, stepped
     await train(turns, fleet)
     fleet.tokens_generated = 20
     assert await turns.save_stopped() == "/checkpoints/2"

@@ -160,7 +160,7 @@ def test_a_saved_stream_continues_with_messages_and_tools(write, chat_tokenizer)
 USER = [{"role": "user", "content": "1"}]
 SYSTEM = [{"role": "system", "content": "1"}, *USER]
 BAD_ROWS = [
-    ({"prompt": SYSTEM}, r"column 'prompt', message 0 has role = 'system', expected none with data\.system_prompt"),
+    ({"prompt": SYSTEM}, r"column 'prompt', message 0 has role = 'system', expected no system message"),
     ({"tools": {"a": 1}}, r"column 'tools' is \{'a': 1\} \(dict\), expected a list of tool schemas"),
     ({"tools": "[{"}, r"column 'tools' is '\[\{', expected JSON"),
     ({"tools": '"add"'}, r"column 'tools' is 'add' \(str\), expected a list of tool schemas"),
