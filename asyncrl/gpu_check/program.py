@@ -136,7 +136,7 @@ def _cards() -> list[str]:
     return [line.strip() for line in listed.splitlines()]
 
 
-def _layers_on(cards: Sequence[str]) -> int:
+def layers_on(cards: Sequence[str]) -> int:
     """Return the number of layers of the checked models: 4 with at least 70 GB of GPU memory, 2 with 36 GB, else 1."""
     megabytes = [int(match[1]) for card in cards if (match := re.search(r"(\d+) MiB", card))]
     smallest = min(megabytes, default=0) * 1.048576 / 1e3
@@ -180,7 +180,7 @@ def training(setup: Setup) -> Iterator[Result]:
         kind = "mixture" if experts else "dense"
         model = _saved_model(setup, experts=experts)
         first: dict[str, Any] = {}
-        for variant in _variants(setup):
+        for variant in variants_of(setup):
             num_ranks, sp_size, recompute, compiled = variant
             words = f"ranks={num_ranks} sp={sp_size}" + " recompute" * bool(recompute) + " compile" * compiled
             words += f" {SELECTIVE}" * (recompute == SELECTIVE)
@@ -228,7 +228,7 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
     return str(folder)
 
 
-def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
+def variants_of(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
     """Return the variants: ranks, sequence-parallel ranks, activation checkpointing, compiling.
 
     The first variant is the reference.
@@ -391,7 +391,7 @@ def main() -> int:
     setup = Setup(
         device=device,
         num_gpus=arguments.gpus or gpus or 1,
-        sizes=replace(FULL, layers=_layers_on(_cards())) if device == "cuda" else TOY,
+        sizes=replace(FULL, layers=layers_on(_cards())) if device == "cuda" else TOY,
         model=arguments.model,
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,

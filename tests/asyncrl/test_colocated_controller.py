@@ -63,15 +63,16 @@ class PatientFleet(Fleet):
 async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_turn(when):
     buffer, records, saved = ScriptedBuffer(), [], []
     fleet = PatientFleet(buffer, load_s=0.01)
+    learner = Learner(buffer, saved=saved)
     turns = ColocatedController(
         compose_run(["total_steps=100"]),
         buffer=buffer,
-        learner=Learner(buffer, saved=saved),
+        learner=learner,
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
     )
-    plan, update = buffer.plan, turns._learner.update
+    plan, update = buffer.plan, learner.update
 
     async def planned(version):
         if version == 2 and when == "plan":
@@ -84,7 +85,7 @@ async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_tu
             turns.stop()
         return update(batch)
 
-    buffer.plan, turns._learner.update = planned, updated
+    buffer.plan, learner.update = planned, updated
     await train(turns, fleet)
     fleet.tokens_generated = 20
     assert await turns.save_stopped() == "/checkpoints/2"

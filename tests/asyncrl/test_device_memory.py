@@ -22,8 +22,8 @@ from asyncrl.cli.compose import compose_run
 from asyncrl.cli.plan_command import experiments_that_fit
 from asyncrl.cli.preflight import check_gpu_memory
 from asyncrl.cli.quickstart import make_assets
+from asyncrl.planner import device_memory
 from asyncrl.planner.device_memory import (
-    _WEIGHT_CHUNK_TOKENS,
     GIB,
     ModelSize,
     RankSetup,
@@ -156,7 +156,7 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     # There are three gradients: of the tied output layer (float32), of the logits of 4,096 tokens (bfloat16), and of
     # the logits of one chunk (both dtypes).
     assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 6 * 1024 * 151936
-    assert _WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
+    assert device_memory.WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
 
 
 def test_adapters_and_offloading_reduce_memory_of_a_rank():

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -251,15 +250,15 @@ async def test_the_pause_before_each_start_of_a_member_grows(training_on):
 @pytest.mark.parametrize("place", ["start", "bury"])
 async def test_what_no_new_life_of_a_member_can_mend_is_reported_to_the_run(training_on, place):
     workers = Workers()
-    fleet, run = await training_on(workers, "rollout_fleet.min_engines=2")
+    _, run = await training_on(workers, "rollout_fleet.min_engines=2")
 
-    async def fails(*_):
-        raise ClusterDiedError("gcs_server has died") if place == "start" else RuntimeError("a bug")
+    async def fails(_):
+        raise ClusterDiedError("gcs_server has died")
 
     if place == "start":
         workers.start = fails
     else:
-        fleet._members[1]._parts = replace(fleet._members[1]._parts, bury=fails)
+        workers.graves.error = RuntimeError("a bug")
     workers.die(1, WorkerDiedError("killed"))
     with pytest.raises(EngineLost, match=r"gcs_server has died|a bug"):
         await asyncio.wait_for(run, 5)

@@ -293,14 +293,14 @@ def test_pools_of_critic_reference_and_reward_model_have_separate_gpus(ray_with_
 async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus):
     found = await asyncio.to_thread(lambda: ray.get_runtime_context().gcs_address)
     assert found
-    from asyncrl.run.cluster import _checked_against_cluster
+    from asyncrl.run.cluster import checked_against_cluster
 
     asked = run("learner.num_ranks=4", "rollout_fleet.num_engines=4", f"ray.address={found}")
-    config = await asyncio.to_thread(_checked_against_cluster, asked, print)
+    config = await asyncio.to_thread(checked_against_cluster, asked, print)
     assert (config.learner.device, config.rollout_fleet.device) == (Device.cuda, EngineDevice.cuda)
     with pytest.raises(ValueError, match=r"asks for 9 GPUs .* got 8"):
         await asyncio.to_thread(
-            _checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
+            checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
             f"ray.address={found}"), print,
         )  # fmt: skip
 

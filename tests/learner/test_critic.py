@@ -266,7 +266,7 @@ def test_a_score_is_float32_and_not_rounded_to_the_type_of_the_model(dtype):
         linear.bias.fill_(100.0)  # near 100, bfloat16 can only represent multiples of 0.5
     hidden = torch.randn(50, 64).to(dtype)
     head = SimpleNamespace(pretrained=SimpleNamespace(**{SCORE_HEAD: linear}), hidden_states=lambda batch: hidden)
-    (scores,) = heads._scores_at(head, None, torch.arange(50))
+    (scores,) = heads.scores_at(head, None, torch.arange(50))
     exact = hidden.double() @ linear.weight.double().T[:, 0] + linear.bias.double()
     assert scores.dtype is torch.float32
     torch.testing.assert_close(scores.double(), exact, rtol=0, atol=1e-4)

@@ -122,13 +122,13 @@ def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatc
 
     With sinks, attention is called twice as often.
     """
-    calls, attended = [], attention._attended
+    calls, attended = [], attention.attended
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
         calls.append(torch.is_grad_enabled())
         return attended(*args, **options)
 
-    monkeypatch.setattr(attention, "_attended", counted)
+    monkeypatch.setattr(attention, "attended", counted)
     options = {"skip_selftest": "it counts calls"}
     packed(paths[family], 1, 1, **options)
     without = calls.count(True)

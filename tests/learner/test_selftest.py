@@ -124,7 +124,7 @@ def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, capl
     assert "off while training" in caplog.text
     sequences = random_sequences(5)
     scores = model.scores(sequences)
-    model._set_training(True)
+    model.set_training(True)
     with torch.no_grad(), model.sharding:
         for micro_batch in model.pack(sequences).micro_batches:
             trained = model.head(micro_batch)[0].float().numpy()

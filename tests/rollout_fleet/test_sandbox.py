@@ -23,10 +23,13 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
 
 
-def _sandbox(kind: SandboxKind, **options) -> Sandbox:
+def _python_of(kind: SandboxKind) -> str:
     # Without namespaces, root's programs run as another user. This user may not enter the interpreter's folder.
-    python = SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
-    return Sandbox(kind=kind, python=python, **options)
+    return SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
+
+
+def _sandbox(kind: SandboxKind, **options) -> Sandbox:
+    return Sandbox(kind=kind, python=_python_of(kind), **options)
 
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
@@ -419,7 +422,7 @@ asyncio.run(Sandbox(kind=sys.argv[1], python=sys.argv[2]).run("import time; time
 
 
 def test_a_sandbox_ends_when_its_owner_is_killed(kind):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind, _sandbox(kind)._python])
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind, _python_of(kind)])
     process = psutil.Process(owner.pid)
     deadline = time.monotonic() + 60
     programs = []

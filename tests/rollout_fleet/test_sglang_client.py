@@ -127,11 +127,11 @@ async def test_one_connection_carries_one_batch_of_samples_after_another(client,
             server=client.server,
         )
         engine._come_up()
-        await engine._client.open()
+        await engine.client.open()
         for index in range(5):
             request = SampleRequest(id=str(index), prompt_ids=np.array([3]), sampling=SamplingConfig())
             assert len([output async for _, output in engine.generate([request])]) == 1
-        await engine._client.close()
+        await engine.client.close()
     assert (streaming.num_requests, streaming.num_connections) == (5, 1)
 
 

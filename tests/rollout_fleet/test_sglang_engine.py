@@ -211,7 +211,7 @@ async def failing_engine(engine, model_path, tmp_path):
     failing._version, failing._verified = engine.version, {engine.version}
     yield failing
     with contextlib.suppress(AsyncRLError):  # ends the update that the failed load left open
-        await failing._client.call("POST", "/end_weight_update", {})
+        await failing.client.call("POST", "/end_weight_update", {})
     await failing.stop()
     await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
 
@@ -234,7 +234,7 @@ async def assert_failed(engine, running, match):
 async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_again(
     failing_engine, publish, monkeypatch, how, error, match
 ):
-    call = failing_engine._client.call
+    call = failing_engine.client.call
 
     async def hang_in_the_update(method, path, *args, **options):
         if path == "/update_weights_from_tensor":
@@ -242,7 +242,7 @@ async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_agai
         return await call(method, path, *args, **options)
 
     if how == "hangs":
-        monkeypatch.setattr(failing_engine._client, "call", hang_in_the_update)
+        monkeypatch.setattr(failing_engine.client, "call", hang_in_the_update)
         monkeypatch.setattr(failing_engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
     offer = bare_offer(failing_engine.version + 1) if how == "fails" else publish(change=CHANGES.get(how))
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))

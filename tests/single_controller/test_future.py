@@ -93,7 +93,7 @@ def test_what_ray_delivers_is_shared_until_it_is_written_to():
         first, second = ray.get(ref), ray.get(ref)
         assert not first.non_tensor_batch["a"].flags.writeable
         if num_rows > 3:
-            assert first._columns()["n"].data_ptr() == second._columns()["n"].data_ptr()
+            assert first.columns()["n"].data_ptr() == second.columns()["n"].data_ptr()
         first.batch["n"] += 1
         assert second.batch["n"].sum() == ray.get(ref).batch["n"].sum() == 0
 

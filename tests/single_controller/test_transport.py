@@ -53,7 +53,7 @@ def test_pickle_5_copies_no_tensor_until_it_is_asked_for():
     stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(stream, buffers=[memoryview(buffer).toreadonly() for buffer in buffers])
     kept = loaded.slice(1, 3)
-    assert kept._columns()["a"].data_ptr() == data.batch["a"][1:].data_ptr()
+    assert kept.columns()["a"].data_ptr() == data.batch["a"][1:].data_ptr()
     kept.batch["a"] += 1
     loaded.batch["a"] += 1
     assert data.batch["a"].tolist() == [0, 10, 20, 30]

@@ -106,9 +106,9 @@ def server_processes(engine: Any) -> list[psutil.Process]:
 
 
 async def until_writing(engine: Any) -> None:
-    """Wait until another token of the running requests has arrived."""
-    first, token = asyncio.Event(), engine.silence.token
-    engine.silence.token = lambda: (first.set(), token())
+    """Wait until another token of the running requests has arrived. An engine may report it from another thread."""
+    loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine.silence.token
+    engine.silence.token = lambda: (loop.call_soon_threadsafe(first.set), token())
     await asyncio.wait_for(first.wait(), 60)
     engine.silence.token = token
 

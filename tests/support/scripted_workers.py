@@ -154,13 +154,20 @@ class Workers:
 
 
 class Graves:
-    """Stands in for the controller's buffer client. The buffer counts 70 lost tokens per dead worker."""
+    """Stands in for the controller's buffer client. The buffer counts 70 lost tokens per dead worker.
+
+    Attributes:
+        error: The error that `bury` raises, or None.
+    """
 
     def __init__(self):
+        self.error = None
         self.buried = []
         self.known = []
 
     async def bury(self, worker, num_generated=0):
+        if self.error is not None:
+            raise self.error
         self.buried.append(worker)
         self.known.append(num_generated)
         return 70

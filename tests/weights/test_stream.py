@@ -200,13 +200,13 @@ def ranks_into_engines(short_rounds):
 
 
 def lose_answers_to_calls(monkeypatch):
-    take = RoundCoordinator._take
+    take = RoundCoordinator.take
 
     def losing(self, sender, message):
         if message["kind"] != "present":
             take(self, sender, message)
 
-    monkeypatch.setattr(RoundCoordinator, "_take", losing)
+    monkeypatch.setattr(RoundCoordinator, "take", losing)
 
 
 def offered_by(ranks, version, folder):
