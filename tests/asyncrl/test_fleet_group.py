@@ -1,7 +1,6 @@
 """The fleet group with scripted workers: waits, members and summed counters."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,23 +13,9 @@ from asyncrl.run.fleet_group import answered
 from asyncrl.run.learner_group import AllOf
 from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
 from tests.support.ray_cluster import raised_by_ray
-from tests.support.scripted_workers import Workers, fleet_on
+from tests.support.scripted_workers import Workers
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
-
-
-@pytest.fixture
-def fleet_of(monkeypatch, tmp_path):
-    """Return a function that makes a fleet with these workers."""
-    return partial(fleet_on, monkeypatch, tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def threads_take_no_time(monkeypatch):
-    async def call(work, *arguments):
-        return work(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", call)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time", "threads_take_no_time")]
 
 
 TWO = "rollout_fleet.num_engines=2"

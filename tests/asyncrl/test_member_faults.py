@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from functools import partial
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -20,29 +19,15 @@ from asyncrl.core.errors import (
     WrongEpoch,
 )
 from tests.support.ray_cluster import raised_by_ray
-from tests.support.scripted_workers import Workers, fleet_on
+from tests.support.scripted_workers import Workers
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time", "threads_take_no_time")]
 
 TWO = "rollout_fleet.num_engines=2"
 DEADLINE_S = 10.0
 PROMPT_S = 1.5
 """The longest duration, in seconds, of a call of the training loops while one worker does not answer."""
 FULL = OSError(28, "No space left on device: '/dev/shm/asyncrl-1/v00000003'")
-
-
-@pytest.fixture
-def fleet_of(monkeypatch, tmp_path):
-    """Return a function that makes a fleet with these workers."""
-    return partial(fleet_on, monkeypatch, tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def threads_take_no_time(monkeypatch):
-    async def call(work, *arguments):
-        return work(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", call)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 
 from learner import fsdp, heads
 from learner.advantages import BatchAdvantages
-from learner.batching import karmarkar_karp
 from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, OptimizerConfig
 from learner.heads import SCORE_HEAD
 from learner.losses import value_loss, value_objective
@@ -19,6 +18,7 @@ from learner.packed_model import PackedModel
 from learner.roles import CRITIC, REWARD_MODEL
 from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
+from tests.support.policy_step import share_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 from tests.support.whole_weights import assert_weights_equal, weights_of
@@ -212,8 +212,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
     """Make two updates. Returns their metrics, the new weights, and the values of all sequences of this rank."""
     trainer, step = critic_of(path, replace(config, skip_selftest="one load is tested above"), total_updates=2)
     sequences = with_returns(random_sequences(num_sequences))
-    shares = karmarkar_karp([len(s.input_ids) for s in sequences], config.num_ranks // config.sp_size)
-    share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
+    share = share_of(trainer, sequences)
     metrics = [step.update(share) for _ in range(2)]
     return metrics, weights_of(trainer), trainer.scores(share)
 

@@ -7,9 +7,8 @@ import learner
 
 
 def test_the_public_names_of_learner_exist():
-    assert len(learner.__all__) == len(set(learner.__all__))
-    for name in learner.__all__:
-        assert getattr(learner, name) is not None
+    assert learner.__all__ == sorted(set(learner.__all__))
+    assert all(hasattr(learner, name) for name in learner.__all__)
     with pytest.raises(AttributeError, match="module 'learner' has no attribute 'torch'"):
         _ = learner.torch
 

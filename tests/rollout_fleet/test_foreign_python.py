@@ -10,16 +10,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from asyncrl.core.types import Prompt
-from rollout_fleet.config import RolloutFleetConfig
-from rollout_fleet.episodes.config import EnvironmentConfig
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
-from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from tests.support.foreign_python import ADDITION, python_with
-from tests.support.policy_endpoint import PolicyEndpoint
+from tests.support.played_environments import make_prompt, play
 
 pytestmark = pytest.mark.timeout(600)
 AGENT = """
@@ -32,22 +27,6 @@ async def main(prompt, policy):
     strange = {name: importlib.util.find_spec(name) is None for name in ("numpy", "aiohttp", "torch", "msgpack")}
     return Outcome(reward=turn.token_ids[-1], metrics=strange, answer=f"{message.text} {sys.prefix}")
 """
-
-
-def make_prompt(**extra) -> Prompt:
-    messages = ({"role": "user", "content": "hello"},)
-    return Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), messages=messages, extra=extra)
-
-
-async def play(python: str, name: str, script=None, *, options=None, prompt: Prompt) -> tuple[Outcome, list[dict]]:
-    environment = EnvironmentConfig(name=name, python=python, options=options or {}, start_timeout_s=300.0)
-    environments = EnvironmentProcesses(RolloutFleetConfig(environment=environment))
-    await environments.start()
-    try:
-        async with PolicyEndpoint(*([script] if script else [])) as endpoint:
-            return await environments.run(prompt, endpoint.open(), sample=0), endpoint.requests
-    finally:
-        await environments.close()
 
 
 @pytest.fixture(scope="module")
