@@ -1,4 +1,4 @@
-"""Fixtures of the tests of runs: a fleet of scripted workers, and threads that take no time."""
+"""Fixtures of the tests of runs: the quickstart's files, a fleet of scripted workers, threads that take no time."""
 
 from __future__ import annotations
 
@@ -6,6 +6,15 @@ import asyncio
 from functools import partial
 
 import pytest
+
+from asyncrl.cli.quickstart import make_assets
+
+
+@pytest.fixture(scope="module")
+def assets(tmp_path_factory):
+    """Return the quickstart's files: a model with 128 positions, and four prompts of each kind."""
+    folder = tmp_path_factory.mktemp("quickstart") / "assets"
+    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
 
 
 @pytest.fixture

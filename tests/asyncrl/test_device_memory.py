@@ -343,7 +343,7 @@ def test_a_run_that_does_not_fit_is_refused_with_bytes_and_the_option_that_helps
 
 
 def test_a_run_that_never_fits_is_refused_without_an_option():
-    with pytest.raises(ValueError, match=r"use GPUs with more memory, or a smaller model$"):
+    with pytest.raises(ValueError, match=r"GPUs .*, or a smaller model$"):
         check_gpu_memory(run(*ON_CUDA, "rollout_fleet.sampling.max_new_tokens=100000000"), card_bytes("H100"))
 
 

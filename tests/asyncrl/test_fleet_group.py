@@ -8,7 +8,7 @@ from ray.exceptions import RayError
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.core import remote
-from asyncrl.core.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, EngineLost, MembershipRefused, WorkerDiedError
 from asyncrl.run.fleet_group import answered
 from asyncrl.run.learner_group import AllOf
 from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
@@ -185,22 +185,12 @@ async def test_words_for_people_have_the_workers_error_without_rays_traceback(ru
     assert not any("ray::" in words for words in workers.said)
 
 
-async def test_an_error_of_every_worker_ends_the_run_of_the_fleet(fleet_of):
-    workers = Workers(takes_s=5.0)
-    workers.run_error = RewardError("the reward raised 64 times in a row")
-    fleet = fleet_of(workers)
-    await fleet.start()
-    with pytest.raises(RewardError, match="64 times in a row"):
-        await asyncio.wait_for(fleet.run(), 10)
-    assert workers.replaced == []
-
-
 async def test_a_worker_that_hangs_in_an_evaluation_is_found_by_its_silence(fleet_of):
     workers = Workers(takes_s=1)
     fleet = fleet_of(workers)
     await fleet.start()
     workers.takes_s, workers.hangs = 60, True
-    with pytest.raises(DeadlineError, match=r"waited 0.1 s for rollout worker 0, which answers held-out prompts"):
+    with pytest.raises(DeadlineError, match=r"0\.1 s for rollout worker 0, .*held-out"):
         await fleet.answer("0", [object()], version=0, num_samples=1)
 
 
@@ -250,7 +240,7 @@ async def test_engines_without_a_place_at_the_start_are_withdrawn_and_may_join_l
     assert "rollout worker 1 did not join: no node had room for rollout worker 1 within ray.start_time" in str(
         workers.said
     )
-    with pytest.raises(MembershipRefused, match=r"1 of 1 engines did not join: no node had room .*start Ray on"):
+    with pytest.raises(MembershipRefused, match=r"1 of 1 engines .*no node had room .*start Ray on"):
         await fleet.join(1)
     workers.full.set()
     assert await fleet.join(2, node="node-b") == "joined: rollout worker 4, 5"
@@ -286,7 +276,7 @@ async def test_a_leaving_member_hands_on_its_groups_and_its_counters_stay(starte
     assert (workers.closed, workers.graves.buried, workers.replaced) == ([0], [], [1, 2])
     assert (await fleet.counters()).tokens_generated == before.tokens_generated == 300
     assert await fleet.leave(2) == "rollout worker 2 has left"
-    with pytest.raises(MembershipRefused, match="rollout worker 1 must stay: 0 engines would be left"):
+    with pytest.raises(MembershipRefused, match=r"rollout worker 1 must stay: 0 engines"):
         await fleet.leave(1)
     with pytest.raises(EngineLost, match="rollout worker 0 has left"):
         await fleet.answer("0", [], version=0, num_samples=1)

@@ -180,7 +180,7 @@ def test_a_rewind_to_a_version_to_come_or_without_a_checkpoint_is_refused():
     life.lease(2)
     life.put(2)
     assert life.ledger.step() == [0, 1]
-    with pytest.raises(ReplayBufferError, match=r"cannot go back to version 1: it knows the checkpoints .* \[0\]"):
+    with pytest.raises(ReplayBufferError, match=r"cannot go back to version 1: .* \[0\]"):
         life.ledger.apply(Rewind(version=1, incarnation=1))
     with pytest.raises(ReplayBufferError, match=r"checkpoint\(2\) was requested at learner version 1.* in 1\.\.1"):
         life.ledger.checkpoint(2)
@@ -247,7 +247,7 @@ async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_of
         assert await worker.revocation() == (held.prompt.group_id, held.attempt)
         with pytest.raises(LeaseExpired):
             await worker.put(rollout(held))
-        with pytest.raises(WrongEpoch, match="from incarnation 0 of the learner, but this buffer serves 1"):
+        with pytest.raises(WrongEpoch, match=r"from incarnation 0 .* serves 1"):
             await old.offer(bare_offer(3))
         leasing = asyncio.ensure_future(worker.lease(2, 2))
         await control.enqueue([prompt(i) for i in range(8)])

@@ -150,7 +150,7 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         assert await of.control.drop_store(0) == 1
         assert await of.control.drop_store(0) == 0
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}
-        with pytest.raises(UnknownGroup, match=r"group 0 are lost: the store of host a at ipc://.* is gone"):
+        with pytest.raises(UnknownGroup, match=r"group 0 are lost: .* host a at ipc://.* is gone"):
             await of.control.fetch([0, 1])
         [again] = await a.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (2, 1)
@@ -171,7 +171,7 @@ async def test_a_batch_whose_store_died_before_it_was_fetched_is_planned_anew_fr
         assert [group.group_id for group in (await of.control.plan(1)).groups] == [2, 3]
         of.stores["a"].close()
         assert await of.control.drop_store(0) == 0, "a batch holds its group"
-        with pytest.raises(UnknownGroup, match="group 0 are lost: the store of host a"):
+        with pytest.raises(UnknownGroup, match=r"group 0 are lost: .* host a"):
             await of.control.fetch([0, 1])
         await of.control.lose([0, 4, 99])
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}, "only what a batch holds is lost by that"
@@ -488,7 +488,7 @@ async def test_other_bytes_than_were_put_are_refused_by_whoever_fetches_them(mon
 
         monkeypatch.setattr(a.connection, "call_with_payload", damage)
         await a.put(rollout(lease))
-        with pytest.raises(WireError, match="sent other bytes for group 0 than were put"):
+        with pytest.raises(WireError, match=r"other bytes for group 0"):
             await of.control.fetch([0])
 
 

@@ -54,7 +54,7 @@ def child(tmp_path, listening):
 
 
 async def test_a_missed_deadline_leaves_the_stacks_of_both_sides(child, listening):
-    with pytest.raises(DeadlineError, match=re.escape(f"the stacks of this host's processes are in {listening}")):
+    with pytest.raises(DeadlineError, match=rf"stacks .* are in {re.escape(str(listening))}"):
         await within(asyncio.sleep(10), 0.1, "the update of step 7", "learner.step_timeout_s")
     theirs = (listening / f"learner-0-{child.pid}.log").read_text()
     assert "waited 0.1 s for the update of step 7" in theirs

@@ -105,7 +105,7 @@ def test_one_process_equals_the_plain_loop(family, paths):
 
 def test_a_model_that_adds_tokens_of_its_own_to_a_sequence_is_refused_by_name(tmp_path):
     AutoConfig.for_model("cpmant", num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is of type cpmant, whose forward pass adds tokens of its own"):
+    with pytest.raises(ValueError, match=r"is of type cpmant, .* adds tokens"):
         load_causal_lm(str(tmp_path), torch.float32)
 
 

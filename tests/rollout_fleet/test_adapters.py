@@ -111,7 +111,7 @@ async def test_an_async_gym_with_messages_and_the_older_interface_is_played(game
 
 
 async def test_a_gym_that_raises_is_a_failure_of_a_tool(games):
-    with pytest.raises(EpisodeFailure, match="tool step raised RuntimeError: the board is gone") as failure:
+    with pytest.raises(EpisodeFailure, match=r"step raised RuntimeError: the board is gone") as failure:
         await play("gym", {"env": f"{games}:Broken"}, guesses("1"))
     assert failure.value.kind is FailureKind.tool
 
@@ -123,7 +123,7 @@ async def test_a_gym_whose_step_returns_no_end_of_the_game_is_refused(games):
 
 
 async def test_a_gym_that_raises_stop_iteration_does_not_stand_still(games):
-    with pytest.raises(EpisodeFailure, match="tool step raised RuntimeError: a call in a thread raised StopIteration"):
+    with pytest.raises(EpisodeFailure, match=r"tool step raised RuntimeError: .* StopIteration"):
         await play("gym", {"env": f"{games}:Stops"}, guesses("1"))
 
 

@@ -176,7 +176,7 @@ async def test_turns_of_groups_that_were_not_aborted_in_time_for_an_update_are_c
         assert {*aborted} == {"0-0-0-3-1"}, "the other episode asked for its second turn in the meantime"
         await buffer.stored(1)
         counters = await loop.stop()
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -194,7 +194,7 @@ async def test_a_turn_that_the_engine_aborts_by_itself_is_continued(make_buffer)
         await buffer.stored(1)
         counters = await loop.stop()
     assert cut_off
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
     assert (buffer.released, counters.tokens_generated) == ([], buffer.num_tokens)
 
 
@@ -209,7 +209,7 @@ async def test_an_engine_that_aborts_each_request_at_once_is_not_asked_without_a
     async with running_loop(buffer, aborts_for_5_s, player=Playing(turns(2))) as (_, engine, _):
         await buffer.stored(1)
     assert 40 < len(engine.requests) / 2 < 60, "10 requests per second and turn"
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
 
 
 async def test_a_waiting_tool_holds_no_place(make_buffer):
@@ -594,7 +594,7 @@ async def test_the_device_is_released_while_tools_run_and_turns_wait_for_the_nex
         await update(loop, buffer)
         await buffer.stored(1)
         assert len(engine.requests) > num_asked
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
 
 
 async def test_a_greedy_baseline_is_an_episode_too(make_buffer):

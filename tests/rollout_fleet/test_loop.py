@@ -520,7 +520,7 @@ async def test_a_learner_that_starts_again_waits_for_a_load_and_its_engines_load
         await loop.release_device(1)
         assert loading.done()
         assert engine.released
-        with pytest.raises(WeightsGone, match="policy version 2 is of an earlier life of the learner"):
+        with pytest.raises(WeightsGone, match=r"policy version 2 is of an earlier life"):
             await loop.load_weights(bare_offer(2))
         assert engine.released, "an offer that was under way does not take the device back"
         await asyncio.sleep(0.05)

@@ -507,7 +507,7 @@ def test_a_probe_that_finds_a_hole_refuses_the_kind_of_sandbox(monkeypatch, isol
     monkeypatch.setattr(sandbox_module, "_root_entries", lambda python: [*entries(python), hole])
     probe = sandbox_module._PROBE.replace("open({path!r})", f"open({hole[1]!r} + {{path!r}}.removeprefix({hole[2]!r}))")
     monkeypatch.setattr(sandbox_module, "_PROBE", probe)
-    with pytest.raises(SandboxError, match="a program can read files of this machine"):
+    with pytest.raises(SandboxError, match=r"can read files of this machine"):
         asyncio.run(Sandbox(kind=isolating).start())
 
 
@@ -529,7 +529,7 @@ def test_wrong_options_of_a_sandbox_are_refused():
         Sandbox(kind="chroot")
     with pytest.raises(ValueError, match="memory_bytes of a sandbox must be > 0, got 0"):
         SandboxLimits(memory_bytes=0)
-    with pytest.raises(ValueError, match="cpu_time_s of a sandbox must be finite, got inf"):
+    with pytest.raises(ValueError, match=r"cpu_time_s .*must be finite, got inf"):
         SandboxLimits(cpu_time_s=math.inf)
     with pytest.raises(ValueError, match="must be a Python interpreter, got /bin/nothing"):
         asyncio.run(Sandbox(python="/bin/nothing").start())

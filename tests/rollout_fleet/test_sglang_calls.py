@@ -337,7 +337,7 @@ async def test_a_load_that_is_cancelled_leaves_an_engine_that_has_failed(engine,
     with pytest.raises(asyncio.CancelledError):
         await loading
     for asked in (engine.wait_failed(), answers_of(engine, 1), engine.release_memory()):
-        with pytest.raises(EngineError, match="told to load policy version 1, and the load was cancelled"):
+        with pytest.raises(EngineError, match=r"policy version 1, .* cancelled"):
             await asyncio.wait_for(asked, 5)
 
 

@@ -111,9 +111,7 @@ async def test_a_death_is_noticed_and_shown_with_the_end_of_the_log(make_server)
 
 async def test_a_start_that_takes_too_long_is_stopped_and_named(make_server):
     server = make_server("print('still loading', flush=True)\ntime.sleep(600)", start_timeout_s=1.0)
-    with pytest.raises(
-        DeadlineError, match=r"was not up within 1.0 s; raise rollout_fleet.start_timeout_s if the model"
-    ):
+    with pytest.raises(DeadlineError, match=r"not up within 1\.0 s; raise rollout_fleet\.start_timeout_s"):
         await server.start()
     assert server.guard.returncode is not None
 

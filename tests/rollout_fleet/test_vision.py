@@ -137,7 +137,7 @@ def test_a_placeholder_ends_a_turn_and_is_refused_where_no_image_is(model_path, 
         bad = SampleRequest(id="a", prompt_ids=np.array(ids, dtype=np.int32), sampling=SamplingConfig(), images=images)
         with pytest.raises(RequestRefused, match=message):
             check_prompt(bad, facts.vocab_size, facts.image_token_id)
-    with pytest.raises(RequestRefused, match="request a has 1 images, but the model has no vision tower"):
+    with pytest.raises(RequestRefused, match=r"request a has 1 images, .*no vision tower"):
         check_prompt(request, facts.vocab_size)
 
 
@@ -263,7 +263,7 @@ async def test_a_session_refuses_images_that_it_cannot_take(talk, model_path):
         with pytest.raises(ValueError, match=message):
             await session.chat(ChatRequest(messages=[{"role": "user", "content": content}]))
     text_only = Session(turns, session.renderer, sampling=SamplingConfig(), prompt=session.prompt)
-    with pytest.raises(ValueError, match=r"messages\[0\].content has an image, but the policy has no vision tower"):
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content has an image, .*no vision tower"):
         await text_only.chat(ChatRequest(messages=list(session.prompt.messages)))
 
 

@@ -124,7 +124,7 @@ async def test_a_device_is_released_although_an_evaluation_that_nobody_waits_for
     async with asyncio.timeout(10):
         await begun.wait()
         await worker.release_device()
-    with pytest.raises(EngineError, match="released its device before the end of the evaluation of policy version 0"):
+    with pytest.raises(EngineError, match=r"released its device .* evaluation of policy version 0"):
         await answering
     assert not engines[0].has_failed
     await worker.stop()

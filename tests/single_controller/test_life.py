@@ -151,7 +151,7 @@ def test_a_call_that_is_under_way_when_its_group_ends_names_the_worker(cluster):
         lambda: group.execute_rank_async(0, "place"),
     ]
     for call in late:
-        with pytest.raises(UsageError, match="group 'ended' has no workers, because it was shut down"):
+        with pytest.raises(UsageError, match=r"group 'ended' has no workers"):
             call()
 
 
