@@ -39,7 +39,7 @@ class FullDisk(ScriptedLearner):
         raise CheckpointError("no space left on device")
 
 
-class Watching:
+class SilentWatching:
     """Shows nothing."""
 
     def examine(self, record):
@@ -58,7 +58,7 @@ def make_training(run_dir, view, *overrides, learner=None, records=(), **others)
         **parts,
         learner=learner,
         writer=SimpleNamespace(steps=records, evaluations=[], write=lambda record: None),
-        watching=Watching(),
+        watching=SilentWatching(),
         nodes=NodeFolders(run_dir, {}, timeout_s=1.0),
         view=view,
         first=RunState(),

@@ -321,6 +321,7 @@ async def test_a_worker_renews_more_leases_than_one_request_may_name():
         await client.enqueue([prompt(0)])
         [lease] = await client.lease(0, 1)
         await client.renew([lease] * (2 * MAX_LEASES + 1))
+        assert (await client.stats()).groups["leased"] == 1
 
 
 def test_messages_that_a_peer_has_sent_in_part_are_bounded_together():

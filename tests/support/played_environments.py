@@ -30,7 +30,7 @@ async def play(
 ) -> tuple[Outcome, list[dict[str, Any]]]:
     """Return the outcome of the environment ``name``, and the requests that the policy got.
 
-    ``options`` and ``environment`` are options of `EnvironmentConfig`.
+    ``options`` go to the environment. ``environment`` has further fields of `EnvironmentConfig`.
     """
     config = EnvironmentConfig(name=name, options=options or {}, **environment)
     environments = EnvironmentProcesses(RolloutFleetConfig(environment=config))
