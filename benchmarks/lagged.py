@@ -115,7 +115,7 @@ class LaggedTraining:
     def _one_step(self, version: int, behavior: WeightOffer) -> dict[str, float]:
         algorithm = self._config.algorithm
         self._engine.load_weights(behavior, timeout_s=self._config.rollout_fleet.load_timeout_s)
-        groups = self._roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
+        groups = self.roll_out(self._prompts.take(algorithm.groups_per_step), behavior.version)
         plan = Plan(version=version, groups=[group.summary for group in groups])
         (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=self._lag)
         by_id = {group.group_id: group for group in groups}
@@ -127,7 +127,8 @@ class LaggedTraining:
         sequences, _ = self._advantages.assign(sequences, batch.rewards)
         return self._step.run(sequences)
 
-    def _roll_out(self, prompts: Sequence[Prompt], version: int) -> list[TrajectoryGroup]:
+    def roll_out(self, prompts: Sequence[Prompt], version: int) -> list[TrajectoryGroup]:
+        """Sample one group per prompt with the weights of ``version``, and score the samples."""
         outputs = self._generate(prompts, self._config.algorithm.samples_per_prompt, version)
         groups = []
         for prompt, samples in zip(prompts, outputs, strict=True):

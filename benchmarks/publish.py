@@ -85,7 +85,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
             # Wait until the file for the next version exists. In training, the file exists when a step ends.
-            publisher._ready.result()
+            publisher.ready.result()
             dist.barrier()
             memcpy_s = _timed(copy)
             dist.barrier()

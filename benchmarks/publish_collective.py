@@ -70,7 +70,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
         # Wait until the file for the next version exists, as it does at the end of a training step.
-        publisher._ready.result()
+        publisher.ready.result()
         dist.barrier()
         began_s = time.perf_counter()
         for place, shard in zip(copies, shards, strict=True):

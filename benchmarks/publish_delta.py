@@ -98,7 +98,7 @@ def publish_memcpys(
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
         # Wait until the file for the next version exists. In training, the file exists when a step ends.
-        publisher._ready.result()
+        publisher.ready.result()
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):
             place.copy_(weight)

@@ -111,7 +111,7 @@ class Results:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train the unfinished cells of the table, and print the table. Return 0."""
     options = _parser().parse_args(arguments)
-    cells = list(_cells(options))
+    cells = list(cells_of(options))
     results = Results(path=Path(options.results))
     torch.set_num_threads(1)
     for seed in options.seeds:
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             figures = _train(cell, config)
             results.add(cell, figures)
             print(f"{cell}: final {figures['final']:.3f}, {figures['seconds']:.0f} s", file=sys.stderr, flush=True)
-    _print_tables(cells, results.read())
+    print_tables(cells, results.read())
     return 0
 
 
@@ -147,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cells(options: argparse.Namespace) -> Iterator[Cell]:
+def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
     """Yield all cells, seed by seed. So if the benchmark is interrupted, the table is complete for the first seeds."""
     for seed in options.seeds:
         for eta in options.eta:
@@ -195,7 +195,7 @@ def _train(cell: Cell, config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _print_tables(cells: Sequence[Cell], finished: Mapping[Cell, Mapping[str, Any]]) -> None:
+def print_tables(cells: Sequence[Cell], finished: Mapping[Cell, Mapping[str, Any]]) -> None:
     """Print Markdown tables of the accuracy at the end and over training, then all figures as JSON."""
     done = {cell: finished[cell] for cell in cells if cell in finished}
     print(f"{len(done)} of {len(cells)} trainings are finished")

@@ -274,13 +274,13 @@ def packed_attention(
     if cap is not None and extra.get("s_aux") is not None:
         raise ValueError(f"packed attention supports sinks or a soft cap, got both in {type(module).__name__}")
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
-    attend = partial(_attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
+    attend = partial(attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
     # With attention sinks, a layer with activation checkpointing computes its attention again in the backward pass.
     # Keeping its inputs would need several times the memory, because sinks enlarge the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
-def _attended(
+def attended(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -293,6 +293,7 @@ def _attended(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
+    """Compute a layer's attention over packed sequences. The result is this rank's tokens [1, N, H, D]."""
     window, chunk = _span(module, sliding_window)
     num_local = query.size(2)
     q, k, v = _all_tokens(query, key, value)

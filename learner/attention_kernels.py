@@ -82,7 +82,7 @@ def attention_kernel(
     shape = shape or AttentionShape()
     fits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
     if asked is AttentionKernel.auto:
-        return first_right(_fastest_first(device) if fits else (), device, dtype, shape)
+        return first_right(fastest_first(device) if fits else (), device, dtype, shape)
     if asked is AttentionKernel.sdpa:
         return asked
     if not fits:
@@ -120,7 +120,7 @@ def takes_soft_cap(kernel: AttentionKernel) -> bool:
     return kernel not in (AttentionKernel.torch_varlen, AttentionKernel.sdpa)
 
 
-def _fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
+def fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
     """Return the kernels, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
     major, _ = torch.cuda.get_device_capability(device)
     newest = {9: (AttentionKernel.flash_attn_3, AttentionKernel.flash_attn_4)}.get(

@@ -147,7 +147,7 @@ class ValueHead(PackedHead):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return the critic's value before each token in the loss, [M] float32, as a tuple of one tensor."""
-        return _scores_at(self, batch, batch.predict_index)
+        return scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
         """Run the model on a micro-batch, and return the inputs of the critic's loss. ``entropy`` has no effect."""
@@ -162,10 +162,10 @@ class RewardHead(PackedHead):
 
     def forward(self, batch: MicroBatch) -> tuple[Tensor, ...]:
         """Return the score of each sequence, [number of sequences] float32, as a tuple of one tensor."""
-        return _scores_at(self, batch, batch.last_index())
+        return scores_at(self, batch, batch.last_index())
 
 
-def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
+def scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
     """Return the classifier's output at [M] packed positions. The result is float32 and equal on all sp ranks.
 
     With bfloat16, an output of 100.4 would be rounded to 100.5, so small advantages would become zero.

@@ -40,7 +40,7 @@ class MovableTensors:
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
         self._tensors = tensors
         self._on_host: list[tuple[torch.UntypedStorage, Tensor]] = []
-        self._slab = torch.empty(0, dtype=torch.uint8)
+        self.slab = torch.empty(0, dtype=torch.uint8)
         self.offloaded = False
 
     def device_bytes(self) -> int:
@@ -93,16 +93,16 @@ class MovableTensors:
         for storage in storages:
             starts.append(total)
             total += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-        if total > len(self._slab):
+        if total > len(self.slab):
             runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
-            if runtime is not None and len(self._slab):
-                runtime.cudaHostUnregister(self._slab.data_ptr())
-            self._slab = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
-            self._slab = torch.empty(total, dtype=torch.uint8)
+            if runtime is not None and len(self.slab):
+                runtime.cudaHostUnregister(self.slab.data_ptr())
+            self.slab = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
+            self.slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
                 # Lock the memory's pages. With pin_memory=True, torch would round the size up to a power of two.
-                torch.cuda.check_error(int(runtime.cudaHostRegister(self._slab.data_ptr(), total, 0)))
-        return [self._slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
+                torch.cuda.check_error(int(runtime.cudaHostRegister(self.slab.data_ptr(), total, 0)))
+        return [self.slab[start : start + s.nbytes()] for start, s in zip(starts, storages, strict=True)]
 
     def _storages(self) -> list[torch.UntypedStorage]:
         storages = [tensor.untyped_storage() for tensor in self._tensors()]

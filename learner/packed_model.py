@@ -200,7 +200,7 @@ class PackedModel:
     def _run(
         self, sequences: Sequence[TokenSequence], packed: PackedBatch | None, **asked: bool
     ) -> list[list[np.ndarray]]:
-        self._set_training(False)
+        self.set_training(False)
         whole, results = self.head.per_sequence, []
         packed = packed or self.pack(sequences)
         with self.sharding:
@@ -217,7 +217,8 @@ class PackedModel:
                         rows[source][place], left = left[:count], left[count:]
         return results
 
-    def _set_training(self, training: bool) -> None:
+    def set_training(self, training: bool) -> None:
+        """Put the model into training mode or evaluation mode."""
         if self.head.training != training:
             self.head.train(training)
 

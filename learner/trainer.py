@@ -199,7 +199,7 @@ class Trainer(PackedModel):
                 ``empty_updates``. The loss's own metrics are means over the batch's tokens in the loss. This method
                 does not apply ``Objective.summarize`` to them.
         """
-        self._set_training(True)
+        self.set_training(True)
         batch = (packed or self.pack(sequences, keep_branches=objective.needs_trajectories)).with_columns(sequences)
         rows = self.accumulate(batch, objective)
         with record.span(SpanKind.optimizer):
@@ -234,7 +234,7 @@ class Trainer(PackedModel):
 
         Returns the metrics of `update`, without the metrics of the optimizer.
         """
-        self._set_training(False)
+        self.set_training(False)
         batch = (packed or self.pack(sequences, keep_branches=objective.needs_trajectories)).with_columns(sequences)
         with self.sharding:
             rows = [self._share_of_loss(micro_batch, objective, batch)[1] for micro_batch in batch.micro_batches]

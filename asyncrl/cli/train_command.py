@@ -152,7 +152,7 @@ async def _until_done_or_stopped(
     too_long = f"stopping took longer than stop_timeout_s={timeout_s:g} s; the remaining processes were killed"
 
     def last_words_of(fault: BaseException) -> str:
-        return _last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
+        return last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
 
     def on_fault(fault: BaseException) -> None:
         if not isinstance(fault, asyncio.CancelledError):  # after a signal, `Stopping` has already set the deadline
@@ -210,7 +210,7 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     return f"to continue: {shlex.join([*command, override_of('checkpoint.resume', checkpoint)])}"
 
 
-def _last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
+def last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
     """Return the last message of a failed run. Its last line is the first line of the error.
 
     If this line ends with a colon, the last line of the error follows.

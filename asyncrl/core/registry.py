@@ -17,11 +17,15 @@ E = TypeVar("E")
 
 
 class Registry(Generic[T]):
-    """The functions or classes that one option can name. Example: the losses for ``algorithm.loss``."""
+    """The functions or classes that one option can name. Example: the losses for ``algorithm.loss``.
+
+    Attributes:
+        entries: The registered functions or classes by name.
+    """
 
     def __init__(self, option: str) -> None:
         self.option = option
-        self._entries: dict[str, T] = {}
+        self.entries: dict[str, T] = {}
 
     def register(self, name: str) -> Callable[[E], E]:
         """Return a decorator that registers a function or class under ``name``.
@@ -30,16 +34,16 @@ class Registry(Generic[T]):
         """
 
         def enter(entry: E) -> E:
-            if name in self._entries:
+            if name in self.entries:
                 raise ValueError(f"{self.option}={name} is registered already; choose another name")
-            self._entries[name] = cast(T, entry)
+            self.entries[name] = cast(T, entry)
             return entry
 
         return enter
 
     def names(self) -> list[str]:
         """Return the registered names as a sorted list."""
-        return sorted(self._entries)
+        return sorted(self.entries)
 
     def get(self, name: str) -> T:
         """Return the function or class with this name. If the name contains a Python file or a module, import it.
@@ -51,8 +55,8 @@ class Registry(Generic[T]):
         Raises:
             ValueError: there is no such name, file, module or function.
         """
-        if name in self._entries:
-            return self._entries[name]
+        if name in self.entries:
+            return self.entries[name]
         place, colon, attribute = name.rpartition(":")
         if not (place and colon and attribute):
             raise ValueError(
@@ -60,7 +64,7 @@ class Registry(Generic[T]):
                 f"got {name!r}"
             )
         module = self._imported(place, name)
-        found: Any = getattr(module, attribute, None) or self._entries.get(attribute)
+        found: Any = getattr(module, attribute, None) or self.entries.get(attribute)
         if found is None:
             known = sorted(known for known, value in vars(module).items() if callable(value) and known[0] != "_")
             raise ValueError(f"{self.option}={name}: {place} has no {attribute!r}, only {known}; name one of them")

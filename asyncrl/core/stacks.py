@@ -53,13 +53,13 @@ def listen(run_dir: Path, process: str) -> None:
 
 def stop() -> None:
     """Stop reacting to SIGUSR2. Remove the empty stack files of this process and of ended processes."""
-    global _file
+    global _file, _asked_s
     if _file is None:
         return
     faulthandler.unregister(_SIGNAL)
     folder = Path(_file.name).parent
     _file.close()
-    _file = None
+    _file, _asked_s = None, -_REST_S
     for path in folder.glob("*.log"):
         with suppress(FileNotFoundError):
             if path.stat().st_size == 0 and not _is_written_by(path, _pid_of(path)):

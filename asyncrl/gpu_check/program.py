@@ -137,7 +137,7 @@ def _cards() -> list[str]:
     return [line.strip() for line in listed.splitlines()]
 
 
-def _layers_on(cards: Sequence[str]) -> int:
+def layers_on(cards: Sequence[str]) -> int:
     """Return the number of layers of the checked models: 4 with at least 70 GB of GPU memory, 2 with 36 GB, else 1."""
     megabytes = [int(match[1]) for card in cards if (match := re.search(r"(\d+) MiB", card))]
     smallest = min(megabytes, default=0) * 1.048576 / 1e3
@@ -181,7 +181,7 @@ def training(setup: Setup) -> Iterator[Result]:
         kind = "mixture" if experts else "dense"
         model = _saved_model(setup, experts=experts)
         first: dict[str, Any] = {}
-        for variant in _variants(setup):
+        for variant in variants_of(setup):
             num_ranks, sp_size, recompute, compiled = variant
             words = f"ranks={num_ranks} sp={sp_size}" + " recompute" * bool(recompute) + " compile" * compiled
             words += f" {SELECTIVE}" * (recompute == SELECTIVE)
@@ -229,7 +229,7 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
     return str(folder)
 
 
-def _variants(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
+def variants_of(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
     """Return the variants of the learner step. The other variants are compared with the first variant.
 
     A variant is a tuple: number of ranks, ``sp_size``, activation checkpointing, and True to use ``torch.compile``.
@@ -398,7 +398,7 @@ def main() -> int:
     setup = Setup(
         device=device,
         num_gpus=arguments.gpus or gpus or 1,
-        sizes=replace(FULL, layers=_layers_on(_cards())) if device == "cuda" else TOY,
+        sizes=replace(FULL, layers=layers_on(_cards())) if device == "cuda" else TOY,
         model=arguments.model,
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,

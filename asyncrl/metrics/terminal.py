@@ -78,7 +78,7 @@ class TerminalView:
         self._use: RunUse | None = None
         self._last_line_s = 0.0
         self._live = Live(
-            get_renderable=self._render, console=self._console, refresh_per_second=4, transient=True, auto_refresh=True
+            get_renderable=self.render, console=self._console, refresh_per_second=4, transient=True, auto_refresh=True
         )
 
     @property
@@ -202,7 +202,8 @@ class TerminalView:
         first, last = self._records[0], self._records[-1]
         return last.time_s if first is last else (last.time_s - first.time_s) / (len(self._records) - 1)
 
-    def _render(self) -> Panel:
+    def render(self) -> Panel:
+        """Return the live view of this moment."""
         rows: list[Text | Table | Columns] = []
         if self._records:
             record = self._records[-1]

@@ -36,7 +36,7 @@ CONTEXT_BYTES = 2 * GIB
 """Bytes of a GPU that a rank needs outside torch's allocator: CUDA context, kernels, buffers of NCCL and cuBLAS."""
 _PLAIN_HEADS = frozenset({"gemma", "gemma2", "llama", "mistral", "mixtral", "phi3", "qwen2", "qwen2_moe"})
 """Model types that do not normalize queries and keys."""
-_WEIGHT_CHUNK_TOKENS = 4096
+WEIGHT_CHUNK_TOKENS = 4096
 """Tokens per matrix product for the gradient of the output layer on a GPU, as in ``learner.heads``."""
 _WITH_SINKS = frozenset({"deepseek_v4", "gpt_oss", "openai_privacy_filter"})
 _ALL_EXPERTS = frozenset({"llama4", "llama4_text"})
@@ -344,9 +344,9 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[MemoryK
 def _output_layer(model: ModelSize, setup: RankSetup, head: int) -> int:
     """Return the bytes of logits and gradients in the backward pass of an output layer with ``head`` parameters."""
     chunk, of_logits = setup.chunk_tokens * model.vocabulary, 10 if setup.has_entropy_bonus else 6
-    if head and setup.compute_bytes == 2 and setup.chunk_tokens < _WEIGHT_CHUNK_TOKENS:
+    if head and setup.compute_bytes == 2 and setup.chunk_tokens < WEIGHT_CHUNK_TOKENS:
         # One matrix product computes the weight gradient of several chunks from the logit gradients of these chunks.
-        joined = 2 * min(setup.tokens, _WEIGHT_CHUNK_TOKENS) * model.vocabulary
+        joined = 2 * min(setup.tokens, WEIGHT_CHUNK_TOKENS) * model.vocabulary
         return _FLOAT32_BYTES * head + joined + max(2 * head, of_logits * chunk)
     return max(8 * chunk, _FLOAT32_BYTES * head + max(_FLOAT32_BYTES * head + 6 * chunk, of_logits * chunk))
 

@@ -304,13 +304,13 @@ def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.nda
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
         by_cause[stretch.state].append((stretch.start, stretch.end, stretch.places))
-    sums = {cause: _overlaps(np.array(rows, dtype=np.float64), edges) for cause, rows in by_cause.items()}
+    sums = {cause: overlaps(np.array(rows, dtype=np.float64), edges) for cause, rows in by_cause.items()}
     total = np.sum(list(sums.values()), axis=0) if sums else np.zeros(len(edges) - 1)
     total = np.where(total > 0, total, 1.0)
     return {cause: row / total for cause, row in sums.items()}
 
 
-def _overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
+def overlaps(rows: np.ndarray, edges: np.ndarray) -> np.ndarray:
     """Compute the weighted time of periods in each bin.
 
     Args:
@@ -341,7 +341,7 @@ def _level_means(trace: Trace, name: str, edges: np.ndarray) -> np.ndarray:
         return np.zeros(len(edges) - 1)
     times = np.array([change.time for change in changes] + [max(edges[-1], changes[-1].time)], dtype=np.float64)
     rows = np.column_stack([times[:-1], times[1:], [change.value for change in changes]])
-    return _overlaps(rows, edges) / np.diff(edges)
+    return overlaps(rows, edges) / np.diff(edges)
 
 
 def _lag_of_batches(trace: Trace, edges: np.ndarray) -> np.ndarray:

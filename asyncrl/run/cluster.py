@@ -77,7 +77,7 @@ async def ray_cluster(config: RunConfig, say: Callable[[str], None] = logger.inf
             ) from None
         except Exception as error:
             raise ClusterDiedError(f"Ray {where} did not come up: {error}; look into Ray's session logs") from error
-        yield await asyncio.to_thread(_checked_against_cluster, config, say)
+        yield await asyncio.to_thread(checked_against_cluster, config, say)
     finally:
         # Wait for the thread that starts Ray, because a shutdown of Ray during its start would end this process.
         await asyncio.wait([starting], timeout=config.stop_timeout_s / 2)
@@ -127,7 +127,7 @@ def warning_of_open_cluster(config: RunConfig) -> str:
     )
 
 
-def _checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
+def checked_against_cluster(config: RunConfig, say: Callable[[str], None]) -> RunConfig:
     """Replace the device ``auto`` by ``cpu`` or ``cuda``. Check that the run fits into the cluster that it joined.
 
     With ``placement.autoscale``, there is no such check, because nodes can join later. The device ``auto`` is then

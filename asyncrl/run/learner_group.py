@@ -100,7 +100,7 @@ class LearnerGroup:
         timeout_s = self._config.learner.start_timeout_s
         pending = AllOf([group.init_model() for group in self.roles])
         loading = within(pending, timeout_s, "the learner's models", "learner.start_timeout_s")
-        await _or_death(loading, pending)
+        await or_death(loading, pending)
 
     async def death(self) -> NoReturn:
         """Wait until the process of a rank ends, even if no call runs. Then raise `LearnerDiedError`.
@@ -362,7 +362,7 @@ class LearnerGroup:
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
-        """Await a call. Raises the errors of `_or_death`.
+        """Await a call. Raises the errors of `or_death`.
 
         The deadline depends on the longest earlier call of this ``kind``. A call without a kind possibly waits for a
         queued step, so its deadline is twice ``learner.step_timeout_s``.
@@ -372,10 +372,10 @@ class LearnerGroup:
             result = self._deadline.within(pending, kind, what, option)
         else:
             result = within(pending, 2 * self._config.learner.step_timeout_s, what, option)
-        return await _or_death(result, pending)
+        return await or_death(result, pending)
 
 
-async def _or_death(result: Awaitable[T], pending: Any) -> T:
+async def or_death(result: Awaitable[T], pending: Any) -> T:
     """Await the result of a ``pending`` call.
 
     After the death of a rank, calls on other ranks can fail before Ray reports the death. So after a failure, this

@@ -106,7 +106,7 @@ class Run:
             stack.callback(shutil.rmtree, shared_folder(self._run_dir), ignore_errors=True)
             try:
                 await stack.enter_async_context(self._watching)
-                options = self._buffer_options()
+                options = self.buffer_options()
                 server = self._start_buffer(stack, options)
                 with self._view.waiting_for("Ray"):
                     self._config = await stack.enter_async_context(ray_cluster(self._config, self._view.say))
@@ -130,7 +130,7 @@ class Run:
             self._view.say("stopping")
         self._view.summary(summary, self._run_dir)
 
-    def _buffer_options(self) -> BufferConfig:
+    def buffer_options(self) -> BufferConfig:
         """Return the buffer's options. A buffer with a port gets keys; otherwise it gets private Unix sockets."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])

@@ -102,8 +102,8 @@ class Training:
             learner=learner,
             fleet=fleet,
             prompts=prompts,
-            on_step=self._on_step,
-            evaluate=self._evaluate,
+            on_step=self.step_finished,
+            evaluate=self.evaluate,
             resumed=first,
             last=writer.steps[-1] if writer.steps else None,
             earlier=resumed and resumed.earlier,
@@ -114,7 +114,7 @@ class Training:
 
     async def run(self) -> dict[str, Any]:
         """Evaluate, train, and evaluate again. Write the summary into the run's folder, and return the summary."""
-        before = await self._evaluate(self._first_version)
+        before = await self.evaluate(self._first_version)
         self._start_s = self._view.elapsed_s
         training = asyncio.ensure_future(unless(self._restarts.through(self._train_and_save), [self._fleet.run()]))
         try:
@@ -123,12 +123,14 @@ class Training:
             ):
                 await asyncio.shield(training)  # a signal cancels `run`, but must not cancel the training
             result = await self._controller.account()
-            after = await self._evaluate(result.policy_version)
-            await self._watching.last_advice()  # compute the advice first, because `_explain` puts it into the report
-            overlap = await self._explain()
+            after = await self.evaluate(result.policy_version)
+            await (
+                self._watching.last_advice()
+            )  # compute the advice that the report shows
+            overlap = await self.write_report()
         except asyncio.CancelledError:
             if self._all_answer():
-                await self._keep(training, before)
+                await self.save_after_signal(training, before)
             raise
         finally:
             training.cancel()
@@ -162,7 +164,7 @@ class Training:
     async def _train_and_save(self) -> None:
         """Train, and then save the policy at once, so that a later fault cannot lose the policy."""
         gc.freeze()  # exclude imported objects from full garbage collections, which would take a second longer
-        telling = asyncio.create_task(self._tell_late_steps())
+        telling = asyncio.create_task(self.tell_late_steps())
         try:
             await unless(self._controller.train(), [self._learner.death()])
         finally:
@@ -170,7 +172,7 @@ class Training:
         if not self._controller.is_stopped:
             await self._save_policy()
 
-    async def _tell_late_steps(self) -> None:
+    async def tell_late_steps(self) -> None:
         """If no step finishes for `LATE_S` seconds, say what the run waits for. Repeat each time the wait doubles."""
         loop = asyncio.get_running_loop()
         self._stepped_s, due_s = loop.time(), LATE_S
@@ -202,7 +204,7 @@ class Training:
         await self._nodes.fetch(unfinished)
         unfinished.rename(self._run_dir / "policy")
 
-    async def _keep(self, training: Awaitable[None], before: Evaluation | None) -> None:
+    async def save_after_signal(self, training: Awaitable[None], before: Evaluation | None) -> None:
         """After a signal, finish the queued steps. Then save a checkpoint, the policy and the summary.
 
         Save the checkpoint only if ``checkpoint.at_stop`` is set, all ranks share the folder of checkpoints, and steps
@@ -224,7 +226,7 @@ class Training:
                 if not (self._run_dir / "policy").exists():
                     await self._save_policy()
                 result = await self._controller.account()
-                overlap = await self._explain()
+                overlap = await self.write_report()
         except TimeoutError:
             self._view.say(f"{doing} took longer than save_timeout_s={timeout_s:g} after the signal; raise it")
         except Exception as error:
@@ -233,7 +235,12 @@ class Training:
         else:
             self._summarise(result, before, None, overlap)
 
-    async def _evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
+    async def evaluate(self, version: int, pinned: PinnedEngines | None = None) -> Evaluation | None:
+        """Evaluate a policy version on the held-out prompts, and record the result.
+
+        With ``pinned``, first wait until engines serve the version, and evaluate with these engines only. Returns None
+        if evaluations are disabled, or if the version could not be evaluated.
+        """
         if not self._config.evaluation.enabled:
             return None
         if pinned is not None:
@@ -256,7 +263,7 @@ class Training:
         await self._nodes.collect()
         return evaluation
 
-    async def _explain(self) -> dict[str, Any] | None:
+    async def write_report(self) -> dict[str, Any] | None:
         """Write the overlap report, and return it for the summary; None if ``profile.enabled`` is false.
 
         A failure does not end the run.
@@ -273,7 +280,8 @@ class Training:
             self._writer.profile(step, figures.flat())
         return report.summary()
 
-    def _on_step(self, record: StepRecord) -> None:
+    def step_finished(self, record: StepRecord) -> None:
+        """Record and show a finished learner step."""
         self._stepped_s = asyncio.get_running_loop().time()
         record = self._watching.examine(record)
         self._writer.write(record)

@@ -221,12 +221,12 @@ class DataProto:
         Raises `BatchError` if a name occurs twice, for example as a tensor and as meta information.
         """
         batch_size = (len(self),) if self.batch is not None or self.non_tensor_batch else ()
-        names = [*self._columns(), *self.non_tensor_batch, *self.meta_info]
+        names = [*self.columns(), *self.non_tensor_batch, *self.meta_info]
         if len(set(names)) < len(names):
             raise BatchError(
                 f"names must be unique in a batch, got twice: {sorted({n for n in names if names.count(n) > 1})}"
             )
-        joined: Any = TensorDict(self._columns(), batch_size=batch_size)
+        joined: Any = TensorDict(self.columns(), batch_size=batch_size)
         for key, array in self.non_tensor_batch.items():
             values: list[Any] = [NonTensorData(value) for value in array]
             joined.set(key, NonTensorStack.from_list(values))
@@ -454,7 +454,7 @@ class DataProto:
         """
         if not data:
             return DataProto()
-        tensors = same_columns([part._columns() for part in data], "batch")
+        tensors = same_columns([part.columns() for part in data], "batch")
         batch = None
         batches = [part._batch for part in data if part._batch is not None]
         if batches:
@@ -509,9 +509,9 @@ class DataProto:
         """
         shapes = {
             key: f"({t.size(0)}, {str(t.layout).removeprefix('torch.')})" if is_nested(t) else str(tuple(t.shape))
-            for key, t in self._columns().items()
+            for key, t in self.columns().items()
         }
-        tensors = [f"  {key}: {shapes[key]} ({t.dtype}) {t.device}" for key, t in self._columns().items()]
+        tensors = [f"  {key}: {shapes[key]} ({t.dtype}) {t.device}" for key, t in self.columns().items()]
         arrays = [f"  {key}: ndarray{array.shape} ({array.dtype})" for key, array in self.non_tensor_batch.items()]
         facts = [f"  {key}: {_type_name(value)}" for key, value in self.meta_info.items()]
         return "\n".join(["batch", *tensors, "non_tensor_batch", *arrays, "meta_info", *facts])
@@ -519,7 +519,7 @@ class DataProto:
     @property
     def nbytes(self) -> int:
         """Size of the tensors and arrays in bytes. For an object array, only the pointers count."""
-        return sum(value.nbytes for value in [*self._columns().values(), *self.non_tensor_batch.values()])
+        return sum(value.nbytes for value in [*self.columns().values(), *self.non_tensor_batch.values()])
 
     def save_to_disk(self, filepath: str | Path) -> None:
         """Write the batch to a file atomically.
@@ -587,7 +587,8 @@ class DataProto:
         """
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
-    def _columns(self) -> dict[str, Any]:
+    def columns(self) -> dict[str, Any]:
+        """Return the tensors of the batch by name, without a copy. Other processes may read their memory."""
         return {} if self._batch is None else dict(self._batch.items())
 
 
@@ -660,7 +661,7 @@ def unfold_batch_dim(data: DataProto, batch_dims: int = 2) -> DataProto:
             raise BatchError(f"{key!r} must have batch_dims={batch_dims} or more dimensions, got {column.ndim}")
         return column.reshape(prod(column.shape[:batch_dims]), *column.shape[batch_dims:])
 
-    columns_now = [*data._columns().items(), *data.non_tensor_batch.items()]
+    columns_now = [*data.columns().items(), *data.non_tensor_batch.items()]
     num_rows = len(unfold(*columns_now[0])) if columns_now else len(data)
     return data._mapped(unfold, num_rows, shares_memory=True)
 

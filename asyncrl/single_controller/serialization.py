@@ -127,7 +127,7 @@ def all_gather_data_proto(data: Any, process_group: Any) -> None:
         BatchError: the columns differ between ranks. All ranks raise this error.
         WireError: an object column has a value that the codec does not support.
     """
-    tensors = data._columns()
+    tensors = data.columns()
     part = _message_of(parts_of(data.select(meta_info_keys=()).to("cpu")))
     parts = [from_parts(type(data), _value_of(message)) for message in all_gather_bytes(part, process_group)]
     whole = type(data).concat(parts)

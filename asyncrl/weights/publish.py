@@ -49,6 +49,10 @@ class WeightPublisher:
         options: How versions are published.
         log: On rank 0, the object that gets the offer of each version, and each failure; None without engines.
 
+    Attributes:
+        sender: Sends this rank's weights over the network; None with the carrier ``folder``.
+        ready: Future of the files that are prepared for the next version.
+
     Raises:
         WeightsError: the ranks have different layouts.
         ValueError: the network interface of ``options`` does not exist.
@@ -85,20 +89,18 @@ class WeightPublisher:
                 "the model's class; save the model once with the installed transformers, and start from that checkpoint"
             )
         self._is_elsewhere = False
-        self._sender: WeightSender | None = None
+        self.sender: WeightSender | None = None
         if self._options.carrier != Carrier.folder:
             if self._is_first:
-                self._sender = WeightSender(self._options, rank=0, num_ranks=shards.num_ranks)
-            place = (socket.gethostname(), None if self._sender is None else self._sender.address)
+                self.sender = WeightSender(self._options, rank=0, num_ranks=shards.num_ranks)
+            place = (socket.gethostname(), None if self.sender is None else self.sender.address)
             host, address = shards.gather(place, tuple[str, ChannelAddress | None])[0]
-            if self._sender is None:
-                self._sender = WeightSender(
-                    self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address
-                )
+            if self.sender is None:
+                self.sender = WeightSender(self._options, rank=shards.rank, num_ranks=shards.num_ranks, address=address)
             self._is_elsewhere = place[0] != host
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._count = 0
-        self._ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
+        self.ready: Future[list[RankPart]] = self._thread.submit(self._prepare)
         self._pending: Future[WeightOffer | None] | None = None
 
     def publish(self, version: int, *, then: Callable[[], None] = lambda: None) -> Future[WeightOffer | None]:
@@ -117,7 +119,7 @@ class WeightPublisher:
         """
         self.wait()
         try:
-            parts = self._ready.result()
+            parts = self.ready.result()
             for part in parts:
                 part.write()
             then()
@@ -125,7 +127,7 @@ class WeightPublisher:
             self._pending = self._thread.submit(self._finish, version, error)
             raise
         self._pending = self._thread.submit(self._finish, version, parts)
-        self._ready = self._thread.submit(self._prepare)
+        self.ready = self._thread.submit(self._prepare)
         return self._pending
 
     def wait(self) -> None:
@@ -139,14 +141,14 @@ class WeightPublisher:
         On hosts other than rank 0's host, all files are removed.
         """
         self._thread.shutdown(wait=True)
-        if self._ready.exception() is None:
-            for part in self._ready.result():
+        if self.ready.exception() is None:
+            for part in self.ready.result():
                 part.close()
                 shutil.rmtree(part.folder, ignore_errors=True)
             if self._base is not None:
                 self._base.close()
-        if self._sender is not None:
-            self._sender.close()
+        if self.sender is not None:
+            self.sender.close()
         if self._is_elsewhere:
             shutil.rmtree(self._directory, ignore_errors=True)
 
@@ -234,8 +236,8 @@ class WeightPublisher:
                 with self._stage("offer", version):
                     receipts.note(receipts.Act.published, version=version, digest=offer.digest)
                     self._oldest, self._is_shown = self._log.offer(offer), True
-                if self._sender is not None:
-                    self._sender.retire(self._oldest)
+                if self.sender is not None:
+                    self.sender.retire(self._oldest)
             return offer
 
     def _stage(self, name: str, version: int = record.NONE) -> record.OpenSpan:
@@ -257,8 +259,8 @@ class WeightPublisher:
         gathered = self._shards.gather((own, self._oldest), tuple[list[RankShare] | str | None, int])
         # The buffer's answer to rank 0's latest offer contains the oldest version that engines may load.
         self._oldest = gathered[0][1]
-        if self._sender is not None:
-            self._sender.retire(self._oldest)
+        if self.sender is not None:
+            self.sender.retire(self._oldest)
         # Only rank 0's host keeps the files of versions. A rank on another host sends its part from its memory.
         if self._is_elsewhere and not isinstance(parts, Exception):
             for part in parts:
@@ -279,8 +281,8 @@ class WeightPublisher:
 
     def _share(self, version: int, part: RankPart) -> RankShare:
         own = part.finish(self._base)
-        if self._sender is not None:
-            self._sender.hold(FROZEN if part.is_frozen else version, part.data, own.pieces, part.delta())
+        if self.sender is not None:
+            self.sender.hold(FROZEN if part.is_frozen else version, part.data, own.pieces, part.delta())
         is_base = self._options.full_every > 1 and not part.is_frozen
         part.close(keep_data=is_base)
         if is_base:
@@ -298,8 +300,8 @@ class WeightPublisher:
                 self._adapter = Adapter(base=offer, layers=self._adapter.layers)
             else:
                 self._newest = offer
-            if self._sender is not None:
-                offer = self._sender.offer(offer, [len(share.pieces) for share in own])
+            if self.sender is not None:
+                offer = self.sender.offer(offer, [len(share.pieces) for share in own])
         assert offer is not None, "a version has files"
         return offer
 

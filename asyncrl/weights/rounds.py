@@ -253,7 +253,7 @@ class RoundCoordinator:
             # Call the receivers, and leave out receivers that do not answer, because they would block the round.
             self._call, self._present = self._call + 1, asyncio.Queue()
             for request in requests:
-                _send(request.receiver, {"call": self._call})
+                send_message(request.receiver, {"call": self._call})
             there = set(await _gathered(self._present, len(requests), CALL_S))
             _answer([request for request in requests if request.receiver not in there], {"late": True})
             present = [request for request in requests if request.receiver in there]
@@ -284,7 +284,7 @@ class RoundCoordinator:
                     return
                 message = await reader.readexactly(size)
                 try:
-                    self._take(writer, msgspec.msgpack.decode(message))
+                    self.take(writer, msgspec.msgpack.decode(message))
                 except (KeyError, TypeError, ValueError) as error:
                     logger.warning("%.100r on the channel of weights is ignored: %r", message, error)
         except (EOFError, OSError, asyncio.CancelledError):
@@ -292,7 +292,8 @@ class RoundCoordinator:
         finally:
             writer.close()
 
-    def _take(self, sender: StreamWriter, message: dict[str, Any]) -> None:
+    def take(self, sender: StreamWriter, message: dict[str, Any]) -> None:
+        """Handle a message that ``sender``, a rank or a receiver, has sent on the channel."""
         match message["kind"]:
             case "ask":
                 fields = {name: message[name] for name in ("version", "holds", "host")}
@@ -304,15 +305,15 @@ class RoundCoordinator:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
                         for member, _, _ in broken.pending:  # do not let these members wait until the deadline
-                            _send(member, {"over": message["round"]})
+                            send_message(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
                 self._rank_done.set()
             case "leave" | "want" if (meeting := self._meetings.get(message["round"])) is not None:
                 for member in meeting.take(sender, message):
-                    _send(member, {"values": meeting.values})
+                    send_message(member, {"values": meeting.values})
             case "leave" | "want":
-                _send(sender, {"over": message["round"]})
+                send_message(sender, {"over": message["round"]})
 
     async def _run(self, number: int, offered: HeldOffer, requests: Sequence[RoundRequest], *, is_delta: bool) -> None:
         """Run a round, in the process group of the previous round if the members are the same."""
@@ -336,9 +337,9 @@ class RoundCoordinator:
         self._meetings = {other: held for other, held in self._meetings.items() if now_s < held.ends_s}
         self._meetings[number] = Meeting(ends_s=now_s + this.timeout_s)
         for rank in self._ranks.values():
-            _send(rank, asdict(this))
+            send_message(rank, asdict(this))
         for index, member in enumerate(self._members):
-            _send(member, {"answer": asdict(this), "index": index, "manifest": offered.manifest})
+            send_message(member, {"answer": asdict(this), "index": index, "manifest": offered.manifest})
         try:
             async with asyncio.timeout(this.timeout_s + HOST_WINDOW_S):
                 await self._until_done(number)
@@ -358,7 +359,7 @@ class RoundCoordinator:
 
 def _answer(requests: Sequence[RoundRequest], answer: dict[str, Any]) -> None:
     for request in requests:
-        _send(request.receiver, {"answer": answer})
+        send_message(request.receiver, {"answer": answer})
 
 
 async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[T]:
@@ -444,7 +445,7 @@ class WeightChannel:
 
     def send(self, message: dict[str, Any]) -> None:
         """Send a message to rank 0. Raises `WeightsError` if the connection ended."""
-        self._write(_framed(message))
+        self._write(framed(message))
 
     def receive(self, timeout_s: float | None) -> dict[str, Any]:
         """Wait for the next message of rank 0, and return it. If ``timeout_s`` is None, there is no deadline.
@@ -494,14 +495,16 @@ class WeightChannel:
         return data
 
 
-def _framed(message: dict[str, Any]) -> bytes:
+def framed(message: dict[str, Any]) -> bytes:
+    """Return the bytes of a message on the channel: the size of the content, then the content."""
     content = msgspec.msgpack.encode(message)
     return len(content).to_bytes(_SIZE_BYTES) + content
 
 
-def _send(receiver: StreamWriter, message: dict[str, Any]) -> None:
+def send_message(receiver: StreamWriter, message: dict[str, Any]) -> None:
+    """Send a message, unless the connection is closing."""
     if not receiver.is_closing():
-        receiver.write(_framed(message))
+        receiver.write(framed(message))
 
 
 def _proof(key: str, side: bytes, nonce: bytes) -> bytes:

@@ -46,6 +46,9 @@ class WeightStager:
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
         copies: Whether full versions are copied to ``memory`` instead of linked. Must be True if there are deltas.
         timeout_s: Deadline of staging a version in seconds, to which one second per 100 MB is added.
+
+    Attributes:
+        received: The versions that the engines of this host received over the network.
     """
 
     def __init__(self, name: str, *, memory: Path, copies: bool, timeout_s: float) -> None:
@@ -57,7 +60,7 @@ class WeightStager:
         self._timeout_s = timeout_s
         self._links: Path | None = None
         self._held = ""  # has the manifest digest of the version or frozen weights that the image contains
-        self._received = ReceivedVersions(memory / "received", name, timeout_s=timeout_s)
+        self.received = ReceivedVersions(memory / "received", name, timeout_s=timeout_s)
 
     @asynccontextmanager
     async def staged(self, offer: WeightOffer) -> AsyncIterator[WeightOffer]:
@@ -85,7 +88,7 @@ class WeightStager:
             yield local
         except Exception:
             if offer.carrier == Carrier.host_stream:  # discard the bytes, which may be damaged
-                self._received.discard(offer)
+                self.received.discard(offer)
             raise
         finally:
             self._remove_links()
@@ -128,7 +131,7 @@ class WeightStager:
         working.add_done_callback(remove)
 
     async def _linked_on_host(self, offer: WeightOffer) -> WeightOffer:
-        async with self._received.version(offer) as shared:
+        async with self.received.version(offer) as shared:
             try:
                 return await asyncio.to_thread(self._links_of, shared)
             except FileNotFoundError as error:
@@ -171,7 +174,7 @@ class WeightStager:
             with suppress(OSError):  # the folder is not empty if another engine still runs
                 self._links.parent.rmdir()
         shutil.rmtree(self._image, ignore_errors=True)
-        self._received.close()
+        self.received.close()
 
     def _remove_links(self) -> None:
         if self._links is not None:

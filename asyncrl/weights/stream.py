@@ -107,6 +107,7 @@ class WeightSender:
 
     Attributes:
         address: Address of rank 0's channel, to which senders and receivers connect.
+        held_parts: The parts that this rank holds, by policy version.
 
     Raises:
         ValueError: the interface does not exist.
@@ -116,7 +117,7 @@ class WeightSender:
         self, options: PublishOptions, *, rank: int, num_ranks: int, address: ChannelAddress | None = None
     ) -> None:
         self._rank = rank
-        self._parts: HeldVersions[HeldPart] = HeldVersions(options.num_held)
+        self.held_parts: HeldVersions[HeldPart] = HeldVersions(options.num_held)
         self._coordinator: RoundCoordinator | None = None
         self._channel: WeightChannel | None = None
         self._member: GroupMember | None = None
@@ -138,7 +139,7 @@ class WeightSender:
         ``data`` is the data file, and ``pieces`` are this rank's pieces of this file. ``delta`` is this rank's delta
         file, for receivers that hold the previous version. Both files are [bytes] uint8.
         """
-        self._parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
+        self.held_parts.add(version, HeldPart(data=data, pieces=tuple(pieces), delta=delta))
 
     def offer(self, offer: WeightOffer, shares: Sequence[int]) -> WeightOffer:
         """Offer a version to receivers, on rank 0. Call this after every rank holds its part.
@@ -160,7 +161,7 @@ class WeightSender:
 
     def retire(self, oldest: int) -> None:
         """Remove the versions before ``oldest``, the oldest version that is still offered to engines."""
-        self._parts.retire(oldest)
+        self.held_parts.retire(oldest)
         if self._coordinator is not None:
             self._coordinator.offers.retire(oldest)
 
@@ -193,17 +194,17 @@ class WeightSender:
                         report = {"kind": "done", "rank": self._rank, "round": number, "failed": not is_sent}
                         channel.send(report)
                         this = msgspec.convert(channel.receive(None), Round)
-                        number, is_sent = this.number, self._send(this)
+                        number, is_sent = this.number, self.send_round(this)
             except (WeightsError, TimeoutError) as error:
                 if not wait({self._closed}, _RETRY_S).done:
                     logger.warning("learner rank %d connects to rank 0 again: %s", self._rank, error)
 
-    def _send(self, this: Round) -> bool:
+    def send_round(self, this: Round) -> bool:
         """Send this rank's part to the first receiver. Return False after a failure."""
         began_s = time.monotonic()
         try:
-            self._parts.retire(this.oldest)
-            if (part := self._parts.get(this.version)) is None:
+            self.held_parts.retire(this.oldest)
+            if (part := self.held_parts.get(this.version)) is None:
                 raise WeightsGone(f"rank {self._rank} no longer holds policy version {this.version}")
             sending = on_own_thread(partial(self._transfer, this, part, RoundDeadline(this.timeout_s)))
             # If the transfer still blocks at the deadline or after `close`, do not wait for its thread any longer.

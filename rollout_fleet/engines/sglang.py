@@ -60,7 +60,7 @@ _EVENT_START = b"data: "
 _LAST_EVENT = b"data: [DONE]"
 
 
-class _StreamedSample(RunningSample):
+class StreamedSample(RunningSample):
     """Joins the chunks that the server streams for one sample.
 
     A chunk holds the tokens since the previous chunk. If the server aborts a sample that waits in the server's queue,
@@ -103,6 +103,7 @@ class _StreamedSample(RunningSample):
         return None
 
     def so_far(self) -> SampleOutput:
+        """Return the tokens whose version is certain (`RunningSample.so_far`)."""
         return self._output(np.full(self._num_certain, self.version, dtype=np.int32), None)
 
     def _output(self, versions: np.ndarray, finish_reason: FinishReason | None) -> SampleOutput:
@@ -122,7 +123,7 @@ class SGLangEngine(Engine):
         server: The server, with its process and its address.
     """
 
-    sample_type = _StreamedSample
+    sample_type = StreamedSample
 
     def __init__(
         self,
@@ -138,7 +139,7 @@ class SGLangEngine(Engine):
         self._config = config
         self._model_path = model_path
         self._decode: Decode | None = None
-        self._facts: ModelFacts = read_model_facts(model_path)
+        self.facts: ModelFacts = read_model_facts(model_path)
         self.server = server or SGLangServer(
             config,
             model_path=model_path,
@@ -146,16 +147,16 @@ class SGLangEngine(Engine):
             rank=rank,
             log_dir=log_dir,
             seed=seed,
-            head_dim=self._facts.head_dim,
+            head_dim=self.facts.head_dim,
         )
         super().__init__(
             self.server.name,
-            vocab_size=self._facts.vocab_size,
+            vocab_size=self.facts.vocab_size,
             silence_timeout_s=config.silence_timeout_s,
             log_tail=self.server.log_tail,
-            image_token_id=self._facts.image_token_id,
+            image_token_id=self.facts.image_token_id,
         )
-        self._client = SGLangClient(self.server)
+        self.client = SGLangClient(self.server)
         self._loading_turn = asyncio.Lock()
         self._is_released = False
         self._has_said_it_keeps = False
@@ -164,10 +165,10 @@ class SGLangEngine(Engine):
         """Start the server and generate warm-up tokens (`Engine.start`)."""
         began_s = time.monotonic()
         await self.server.start()
-        await self._client.open()
+        await self.client.open()
         spent_s, timeout_s = time.monotonic() - began_s, self._config.start_timeout_s
         async with self._deadline("generate", timeout_s, "start_timeout_s", spent_s=spent_s):
-            await self._client.call("GET", "/model_info")
+            await self.client.call("GET", "/model_info")
             await self._warm_up()
         self._come_up(self.server.wait_exit, self.silence.wait)
         logger.info("%s: up", self._name)
@@ -221,7 +222,7 @@ class SGLangEngine(Engine):
 
         The numbers are up to 15 model steps old.
         """
-        answer = await self.unless_failed(self._client.call("GET", "/v1/loads?include=core"))
+        answer = await self.unless_failed(self.client.call("GET", "/v1/loads?include=core"))
         try:
             ranks = answer["loads"]
             return EngineLoad(
@@ -235,11 +236,11 @@ class SGLangEngine(Engine):
     async def stop(self) -> None:
         """Close the connections to the server and stop it (`Engine.stop`)."""
         self._go_down()
-        await self._client.close()
+        await self.client.close()
         await self.server.stop()
 
     async def _probe(self) -> None:
-        await self._client.call("GET", "/server_info")
+        await self.client.call("GET", "/server_info")
 
     # Generation
 
@@ -251,21 +252,21 @@ class SGLangEngine(Engine):
             requests = [
                 SampleRequest(id=f"warm-up-{length}-{i}", prompt_ids=prompt, sampling=sampling) for i in range(2)
             ]
-            async for events in self._client.stream("/generate", self._request_body(requests)):
+            async for events in self.client.stream("/generate", self.request_body(requests)):
                 for event in events:
                     if "error" in event:
                         raise EngineError(f"{self._name} cannot generate: {str(event['error'])[:500]}")
 
-    def _begin(self, samples: Sequence[_StreamedSample], answers: Answers) -> list[asyncio.Task[None]]:
+    def _begin(self, samples: Sequence[StreamedSample], answers: Answers) -> list[asyncio.Task[None]]:
         size = self._config.sglang.samples_per_request
         batches = [samples[start : start + size] for start in range(0, len(samples), size)]
         return [asyncio.create_task(self._generate_batch(batch, answers)) for batch in batches]
 
-    async def _generate_batch(self, samples: Sequence[_StreamedSample], answers: Answers) -> None:
+    async def _generate_batch(self, samples: Sequence[StreamedSample], answers: Answers) -> None:
         try:
             num_unanswered = len(samples)
-            body = self._request_body([sample.request for sample in samples])
-            async for events in self._client.stream("/generate", body):
+            body = self.request_body([sample.request for sample in samples])
+            async for events in self.client.stream("/generate", body):
                 self.silence.token()
                 if self.has_failed:
                     return
@@ -283,7 +284,7 @@ class SGLangEngine(Engine):
         except Exception as error:  # noqa: BLE001 - the engine has failed
             answers.put_nowait(self.fail(error))
 
-    def _take(self, event: Any, samples: Sequence[_StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
+    def _take(self, event: Any, samples: Sequence[StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
         """Add a streamed event to its sample. Returns request and sample if the sample is complete."""
         if "error" in event:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
@@ -318,9 +319,10 @@ class SGLangEngine(Engine):
         return any(stop in text for stop in sampling.stop)
 
     def _stop_ids(self, sampling: SamplingConfig) -> set[int]:
-        return {*self._facts.eos_ids, *sampling.stop_token_ids}
+        return {*self.facts.eos_ids, *sampling.stop_token_ids}
 
-    def _request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+    def request_body(self, requests: Sequence[SampleRequest]) -> dict[str, Any]:
+        """Return the body of ``POST /generate`` for requests of one batch."""
         options = {sampling: self._sampling_parameters(sampling) for sampling in {r.sampling for r in requests}}
         columns: dict[str, list[Any]] = {
             "rid": [_server_id(request.id) for request in requests],
@@ -383,7 +385,7 @@ class SGLangEngine(Engine):
     # Weights
 
     async def _post(self, path: str, body: Any) -> Any:
-        return await self._client.call("POST", path, body)
+        return await self.client.call("POST", path, body)
 
     async def _order(self, path: str, body: Any, **confirmed: Any) -> None:
         answer = await self._post(path, body)

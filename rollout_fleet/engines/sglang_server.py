@@ -95,7 +95,7 @@ class SGLangServer:
         self._port = 0
         self._api_key = secrets.token_hex(24)  # hexadecimal, because the key must not begin with a dash
         self._guard: Process | None = None
-        self._scratch: Path | None = None
+        self.scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._ready = asyncio.Event()
@@ -131,8 +131,8 @@ class SGLangServer:
 
         `server_hooks.load` reads this file, and writes its reports to the same folder.
         """
-        assert self._scratch is not None
-        return self._scratch / "weights.json"
+        assert self.scratch is not None
+        return self.scratch / "weights.json"
 
     @property
     def tp_size(self) -> int:
@@ -191,8 +191,8 @@ class SGLangServer:
                 )
                 guard.kill()
                 await guard.wait()
-        if self._scratch is not None:  # the guard process may have died before it removed the server's scratch folder
-            shutil.rmtree(self._scratch, ignore_errors=True)
+        if self.scratch is not None:  # the guard process may have died before it removed the server's scratch folder
+            shutil.rmtree(self.scratch, ignore_errors=True)
         if self._log_task is not None:
             await asyncio.wait([self._log_task], timeout=1.0)
             self._log_task.cancel()
@@ -203,7 +203,7 @@ class SGLangServer:
             self._port = probe.getsockname()[1]
         self._ready.clear()
         self._tail.clear()
-        self._scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=socket_base(_LONGEST_SOCKET)))
+        self.scratch = scratch = Path(tempfile.mkdtemp(prefix="asyncrl-", dir=socket_base(_LONGEST_SOCKET)))
         (scratch / "logging.json").write_text(json.dumps(_LOGGING))
         (scratch / "server.yaml").write_text(f"api-key: {self._api_key}\n")
         on_cpu = self._device is EngineDevice.cpu

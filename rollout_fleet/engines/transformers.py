@@ -219,11 +219,11 @@ class GenerationModel:
         self._seed = seed
         self._reproducible = reproducible
         self._on_step = on_step
-        self._model: Any = None
+        self.model: Any = None
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self._eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
+        self.eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
@@ -241,13 +241,13 @@ class GenerationModel:
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
         # replace the model's own generation config, whose values transformers uses for options that a call omits
         model.generation_config = GenerationConfig()
-        self._model = model.to(self._device).eval().requires_grad_(False)
+        self.model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
-        self._eos_ids = self._facts.eos_ids
+        self.eos_ids = self._facts.eos_ids
 
     def release(self) -> None:
         """Free the device memory of the model's parameters. `load_weights` allocates this memory again."""
-        for parameter in self._model.parameters():
+        for parameter in self.model.parameters():
             self._released.setdefault(parameter, parameter.shape)
             parameter.data = parameter.data.new_empty(0)
         self._held.clear()
@@ -283,7 +283,7 @@ class GenerationModel:
     def _linear_layers(self) -> dict[str, torch.nn.Module]:
         layers = {
             (module.weight.data_ptr(), module.weight.shape): module
-            for module in self._model.modules()
+            for module in self.model.modules()
             if isinstance(module, torch.nn.Linear)
         }
         held = {name: layers.get((tensor.data_ptr(), tensor.shape)) for name, tensor in self._checkpoint().items()}
@@ -292,14 +292,14 @@ class GenerationModel:
     def _checkpoint(self) -> dict[str, Tensor]:
         """Return the weights by their names in a checkpoint. A checkpoint may fuse or split the model's tensors."""
         if not self._held:
-            self._held = revert_weight_conversion(self._model, self._weights())
+            self._held = revert_weight_conversion(self.model, self._weights())
         return self._held
 
     def _weights(self) -> dict[str, Tensor]:
         """Return the parameters and the buffers that a checkpoint stores, such as a router's correction biases."""
-        stored = self._model.state_dict().keys()
-        buffers = {name: buffer for name, buffer in self._model.named_buffers() if name in stored}
-        return dict(self._model.named_parameters()) | buffers
+        stored = self.model.state_dict().keys()
+        buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in stored}
+        return dict(self.model.named_parameters()) | buffers
 
     def _load_full(self, version: int, weights: WeightSource) -> None:
         while self._released:
@@ -308,7 +308,7 @@ class GenerationModel:
         stored = {tensor.name: tensor.shape for tensor in weights.manifest.tensors}
         held = self._checkpoint()
         where = weights.manifest.directory
-        tied = {"lm_head.weight"} if self._model.config.tie_word_embeddings else set()
+        tied = {"lm_head.weight"} if self.model.config.tie_word_embeddings else set()
         if stored.keys() - tied != held.keys() - tied:
             odd = sorted((stored.keys() - tied) ^ (held.keys() - tied))
             raise WeightsError(f"{where} and the model differ in {len(odd)} tensor names, first {odd[0]}")
@@ -346,7 +346,7 @@ class GenerationModel:
         left: dict[int, list[int]] = defaultdict(list)
         for row, request in enumerate(requests):
             left[0 if self._may_pad else len(request.prompt_ids)].append(row)
-        limit = getattr(self._model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
         for rows in left.values():
             while rows:
                 longest = max(requests[row].sampling.max_new_tokens for row in rows)
@@ -361,7 +361,7 @@ class GenerationModel:
         has_stops = any(sample.request.sampling.stop for sample in samples)
         recorder = StepRecorder(
             samples,
-            eos_ids=self._eos_ids,
+            eos_ids=self.eos_ids,
             drops_rows=self._cuts_cache,
             on_step=self._on_step,
             decode=self.decoder() if has_stops else None,
@@ -375,7 +375,7 @@ class GenerationModel:
                 mask = torch.nn.functional.pad(mask, (0, ids.shape[1] - mask.shape[1]), value=1)
                 ids, mask, left = ids[rows], mask[rows], left[rows.cpu()]
                 cache.batch_select_indices(rows)
-            written = self._model.generate(
+            written = self.model.generate(
                 ids,
                 attention_mask=mask,
                 past_key_values=cache,
@@ -431,10 +431,10 @@ class GenerationModel:
         rng = np.random.default_rng(0)
         prompts = [rng.integers(0, self._facts.vocab_size, length) for length in _TRIED_LENGTHS]
         requests = [_greedy(prompt, _TRIED_TOKENS, *self._tried_image(prompt, rng)) for prompt in prompts]
-        name = type(self._model).__name__
-        if "chunked_attention" in (getattr(self._model.config, "layer_types", None) or ()):
+        name = type(self.model).__name__
+        if "chunked_attention" in (getattr(self.model.config, "layer_types", None) or ()):
             self._may_pad = False  # padding would move tokens into other attention chunks
-        bound = 1e-3 if self._model.dtype == torch.float32 else 0.1
+        bound = 1e-3 if self.model.dtype == torch.float32 else 0.1
         try:
             difference = self._difference(requests)
             if difference > bound and self._may_pad:
@@ -494,7 +494,7 @@ class GenerationModel:
                 whole = torch.cat([prompt, tokens])[None]
                 seen = self._pixels([placed.image for placed in request.images])
                 seen["mm_token_type_ids"] = (whole == self._facts.image_token_id).int()
-            logits = self._model(whole, **seen).logits[0, len(prompt) - 1 : -1]
+            logits = self.model(whole, **seen).logits[0, len(prompt) - 1 : -1]
             expected = logits.float().log_softmax(-1).gather(1, tokens[:, None])[:, 0].cpu()
             found = torch.from_numpy(output.logprobs[: len(tokens)])
             largest = max([largest, *(expected - found).abs().tolist()])
@@ -504,7 +504,7 @@ class GenerationModel:
         """Return whether rows of the model's cache can be dropped and copied: the cache has only keys and values."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
-        cache = self._model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
+        cache = self.model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
         return (
             isinstance(cache, DynamicCache)
             and all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in cache.layers)
@@ -533,7 +533,7 @@ class GenerationModel:
         distinct = {key: place for place, key in enumerate(rows)}
         ids, mask = self._left_padded([request.prompt_ids for request in rows.values()])
         ids, mask = ids[:, :-1], mask[:, :-1]
-        cache = self._model.generate(
+        cache = self.model.generate(
             ids,
             attention_mask=mask,
             generation_config=self._generation_config(SamplingConfig(temperature=0.0), 1),

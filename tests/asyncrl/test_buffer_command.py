@@ -8,7 +8,6 @@ import pytest
 from transformers import AutoTokenizer
 
 from asyncrl.cli.buffer_command import demonstrations, main
-from asyncrl.cli.quickstart import make_assets
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Prompt
 from asyncrl.data.demonstrations import DemonstrationFormat, load_demonstrations
@@ -59,9 +58,8 @@ def test_the_best_whole_answers_become_rows():
     assert row["reward"] == 1.0
 
 
-def test_demonstrations_of_an_export_are_read_by_supervised_fine_tuning(tmp_path: Path, capsys):
-    model = make_assets(tmp_path / "assets", seed=0, num_train=4, num_held_out=4, num_demonstrations=4).model
-    tokenizer = AutoTokenizer.from_pretrained(model)
+def test_demonstrations_of_an_export_are_read_by_supervised_fine_tuning(tmp_path: Path, capsys, assets):
+    tokenizer = AutoTokenizer.from_pretrained(assets.model)
     asked, right, wrong = (np.array(tokenizer(text)["input_ids"], dtype=np.int32) for text in ("123=", "321", "12"))
     prompt = Prompt(group_id=4, prompt_ids=asked)
     held = answered(prompt, [wrong, right], [0.0, 1.0], "ss")
@@ -70,7 +68,7 @@ def test_demonstrations_of_an_export_are_read_by_supervised_fine_tuning(tmp_path
         tmp_path / "export",
     )
     file = tmp_path / "demonstrations.jsonl"
-    arguments = [str(tmp_path / "export"), "--model", str(model), "--to", str(file), "--min-reward", "0.5"]
+    arguments = [str(tmp_path / "export"), "--model", str(assets.model), "--to", str(file), "--min-reward", "0.5"]
     assert main(["demonstrations", *arguments]) == 0
     assert "1 demonstrations of 1 finished groups" in capsys.readouterr().out
     assert json.loads(file.read_text())["group_id"] == 4

@@ -62,15 +62,16 @@ class PatientFleet(Fleet):
 async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_turn(when):
     buffer, records, saved = ScriptedBuffer(), [], []
     fleet = PatientFleet(buffer, load_s=0.01)
+    learner = Learner(buffer, saved=saved)
     turns = ColocatedController(
         compose_run(["total_steps=100"]),
         buffer=buffer,
-        learner=Learner(buffer, saved=saved),
+        learner=learner,
         fleet=fleet,
         prompts=Prompts(),
         on_step=records.append,
     )
-    plan, step = buffer.plan, turns._learner.step
+    plan, step = buffer.plan, learner.step
 
     async def planned(version):
         if version == 2 and when == "plan":
@@ -83,7 +84,7 @@ async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_tu
             turns.stop()
         return step(batch)
 
-    buffer.plan, turns._learner.step = planned, stepped
+    buffer.plan, learner.step = planned, stepped
     await train(turns, fleet)
     fleet.tokens_generated = 20
     assert await turns.save_stopped() == "/checkpoints/2"

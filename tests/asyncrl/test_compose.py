@@ -8,7 +8,6 @@ from omegaconf import OmegaConf
 
 from asyncrl.checks import check_files, check_model, check_options, check_placement
 from asyncrl.cli.compose import COMMON_OPTIONS, compose_run, describe, dump_yaml, help_text, read_config
-from asyncrl.cli.quickstart import make_assets
 from asyncrl.config import RunConfig, stop_deadlines
 from asyncrl.core.errors import DeadlineError, WorkerDiedError, root_cause
 from buffer.config import OnStale
@@ -318,7 +317,7 @@ def test_a_users_experiment_without_its_suffix_is_an_error_with_the_file_name(tm
 @pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", ".", "a/../.."])
 def test_a_users_experiment_is_a_folder_below_the_output_directory(name, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"# @package _global_\nexperiment: {name}\n")
-    with pytest.raises(ValueError, match="experiment must be the name of a folder below output_dir"):
+    with pytest.raises(ValueError, match=r"experiment must be .*output_dir"):
         compose_run([f"experiment={tmp_path}/mine.yaml"])
 
 
@@ -335,12 +334,6 @@ def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):
     (tmp_path / "other.yaml").write_text("total_steps: 7\n")
     with pytest.raises(ValueError, match="must contain the line '# @package _global_'"):
         compose_run(["experiment=other.yaml"])
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quickstart") / "assets"
-    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
 
 
 @pytest.mark.parametrize(
@@ -417,7 +410,7 @@ def test_a_hub_name_as_model_path_is_refused_with_the_download_command():
 
 @pytest.mark.parametrize("path", ["warm", "/none/warm", "./outputs/a/b"])
 def test_a_wrong_model_path_that_is_not_a_hub_name_has_no_download_command(path):
-    with pytest.raises(ValueError, match=r"must be a directory on this machine, got .*(warm|b); check the path$"):
+    with pytest.raises(ValueError, match=r"must be a directory .*, got .*(warm|b); check the path$"):
         check_model(compose_run(["experiment=custom", f"model.path={path}"]))
 
 

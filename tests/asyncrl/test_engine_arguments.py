@@ -117,7 +117,7 @@ def resolved(request, on_cards):
 def test_the_attention_backend_of_each_experiment_supports_dtype_and_head_size(resolved):
     card, experiments = resolved
     for name, (_, engine, made) in experiments.items():
-        backend, head_dim = made["attention_backend"], engine._facts.head_dim
+        backend, head_dim = made["attention_backend"], engine.facts.head_dim
         assert head_dim in HEAD_DIMS[backend], (name, backend, head_dim)
         assert made["dtype"] == "bfloat16", name
         assert backend == (CARDS[card] if head_dim == 128 else "triton"), name

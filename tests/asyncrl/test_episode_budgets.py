@@ -7,7 +7,6 @@ import pytest
 
 from asyncrl.checks import check_files, check_options
 from asyncrl.cli.compose import compose_run
-from asyncrl.cli.quickstart import make_assets
 from asyncrl.config import episode_context, longest_sequence, override_of
 from asyncrl.core.errors import EpisodeOverflow
 from asyncrl.core.trajectory import TrajectoryGroup
@@ -28,16 +27,9 @@ CONTEXT = "rollout_fleet.environment.max_context=128"
 GSPO = ("algorithm.loss=gspo", "algorithm.clip_low=0.01", "algorithm.clip_high=0.01")
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """Return the quickstart's files: a model with 128 positions, and prompts."""
-    folder = tmp_path_factory.mktemp("quickstart") / "assets"
-    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
-
-
-def compose(model, *overrides):
-    data = [f"data.train_files=[{model.train}]", f"data.eval_files=[{model.held_out}]"]
-    return compose_run([*BASE, f"model.path={model.model}", *data, *overrides])
+def compose(assets, *overrides):
+    data = [f"data.train_files=[{assets.train}]", f"data.eval_files=[{assets.held_out}]"]
+    return compose_run([*BASE, f"model.path={assets.model}", *data, *overrides])
 
 
 def check(config):
@@ -46,8 +38,8 @@ def check(config):
 
 
 @pytest.mark.parametrize("overrides", [(), (CONTEXT,), ("rollout_fleet.environment.max_context=21",)])
-def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget_cuts_it(model, overrides):
-    check(compose(model, *overrides))
+def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget_cuts_it(assets, overrides):
+    check(compose(assets, *overrides))
 
 
 @pytest.mark.parametrize(
@@ -77,52 +69,52 @@ def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget
         ),
     ],
 )
-def test_a_path_that_does_not_fit_every_role_is_refused_with_the_options(model, overrides, message):
+def test_a_path_that_does_not_fit_every_role_is_refused_with_the_options(assets, overrides, message):
     with pytest.raises(ValueError, match=message):
-        check(compose(model, *overrides))
+        check(compose(assets, *overrides))
 
 
-def test_a_path_leaves_the_positions_that_sglang_reserves(model):
+def test_a_path_leaves_the_positions_that_sglang_reserves(assets):
     sglang = "rollout_fleet.engine=sglang"
-    assert longest_sequence(compose(model, sglang)) == 122
-    check(compose(model, sglang, "rollout_fleet.environment.max_context=122"))
+    assert longest_sequence(compose(assets, sglang)) == 122
+    check(compose(assets, sglang, "rollout_fleet.environment.max_context=122"))
     words = r"must be <= the model's 128 positions less 6 that SGLang reserves, got"
     with pytest.raises(ValueError, match=rf"max_context {words} 123"):
-        check(compose(model, sglang, "rollout_fleet.environment.max_context=123"))
+        check(compose(assets, sglang, "rollout_fleet.environment.max_context=123"))
     answer = ["rollout_fleet.environment.name=", "rollout_fleet.sampling.max_new_tokens=103"]
     with pytest.raises(ValueError, match=rf"max_new_tokens {words} 20 \+ 103 = 123"):
-        check(compose(model, sglang, *answer))
+        check(compose(assets, sglang, *answer))
 
 
-def test_the_cache_of_an_engine_holds_the_longest_path(model):
+def test_the_cache_of_an_engine_holds_the_longest_path(assets):
     sglang = ["rollout_fleet.engine=sglang", "rollout_fleet.environment.max_context=100"]
-    check(compose(model, *sglang, "rollout_fleet.sglang.max_total_tokens=106"))
+    check(compose(assets, *sglang, "rollout_fleet.sglang.max_total_tokens=106"))
     with pytest.raises(ValueError, match=r"max_total_tokens must be >= 106, .* 6 positions that SGLang .*, got 105"):
-        check(compose(model, *sglang, "rollout_fleet.sglang.max_total_tokens=105"))
+        check(compose(assets, *sglang, "rollout_fleet.sglang.max_total_tokens=105"))
 
 
-def test_sequence_parallel_ranks_share_a_path(model):
-    check(compose(model, CONTEXT, "learner.max_tokens_per_micro_batch=64", "learner.num_ranks=2", "learner.sp_size=2"))
+def test_sequence_parallel_ranks_share_a_path(assets):
+    check(compose(assets, CONTEXT, "learner.max_tokens_per_micro_batch=64", "learner.num_ranks=2", "learner.sp_size=2"))
 
 
-def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(model, tmp_path):
+def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(assets, tmp_path):
     small = ["learner.max_tokens_per_micro_batch=100"]
-    assert longest_sequence(compose(model)) == 128
-    assert longest_sequence(compose(model, *small)) == 100
-    check(compose(model, *small))
+    assert longest_sequence(compose(assets)) == 128
+    assert longest_sequence(compose(assets, *small)) == 100
+    check(compose(assets, *small))
     critic = [*small, "algorithm.advantage=turn_gae", "learner.critic.max_tokens_per_micro_batch=64"]
-    assert longest_sequence(compose(model, *critic)) == 64
-    check(compose(model, *critic))
+    assert longest_sequence(compose(assets, *critic)) == 64
+    check(compose(assets, *critic))
     with pytest.raises(ValueError, match=r"must be above data.max_prompt_tokens = 64, got 64"):
-        check(compose(model, *critic, "data.max_prompt_tokens=64"))
+        check(compose(assets, *critic, "data.max_prompt_tokens=64"))
     folder = tmp_path / "model"
     folder.mkdir()
-    for file in model.model.iterdir():
+    for file in assets.model.iterdir():
         (folder / file.name).write_bytes(file.read_bytes())
     settings = json.loads((folder / "config.json").read_text())
     del settings["max_position_embeddings"]
     (folder / "config.json").write_text(json.dumps(settings))
-    unbounded = compose(model, f"model.path={folder}")
+    unbounded = compose(assets, f"model.path={folder}")
     check(unbounded)
     assert longest_sequence(unbounded) == 128
 
@@ -137,30 +129,30 @@ def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(mode
         (override_of("algorithm.loss", f"{__file__}:whole_loss"),),
     ],
 )
-def test_a_loss_of_whole_trajectories_needs_a_bound_of_the_tree(model, loss):
+def test_a_loss_of_whole_trajectories_needs_a_bound_of_the_tree(assets, loss):
     for most, shown in ((0, "no limit"), (20, "20"), (129, "129")):
         bound = f"rollout_fleet.environment.max_tree_tokens={most}"
         with pytest.raises(
             ValueError, match=rf"max_tree_tokens must be above .* = 20 and at most .* = 128 .*got {shown}:"
         ):
-            check(compose(model, CONTEXT, *loss, bound))
-    check(compose(model, CONTEXT, *loss, "rollout_fleet.environment.max_tree_tokens=128"))
+            check(compose(assets, CONTEXT, *loss, bound))
+    check(compose(assets, CONTEXT, *loss, "rollout_fleet.environment.max_tree_tokens=128"))
 
 
 def whole_loss(inputs, config):
     raise AssertionError("the check does not call it")
 
 
-def test_a_loss_per_token_needs_no_bound_of_the_tree(model):
-    check(compose(model, CONTEXT, "algorithm.masks=[token]"))
-    check(compose(model, *GSPO, "rollout_fleet.environment.name=", "rollout_fleet.sampling.max_new_tokens=9"))
+def test_a_loss_per_token_needs_no_bound_of_the_tree(assets):
+    check(compose(assets, CONTEXT, "algorithm.masks=[token]"))
+    check(compose(assets, *GSPO, "rollout_fleet.environment.name=", "rollout_fleet.sampling.max_new_tokens=9"))
 
 
-def test_the_longest_sequence_is_a_path_or_an_answer(model):
-    assert longest_sequence(compose(model)) == 128
-    assert longest_sequence(compose(model, "rollout_fleet.environment.max_context=90")) == 90
-    assert longest_sequence(compose(model, "rollout_fleet.environment.name=")) == 220
-    assert longest_sequence(compose(model, "rollout_fleet.environment.name=", "data.environment_key=where")) == 220
+def test_the_longest_sequence_is_a_path_or_an_answer(assets):
+    assert longest_sequence(compose(assets)) == 128
+    assert longest_sequence(compose(assets, "rollout_fleet.environment.max_context=90")) == 90
+    assert longest_sequence(compose(assets, "rollout_fleet.environment.name=")) == 220
+    assert longest_sequence(compose(assets, "rollout_fleet.environment.name=", "data.environment_key=where")) == 220
 
 
 def test_every_tree_within_the_bound_fits_one_micro_batch():
@@ -200,8 +192,8 @@ def answer(rng, most):
     )
 
 
-def test_the_player_gives_each_episode_the_budget_of_the_options(model):
+def test_the_player_gives_each_episode_the_budget_of_the_options(assets):
     options = ["max_turns=3", "max_tokens=50", "max_tree_tokens=100", "max_context=90"]
-    config = compose(model, *(f"rollout_fleet.environment.{option}" for option in options))
-    player = EpisodePlayer(config.rollout_fleet, model_path=str(model.model), max_context=episode_context(config))
+    config = compose(assets, *(f"rollout_fleet.environment.{option}" for option in options))
+    player = EpisodePlayer(config.rollout_fleet, model_path=str(assets.model), max_context=episode_context(config))
     assert player.budget == EpisodeBudget(max_turns=3, max_tokens=50, max_context=90, max_tree_tokens=100)

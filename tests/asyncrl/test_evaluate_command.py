@@ -54,7 +54,7 @@ def test_evaluate_finds_a_policy_in_a_model_a_run_or_a_checkpoint(tmp_path, asse
         assert (found.model, found.version) == (None, 12)
     assert find_policy(second / "checkpoints" / "v00000003").version == 3
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=r"empty must hold a model \(config.json\), a checkpoint, or a run"):
+    with pytest.raises(ValueError, match=r"empty must hold .*config\.json.* checkpoint"):
         find_policy(tmp_path / "empty")
 
 

@@ -1,7 +1,6 @@
 """The fleet group with scripted workers: waits, members and summed counters."""
 
 import asyncio
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,28 +8,14 @@ from ray.exceptions import RayError
 
 from asyncrl.cli.compose import compose_run
 from asyncrl.core import remote
-from asyncrl.core.errors import DeadlineError, EngineLost, MembershipRefused, RewardError, WorkerDiedError
+from asyncrl.core.errors import DeadlineError, EngineLost, MembershipRefused, WorkerDiedError
 from asyncrl.run.fleet_group import answered
 from asyncrl.run.learner_group import AllOf
 from rollout_fleet.membership import Action, FleetAnswer, FleetRequest
 from tests.support.ray_cluster import raised_by_ray
-from tests.support.scripted_workers import Workers, fleet_on
+from tests.support.scripted_workers import Workers
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
-
-
-@pytest.fixture
-def fleet_of(monkeypatch, tmp_path):
-    """Return a function that makes a fleet with these workers."""
-    return partial(fleet_on, monkeypatch, tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def threads_take_no_time(monkeypatch):
-    async def call(work, *arguments):
-        return work(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", call)
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time", "threads_take_no_time")]
 
 
 TWO = "rollout_fleet.num_engines=2"
@@ -200,22 +185,12 @@ async def test_messages_about_a_failed_worker_have_its_error_without_rays_traceb
     assert not any("ray::" in words for words in workers.said)
 
 
-async def test_an_error_of_every_worker_ends_the_run_of_the_fleet(fleet_of):
-    workers = Workers(takes_s=5.0)
-    workers.run_error = RewardError("the reward raised 64 times in a row")
-    fleet = fleet_of(workers)
-    await fleet.start()
-    with pytest.raises(RewardError, match="64 times in a row"):
-        await asyncio.wait_for(fleet.run(), 10)
-    assert workers.replaced == []
-
-
 async def test_a_worker_that_hangs_in_an_evaluation_is_found_by_its_silence(fleet_of):
     workers = Workers(takes_s=1)
     fleet = fleet_of(workers)
     await fleet.start()
     workers.takes_s, workers.hangs = 60, True
-    with pytest.raises(DeadlineError, match=r"waited 0.1 s for rollout worker 0, which answers held-out prompts"):
+    with pytest.raises(DeadlineError, match=r"0\.1 s for rollout worker 0, .*held-out"):
         await fleet.answer("0", [object()], version=0, num_samples=1)
 
 
@@ -265,7 +240,7 @@ async def test_engines_without_a_place_at_the_start_are_withdrawn_and_may_join_l
     assert "rollout worker 1 did not join: no node had room for rollout worker 1 within ray.start_time" in str(
         workers.said
     )
-    with pytest.raises(MembershipRefused, match=r"1 of 1 engines did not join: no node had room .*start Ray on"):
+    with pytest.raises(MembershipRefused, match=r"1 of 1 engines .*no node had room .*start Ray on"):
         await fleet.join(1)
     workers.full.set()
     assert await fleet.join(2, node="node-b") == "joined: rollout worker 4, 5"
@@ -301,7 +276,7 @@ async def test_a_leaving_member_hands_on_its_groups_and_its_counters_stay(starte
     assert (workers.closed, workers.graves.buried, workers.replaced) == ([0], [], [1, 2])
     assert (await fleet.counters()).tokens_generated == before.tokens_generated == 300
     assert await fleet.leave(2) == "rollout worker 2 has left"
-    with pytest.raises(MembershipRefused, match="rollout worker 1 must stay: 0 engines would be left"):
+    with pytest.raises(MembershipRefused, match=r"rollout worker 1 must stay: 0 engines"):
         await fleet.leave(1)
     with pytest.raises(EngineLost, match="rollout worker 0 has left"):
         await fleet.answer("0", [], version=0, num_samples=1)

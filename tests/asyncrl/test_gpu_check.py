@@ -46,7 +46,7 @@ def test_a_check_without_its_package_is_skipped_by_name(setup):
     [(1, {(1, 1)}), (2, {(1, 1), (2, 1), (2, 2)}), (8, {(1, 1), (8, 1), (8, 2), (8, 4)}), (3, {(1, 1), (3, 1)})],
 )
 def test_variants_cover_each_mesh_that_the_gpus_allow(setup, num_gpus, meshes):
-    rows = program._variants(replace(setup, device="cuda", num_gpus=num_gpus))
+    rows = program.variants_of(replace(setup, device="cuda", num_gpus=num_gpus))
     assert {row[:2] for row in rows} == meshes
     assert rows[0] == (1, 1, False, False)
     assert (1, 1, True, True) in rows
@@ -62,7 +62,7 @@ def test_variants_cover_each_mesh_that_the_gpus_allow(setup, num_gpus, meshes):
     ],
 )
 def test_the_smallest_card_determines_the_size_of_the_models(cards, layers):
-    assert program._layers_on(cards) == layers
+    assert program.layers_on(cards) == layers
 
 
 def test_a_task_whose_process_fails_says_the_end_of_its_log(setup):

@@ -2,8 +2,6 @@
 
 import asyncio
 import time
-from dataclasses import replace
-from functools import partial
 
 import pytest
 from ray.exceptions import RaySystemError
@@ -21,29 +19,15 @@ from asyncrl.core.errors import (
     WrongEpoch,
 )
 from tests.support.ray_cluster import raised_by_ray
-from tests.support.scripted_workers import Workers, fleet_on
+from tests.support.scripted_workers import Workers
 
-pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
+pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time", "threads_take_no_time")]
 
 TWO = "rollout_fleet.num_engines=2"
 DEADLINE_S = 10.0
 PROMPT_S = 1.5
 """The longest duration, in seconds, of a call of the training loops while one worker does not answer."""
 FULL = OSError(28, "No space left on device: '/dev/shm/asyncrl-1/v00000003'")
-
-
-@pytest.fixture
-def fleet_of(monkeypatch, tmp_path):
-    """Return a function that makes a fleet with these workers."""
-    return partial(fleet_on, monkeypatch, tmp_path)
-
-
-@pytest.fixture(autouse=True)
-def threads_take_no_time(monkeypatch):
-    async def call(work, *arguments):
-        return work(*arguments)
-
-    monkeypatch.setattr(asyncio, "to_thread", call)
 
 
 @pytest.fixture
@@ -251,15 +235,15 @@ async def test_the_pause_before_each_start_of_a_member_grows(training_on):
 @pytest.mark.parametrize("place", ["start", "bury"])
 async def test_an_error_that_a_restart_of_a_member_cannot_fix_ends_the_run(training_on, place):
     workers = Workers()
-    fleet, run = await training_on(workers, "rollout_fleet.min_engines=2")
+    _, run = await training_on(workers, "rollout_fleet.min_engines=2")
 
-    async def fails(*_):
-        raise ClusterDiedError("gcs_server has died") if place == "start" else RuntimeError("a bug")
+    async def fails(_):
+        raise ClusterDiedError("gcs_server has died")
 
     if place == "start":
         workers.start = fails
     else:
-        fleet._members[1]._parts = replace(fleet._members[1]._parts, bury=fails)
+        workers.graves.error = RuntimeError("a bug")
     workers.die(1, WorkerDiedError("killed"))
     with pytest.raises(EngineLost, match=r"gcs_server has died|a bug"):
         await asyncio.wait_for(run, 5)

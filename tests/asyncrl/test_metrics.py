@@ -21,6 +21,7 @@ from asyncrl.metrics import (
     evaluation_of,
     plot_reward,
     summary_document,
+    terminal,
     write_json,
 )
 from asyncrl.metrics.run_records import DiskError
@@ -201,13 +202,13 @@ def test_a_run_goes_on_when_nobody_reads_its_output_any_more(is_terminal, monkey
     assert caplog.text.count("the terminal cannot be written: Broken pipe; the run goes on without it") == 1
 
 
-def test_the_remaining_time_of_a_resumed_run_uses_its_own_steps():
+def test_the_remaining_time_of_a_resumed_run_uses_its_own_steps(monkeypatch):
+    monkeypatch.setattr(terminal, "LINE_EVERY_S", 0.0)
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=220, console=Console(file=output, width=250))
     with view:
         for step in (99, 100, 219):
             view.step(dataclasses.replace(make_record(step), time_s=2.0 * (step - 98)))
-            view._last_line_s = 0.0
     assert [line.rpartition(" ")[2] for line in output.getvalue().splitlines()] == ["4:00", "3:58", "0:00"]
 
 
@@ -222,9 +223,8 @@ def test_a_return_to_the_first_shown_step_shows_the_remaining_time():
 def test_the_live_view_shows_the_step_and_awaited_parts():
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=2, console=Console(file=output, width=160, force_terminal=True))
-    with view, view.waiting_for("rollout fleet"):
+    with view.waiting_for("rollout fleet"), view:
         view.step(make_record(0))
-        view._live.refresh()
     text = output.getvalue()
     assert "waiting for rollout fleet" in text
     assert "1/2" in text
@@ -236,7 +236,7 @@ def test_the_live_view_shows_whole_names_and_values_on_a_narrow_terminal(width):
     view = TerminalView(title="run", total_steps=20, console=console)
     view.step(make_record(0))
     view.use(make_use())
-    console.print(view._render())
+    console.print(view.render())
     lines = console.file.getvalue().splitlines()
     assert set(lines[1]) <= set("│ ━╸╺"), "the bar has its own line"
     for shown in ("step 1/20", "reward 0.250", "lag 1.00 (max 2)", "gradient 0.75", "buffer 3 stored, 5 generating"):
@@ -291,7 +291,6 @@ def test_the_live_view_shows_the_use_of_pools_with_the_largest_idle_cause():
         view.use(make_use())
         for step in (0, 1):
             view.step(make_record(step))
-        view._live.refresh()
     text = Text.from_ansi(output.getvalue()).plain
     assert "slow generation 25%" in text
     assert "75%" in text

@@ -54,11 +54,30 @@ def nodes(tmp_path, monkeypatch):
     return {"10.0.0.1": Node(), "10.0.0.2": Node(tmp_path / "other")}
 
 
+class LateNodes:
+    """Makes the nodes that join later. The id of a node ends with the last number of its address."""
+
+    def __init__(self, folder):
+        self.folder, self.made = folder, []
+
+    def __call__(self, node_id):
+        self.made.append(node_id)
+        return f"10.0.0.{node_id[-1]}", self.at(node_id)
+
+    def at(self, node_id):
+        return Node(self.folder / node_id)
+
+
 @pytest.fixture
-async def folders(tmp_path, nodes):
+def late_nodes(tmp_path):
+    return LateNodes(tmp_path)
+
+
+@pytest.fixture
+async def folders(tmp_path, nodes, late_nodes):
     run_dir = tmp_path / "run"
     (run_dir / "logs").mkdir(parents=True)
-    folders = NodeFolders(run_dir, nodes, timeout_s=5.0)
+    folders = NodeFolders(run_dir, nodes, timeout_s=5.0, make=late_nodes)
     await folders.open()
     return folders
 
@@ -183,35 +202,28 @@ async def test_a_run_of_one_node_asks_nobody(tmp_path):
     await alone.close()
 
 
-async def test_a_node_that_comes_later_gets_the_model_and_the_keys_of_the_others(folders, nodes, tmp_path, monkeypatch):
+async def test_a_node_that_comes_later_gets_the_model_and_the_keys_of_the_others(folders, nodes, late_nodes, tmp_path):
     model, keys = make_model(tmp_path / "model"), tmp_path / "run" / "keys"
     make_keys(keys)
     make_model(nodes["10.0.0.2"].file(model))
     config = replace(RunConfig(), model=ModelConfig(path=str(model)))
     assert (await folders.supply(config, keys=str(keys), resumes=False)).model.path == str(model)
-    late, made = Node(tmp_path / "late"), []
-
-    def make(node_id):
-        made.append(node_id)
-        return "10.0.0.3", late
-
-    monkeypatch.setattr(folders, "_make", make)
+    late = late_nodes.at("c3")
     first, second = await asyncio.gather(folders.admit("c3"), folders.admit("c3"))
     assert first == second == str(tmp_path / "run" / "model")
     assert (late.file(first) / "model.safetensors").read_text() == "weights of twenty bytes"
     assert "rollout.json" in {path.name for path in late.file(keys).iterdir()}
-    assert (made, folders.apart) == (["c3"], ["10.0.0.2", "10.0.0.3"])
+    assert (late_nodes.made, folders.apart) == (["c3"], ["10.0.0.2", "10.0.0.3"])
 
 
-async def test_a_node_that_comes_back_under_its_address_is_supplied_again(folders, nodes, tmp_path, monkeypatch):
+async def test_a_node_that_comes_back_under_its_address_is_supplied_again(folders, nodes, late_nodes, tmp_path):
     model = make_model(tmp_path / "model")
     config = replace(RunConfig(), model=ModelConfig(path=str(model)))
     path = (await folders.supply(config, keys="", resumes=False)).model.path
     nodes["10.0.0.2"].error = RayActorError()
     await folders.collect()
     assert folders.apart == []
-    back = Node(tmp_path / "back")
-    monkeypatch.setattr(folders, "_make", lambda node_id: ("10.0.0.2", back))
+    back = late_nodes.at("b2")
     assert await folders.admit("b2") == path
     assert (back.file(path) / "config.json").read_text() == "{}"
 
@@ -229,11 +241,10 @@ async def test_a_node_whose_shared_memory_has_no_room_for_images_is_named(folder
     await folders.supply(replace(config, weights=WeightsConfig()), keys="", resumes=False)  # no room is needed
 
 
-async def test_a_node_that_does_not_see_a_folder_that_must_be_shared_is_not_used(folders, tmp_path, monkeypatch):
+async def test_a_node_that_does_not_see_a_folder_that_must_be_shared_is_not_used(folders, late_nodes, tmp_path):
     weights = WeightsConfig(transport=Transport.file, directory=str(tmp_path / "weights"))
-    alone = NodeFolders(tmp_path / "run", {}, timeout_s=1.0, known=["own"])
+    alone = NodeFolders(tmp_path / "run", {}, timeout_s=1.0, known=["own"], make=late_nodes)
     await alone.supply(replace(RunConfig(), weights=weights), keys="", resumes=False)
-    monkeypatch.setattr(alone, "_make", lambda node_id: ("10.0.0.3", Node(tmp_path / "late")))
     with pytest.raises(ValueError, match=r"weights.directory must be on a file system .* which 10.0.0.3 cannot see"):
         await alone.admit("c3")
     assert await alone.admit("own") == ""

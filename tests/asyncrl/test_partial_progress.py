@@ -12,18 +12,14 @@ import numpy as np
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Lease, Prompt
 from buffer import BufferConfig, BufferProcess
-from rollout_fleet.answering import AnsweringParts
-from rollout_fleet.config import RolloutFleetConfig, SaveProgress
-from rollout_fleet.engines.engine import SampleRequest
-from rollout_fleet.engines.scripted import ScriptedAnswer, ScriptedEngine
-from rollout_fleet.loop import RolloutLoop
-from rollout_fleet.rewards import WeightedRewards
+from rollout_fleet.config import SaveProgress
 from tests.support.buffer_groups import AnyRole
 from tests.support.offers import bare_offer
+from tests.support.rollout import WRITTEN, running_loop, writes
 from tests.support.trajectories import make_group
 
 NUM_TOKENS = 400
-WRITTEN = 9
+OPTIONS = {"save_progress": SaveProgress.at_updates, "groups_in_flight": 1}
 WORKER = """
 import asyncio, sys
 from tests.asyncrl.test_partial_progress import until_killed
@@ -31,42 +27,18 @@ asyncio.run(until_killed(sys.argv[1]))
 """
 
 
-async def make_loop(buffer: AnyRole, *, version: int, token_delay_s: float) -> tuple[RolloutLoop, ScriptedEngine]:
-    """Return a rollout loop and its engine.
-
-    A finished sample has ``NUM_TOKENS`` tokens, including the tokens that another worker wrote earlier.
-    """
-
-    def script(request: SampleRequest, version: int) -> ScriptedAnswer:
-        num_left = NUM_TOKENS - int(np.count_nonzero(request.prompt_ids == WRITTEN))
-        return ScriptedAnswer(response=[WRITTEN] * num_left, token_delay_s=token_delay_s)
-
-    engine = ScriptedEngine(script)
-    await engine.start()
-    loop = RolloutLoop(
-        RolloutFleetConfig(save_progress=SaveProgress.at_updates, groups_in_flight=1),
-        AnsweringParts(engine=engine, rewards=WeightedRewards(RolloutFleetConfig()), decode=str),
-        name="engine-0",
-        buffer=buffer,
-        samples_per_prompt=2,
-    )
-    await loop.load_weights(bare_offer(version))
-    return loop, engine
-
-
 async def until_killed(address: str) -> None:
     """Run a worker that loads two versions, reports each load, and is killed before its samples finish."""
-    loop, engine = await make_loop(AnyRole(address), version=0, token_delay_s=0.1)
-    run = asyncio.create_task(loop.run())
-    for version in (1, 2):
-        while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - each version starts two requests
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0.25)  # time for two tokens of each sample
-        await asyncio.to_thread(sys.stdin.readline)
-        await loop.load_weights(bare_offer(version))
-        sys.stdout.write(f"loaded {version}\n")
-        sys.stdout.flush()
-    await run
+    async with running_loop(AnyRole(address), writes(NUM_TOKENS, 0.1), **OPTIONS) as (loop, engine, run):
+        for version in (1, 2):
+            while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - each version starts two requests
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.25)  # time for two tokens of each sample
+            await asyncio.to_thread(sys.stdin.readline)
+            await loop.load_weights(bare_offer(version))
+            sys.stdout.write(f"loaded {version}\n")
+            sys.stdout.flush()
+        await run
 
 
 def finished(lease: Lease) -> TrajectoryGroup:
@@ -116,12 +88,10 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
             dying.wait()
         await until_leased(control, 0)
         saved = (await control.stats()).tokens_buffered
-        loop, _ = await make_loop(second, version=2, token_delay_s=0.001)
-        run = asyncio.create_task(loop.run())
-        plan = await asyncio.wait_for(control.plan(2), 30)
-        [group] = await control.fetch([7])
-        await loop.stop()
-        counters = await run
+        async with running_loop(second, writes(NUM_TOKENS, 0.001), version=2, **OPTIONS) as (loop, _, _):
+            plan = await asyncio.wait_for(control.plan(2), 30)
+            [group] = await control.fetch([7])
+            counters = await loop.stop()
         before, stats = await control.stats(), await control.commit(2)
         for client in (control, second):
             await client.close()

@@ -13,7 +13,6 @@ from asyncrl.checks import check_options
 from asyncrl.cli import sft_command as sft
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.preflight import check_folders, preflight
-from asyncrl.cli.quickstart import make_assets
 from tests.support.checkpoints import STATE, save
 from tests.support.vision_models import write_vision_model
 
@@ -30,12 +29,6 @@ def exits(prompt, text):
 def hangs(prompt, text):
     time.sleep(60)
 """
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quickstart") / "assets"
-    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
 
 
 @pytest.fixture
@@ -64,9 +57,9 @@ async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_starts(r
     resume = f"checkpoint.resume={checkpoint}"
     again, _ = await preflight(run(resume), lambda _: None)
     assert again.state() == prompts.state()
-    with pytest.raises(ValueError, match="the seed was 0 when the state was saved, got 1"):
+    with pytest.raises(ValueError, match=r"seed was 0 .*, got 1"):
         await preflight(run(resume, "seed=1"), lambda _: None)
-    with pytest.raises(ValueError, match="must be the file of the saved state"):
+    with pytest.raises(ValueError, match=r"must be .*saved state"):
         await preflight(run(resume, f"data.train_files=[{assets.held_out}]"), lambda _: None)
 
 

@@ -236,7 +236,7 @@ def test_the_span_times_of_all_columns_sum_to_the_time_in_the_window(rows, count
         sum(places * max(0.0, min(end, right) - max(start, left)) for start, end, places in rows)
         for left, right in itertools.pairwise(edges)
     ]
-    assert charts._overlaps(np.array(rows, dtype=float), edges) == pytest.approx(expected, abs=1e-6)
+    assert charts.overlaps(np.array(rows, dtype=float), edges) == pytest.approx(expected, abs=1e-6)
 
 
 def test_a_pause_without_a_version_belongs_to_the_next_served_version(run_dir):

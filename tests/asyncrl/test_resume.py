@@ -116,7 +116,7 @@ def test_a_journal_that_a_running_buffer_uses_is_not_put_aside(tmp_path):
     (tmp_path / "buffer").mkdir()
     journal = Journal(tmp_path / "buffer" / "journal")
     try:
-        with pytest.raises(ReplayBufferError, match="journal is held by another server; stop that server, or give"):
+        with pytest.raises(ReplayBufferError, match=r"journal is held by another server; .*, or give"):
             begin_buffer_at(BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer")), resumed)
         assert (tmp_path / "buffer").exists()
     finally:
@@ -187,7 +187,7 @@ def test_a_checkpoint_folder_of_a_running_run_is_refused_before_anything_starts(
     check_beginning(config_of(tmp_path, *options))
     lock = hold_shared_folder(life)
     try:
-        with pytest.raises(ValueError, match=f"checkpoint.directory={kept} must not be in use, but the run in {life} "):
+        with pytest.raises(ValueError, match=rf"checkpoint.directory={kept} must not be in use, .*{life} "):
             check_beginning(config_of(tmp_path, *options))
     finally:
         os.close(lock)
@@ -215,10 +215,10 @@ def test_after_a_rewind_the_newest_checkpoint_and_all_later_versions_are_kept(tm
 def test_a_checkpoint_folder_of_another_run_is_refused_before_anything_starts(tmp_path):
     kept = tmp_path / "kept"
     theirs = save(kept, 12)
-    with pytest.raises(ValueError, match=rf"checkpoint.directory={kept} must hold checkpoints of this run alone, got "):
+    with pytest.raises(ValueError, match=rf"checkpoint.directory={kept} must hold .* this run alone, got "):
         check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}"))
     other = save(tmp_path / "other", 3, replace(STATE, lineage="another run"))
-    with pytest.raises(ValueError, match="v00000012 of another run; name an empty directory, or continue"):
+    with pytest.raises(ValueError, match=r"v00000012 of another run; .* empty directory, or continue"):
         check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", f"checkpoint.resume={other}"))
     check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", "checkpoint.resume=auto"))
     check_beginning(config_of(tmp_path, f"checkpoint.directory={kept}", f"checkpoint.resume={theirs}"))

@@ -7,7 +7,6 @@ import pytest
 
 from asyncrl.cli import rewards_command
 from asyncrl.cli.compose import compose_run, dump_yaml
-from asyncrl.cli.quickstart import make_assets
 from asyncrl.core.types import FinishReason
 from asyncrl.data.prompts import PromptStream, load_eval_prompts
 from asyncrl.data.tokenizer import load_tokenizer
@@ -133,12 +132,6 @@ async def _log(folder, config, prompts, kind):
             await log.add(prompt, samples, texts, scores)
         else:
             await log.keep_answers(0, log.rows(prompt, samples, texts, scores), per_prompt=2)
-
-
-@pytest.fixture(scope="module")
-def assets(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("quickstart") / "assets"
-    return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
 
 
 @pytest.fixture

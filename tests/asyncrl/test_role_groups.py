@@ -30,7 +30,7 @@ from asyncrl.core.errors import (
 )
 from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Plan, WeightOffer
-from asyncrl.run.learner_group import LearnerGroup, _or_death
+from asyncrl.run.learner_group import LearnerGroup, or_death
 from asyncrl.run.run_folder import RunPaths
 from buffer import BufferConnection
 from learner.offload import OffloadPolicy
@@ -190,10 +190,9 @@ async def train_on_other_tokens(learner: LearnerGroup) -> None:
 
 
 async def fail(learner: LearnerGroup) -> None:
-    plan = Plan(version=7, groups=[group(1).summary])  # the ranks get a sample number that the group does not have
-    batches = learner._shares(plan, "critic")
-    strange = replace(batches[0].shares[0], samples=(5,), rewards=np.zeros(1))
-    learner._batches[1][1] = [replace(batch, shares=(strange,)) for batch in batches]
+    summary = group(1).summary
+    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # the group has one sample less
+    plan = Plan(version=7, groups=[replace(summary, response_lengths=lengths, rewards=rewards)])
     await learner.step(plan)
 
 
@@ -334,7 +333,7 @@ def test_a_step_on_other_tokens_than_planned_is_an_error_that_names_the_step(fus
 
 @pytest.mark.long
 def test_a_role_that_fails_is_the_error_that_is_seen(fused) -> None:
-    with pytest.raises(KeyError, match="5"):
+    with pytest.raises(KeyError, match="2"):
         raise fused.failure
     assert any("ReferenceWorker.score" in note for note in fused.failure.__notes__)
 
@@ -491,5 +490,5 @@ async def test_only_errors_that_a_checkpoint_can_fix_count_as_the_learners_death
         raise raised
 
     with pytest.raises(seen, match=str(raised)) as caught:
-        await _or_death(call(), None)
+        await or_death(call(), None)
     assert type(caught.value) is seen

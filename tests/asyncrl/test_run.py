@@ -6,6 +6,7 @@ import subprocess
 import sys
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 from rich.console import Console
@@ -19,6 +20,7 @@ from asyncrl.run.node_folders import NodeFolders
 from asyncrl.run.resume import RunState
 from asyncrl.run.run import Run
 from tests.asyncrl.test_controller import TOKENS_PER_STEP, ScriptedBuffer, ScriptedLearner, make_controller, train
+from tests.asyncrl.test_metrics import make_record
 
 
 class Learner:
@@ -37,15 +39,26 @@ class FullDisk(ScriptedLearner):
         raise CheckpointError("no space left on device")
 
 
+class SilentWatching:
+    """Shows nothing."""
+
+    def examine(self, record):
+        return record
+
+    def step(self, record):
+        pass
+
+
 def make_training(run_dir, view, *overrides, learner=None, records=(), **others):
     """Make a `Training` that has recorded ``records`` and has not started."""
-    parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "watching", "resumed")) | others
+    parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "resumed")) | others
     return training.Training(
         compose_run([*overrides]),
         run_dir,
         **parts,
         learner=learner,
-        writer=SimpleNamespace(steps=records, evaluations=[]),
+        writer=SimpleNamespace(steps=records, evaluations=[], write=lambda record: None),
+        watching=SilentWatching(),
         nodes=NodeFolders(run_dir, {}, timeout_s=1.0),
         view=view,
         first=RunState(),
@@ -68,9 +81,9 @@ async def keep(tmp_path, policy, *overrides, learner=ScriptedLearner):
     fleet.counters = fleet.drain
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
-    stopped = make_training(tmp_path, view, "save_timeout_s=0.2", *overrides, learner=policy, records=records)
-    stopped._controller = controller
-    await stopped._keep(steps, None)
+    with patch.object(training, "Controller", lambda *_, **__: controller):
+        stopped = make_training(tmp_path, view, "save_timeout_s=0.2", *overrides, learner=policy, records=records)
+    await stopped.save_after_signal(steps, None)
     assert len(saved) == ("checkpoint.at_stop=false" not in overrides)
     return output.getvalue(), sorted(path.name for path in tmp_path.iterdir())
 
@@ -112,7 +125,7 @@ async def test_a_checkpoint_that_cannot_be_written_at_a_stop_is_told(tmp_path):
 def test_the_buffer_requests_no_hand_over_where_progress_is_never_saved(tmp_path, save_progress, hands_over):
     view = TerminalView(title="run", total_steps=3, console=Console(file=io.StringIO()))
     config = compose_run([f"rollout_fleet.save_progress={save_progress}"])
-    assert Run(config, tmp_path, (None, []), None, view, print)._buffer_options().hand_over is hands_over
+    assert Run(config, tmp_path, (None, []), None, view, print).buffer_options().hand_over is hands_over
 
 
 async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(tmp_path, monkeypatch):
@@ -123,7 +136,7 @@ async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(
     monkeypatch.setattr(training.record, "current", object)
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
-    assert await make_training(tmp_path, view)._explain() is None
+    assert await make_training(tmp_path, view).write_report() is None
     assert "the profile could not be written: KeyError('lag')" in output.getvalue()
 
 
@@ -144,17 +157,20 @@ async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_pat
 
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=400))
     fleet = SimpleNamespace(engines=lambda: ["engine-0"])
-    late = make_training(tmp_path, view, fleet=fleet, buffer=SimpleNamespace(stats=stats))
-    telling = asyncio.create_task(late._tell_late_steps())
+    evaluator = SimpleNamespace(evaluate_all=lambda version: asyncio.sleep(3600))
+    late = make_training(tmp_path, view, fleet=fleet, buffer=SimpleNamespace(stats=stats), evaluator=evaluator)
+    telling = asyncio.create_task(late.tell_late_steps())
     await asyncio.sleep(61)
-    late._evaluated = 3
+    evaluating = asyncio.create_task(late.evaluate(3))
     await asyncio.sleep(238)  # the run prints a line after 60, 120 and 240 s
-    late._stepped_s = asyncio.get_running_loop().time()
+    late.step_finished(make_record(0))
     await asyncio.sleep(59)
-    late._stepped_s = asyncio.get_running_loop().time()
+    late.step_finished(make_record(1))
     await asyncio.sleep(125)  # 480 s after the start, the latest step is 122 s old
     telling.cancel()
-    first, second, third, fourth = [line.partition("] ")[2] for line in output.getvalue().splitlines()]
+    evaluating.cancel()
+    lines = [line.partition("] ")[2] for line in output.getvalue().splitlines()]
+    first, second, third, fourth = [line for line in lines if line.startswith("no learner step")]
     state = "prompt groups: 4 queued, 2 generating (engines: 1), 1 stored, 0 planned; a batch takes 32"
     assert first == f"no learner step has finished for 60 s: {state}"
     assert second == "no learner step has finished for 120 s: the buffer does not answer: connection lost"
@@ -169,26 +185,25 @@ async def test_an_evaluation_is_told_when_it_begins_because_it_may_take_long(tmp
     evaluated = make_training(tmp_path, view, evaluator=evaluator)
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.01):
-            await evaluated._evaluate(2)
+            await evaluated.evaluate(2)
     assert output.getvalue().endswith("evaluating policy version 2 on the held-out prompts\n")
 
 
 async def test_an_evaluation_begins_when_engines_serve_its_version(tmp_path):
     output, served = io.StringIO(), asyncio.Event()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
-    evaluated = make_training(tmp_path, view)
-    evaluated._evaluator = SimpleNamespace(evaluate_pinned=lambda version, pinned: asyncio.sleep(3600))
+    evaluator = SimpleNamespace(evaluate_pinned=lambda version, pinned: asyncio.sleep(3600))
+    evaluated = make_training(tmp_path, view, evaluator=evaluator)
 
     async def pinned(known):
         await served.wait()
         return {"engine-0"}
 
-    evaluating = asyncio.create_task(evaluated._evaluate(2, pinned))
+    evaluating = asyncio.create_task(evaluated.evaluate(2, pinned))
     await asyncio.sleep(0.01)
-    assert (evaluated._evaluated, output.getvalue()) == (None, "")
+    assert output.getvalue() == ""
     served.set()
     await asyncio.sleep(0.01)
-    assert evaluated._evaluated == 2
     assert output.getvalue().endswith("evaluating policy version 2 on the held-out prompts\n")
     evaluating.cancel()
 

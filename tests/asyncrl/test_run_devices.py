@@ -182,9 +182,7 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
     gpus(0)
     config = run(f"output_dir={tmp_path}", "learner.device=cuda", "rollout_fleet.device=cpu")
     async with ray_cluster(config):
-        with pytest.raises(
-            ValueError, match=r"must have a GPU for the warm start .*, got none; start the run on a node with"
-        ):
+        with pytest.raises(ValueError, match=r"GPU for the warm start .*, got none; .*node with"):
             async with gpu_of_this_node(config):
                 pass
 
@@ -272,7 +270,7 @@ def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tm
 
 def test_the_gpus_of_an_engine_are_never_on_two_nodes():
     pool = RayResourcePool([3, 5], max_colocate_count=2, name_prefix="learner")
-    with pytest.raises(UsageError, match=r"'learner' must have a multiple of 2 processes on each node.*got \[3, 5\]"):
+    with pytest.raises(UsageError, match=r"'learner' must have a multiple of 2 .*got \[3, 5\]"):
         JoinedResourcePool(pool, 2)
 
 
@@ -293,14 +291,14 @@ def test_pools_of_critic_reference_and_reward_model_have_separate_gpus(ray_with_
 async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus):
     found = await asyncio.to_thread(lambda: ray.get_runtime_context().gcs_address)
     assert found
-    from asyncrl.run.cluster import _checked_against_cluster
+    from asyncrl.run.cluster import checked_against_cluster
 
     asked = run("learner.num_ranks=4", "rollout_fleet.num_engines=4", f"ray.address={found}")
-    config = await asyncio.to_thread(_checked_against_cluster, asked, print)
+    config = await asyncio.to_thread(checked_against_cluster, asked, print)
     assert (config.learner.device, config.rollout_fleet.device) == (Device.cuda, EngineDevice.cuda)
     with pytest.raises(ValueError, match=r"asks for 9 GPUs .* only 8 are available"):
         await asyncio.to_thread(
-            _checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
+            checked_against_cluster, run("learner.device=cuda", "rollout_fleet.device=cuda", "learner.num_ranks=8",
             f"ray.address={found}"), print,
         )  # fmt: skip
 

@@ -37,11 +37,11 @@ async def test_a_run_goes_on_without_a_dashboard_that_does_not_come_up(watched):
     assert "the dashboard did not start at 192.0.2.1:1; the run continues without it; see " in said.getvalue()
 
 
-async def test_the_use_of_the_pools_follows_the_steps(watched, tmp_path):
+async def test_the_use_of_the_pools_follows_the_steps(watched, tmp_path, monkeypatch):
     record_run(tmp_path)
-    watching, _ = watched()
     told = asyncio.Queue()
-    watching._view.use = told.put_nowait
+    monkeypatch.setattr(TerminalView, "use", lambda _, use: told.put_nowait(use))
+    watching, _ = watched()
     async with watching, asyncio.timeout(20):
         watching.step(make_record(0))
         use = await told.get()
@@ -52,7 +52,8 @@ async def test_a_run_that_records_nothing_is_watched_all_the_same(watched):
     watching, said = watched("profile.enabled=false")
     async with watching:
         watching.step(make_record(0))
-        await watching._reading
+        await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "no task waits for the use of the pools"
     assert "step 1/9" in said.getvalue()
 
 
@@ -66,9 +67,11 @@ def test_alarms_of_a_resumed_run_know_the_steps_of_the_earlier_lives(watched):
 
 async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):
     monkeypatch.setattr(reporting, "_CLOSE_TIMEOUT_S", 0.05)
+    slow = Trackers({"slow": SimpleNamespace(place="", close=lambda: time.sleep(0.5))})
+    monkeypatch.setattr(Trackers, "open", lambda *_: slow)
     watched_run, said = watched()
     async with watched_run:
-        watched_run._trackers = Trackers({"slow": SimpleNamespace(close=lambda: time.sleep(0.5))})
+        pass
     assert "took longer than 0.05 s to end" in said.getvalue()
 
 

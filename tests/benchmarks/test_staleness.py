@@ -9,7 +9,7 @@ import pytest
 from asyncrl.cli.compose import compose_run
 from asyncrl.cli.quickstart import with_quickstart_assets
 from benchmarks.lagged import LaggedOutcome, LaggedTraining
-from benchmarks.staleness import CORRECTIONS, PUBLISHED, Cell, Results, _cells, _print_tables
+from benchmarks.staleness import CORRECTIONS, PUBLISHED, Cell, Results, cells_of, print_tables
 from learner.config import Anchor, Weight
 
 CELL = Cell(seed=0, eta=4, correction="tis", mini_batches=4, steps=60, lr=7e-4)
@@ -31,8 +31,8 @@ def test_every_batch_is_sampled_by_the_weights_of_exactly_lag_steps_before(confi
     seen = []
 
     class Spy(LaggedTraining):
-        def _roll_out(self, prompts, version):
-            groups = super()._roll_out(prompts, version)
+        def roll_out(self, prompts, version):
+            groups = super().roll_out(prompts, version)
             seen.append({int(v) for group in groups for v in group.versions if v >= 0})
             return groups
 
@@ -75,9 +75,9 @@ def test_the_whole_table_is_120_trainings_and_missing_ones_show(capsys):
     options = argparse.Namespace(
         seeds=[0, 1, 2], eta=[0, 1, 4, 8], corrections=list(PUBLISHED), mini_batches=[1, 4], steps=60, lr=7e-4
     )
-    cells = list(_cells(options))
+    cells = list(cells_of(options))
     assert len(set(cells)) == 120
-    _print_tables(cells, {CELL: {"final": 0.5, "area": 0.25}})
+    print_tables(cells, {CELL: {"final": 0.5, "area": 0.25}})
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "1 of 120 trainings are finished"
     assert "| `tis` | — | — | 0.50 (0.50 to 0.50) | — |" in printed

@@ -210,7 +210,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
         worker = AnyRole(run.server.address, request_timeout_s=5.0)
         await worker.enqueue([prompt(i) for i in range(12)])
         leases = await worker.lease(0, 12)
-        with pytest.raises(ReplayBufferError, match=r"journal cannot be written: No space left on device"):
+        with pytest.raises(ReplayBufferError, match=r"journal cannot be written: No space left"):
             await put_all(worker, leases, acknowledged)
         assert acknowledged
         stats = await worker.stats()
@@ -231,19 +231,19 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
 
 def test_a_file_that_is_no_journal_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").write_text("something else, and long enough to be looked at" * 100)
-    with pytest.raises(ValueError, match=r"journal\.1\.log is not a journal of format 11: it begins with b'something"):
+    with pytest.raises(ValueError, match=r"journal\.1\.log is not .* format 11: .* b'something"):
         Journal(tmp_path / "journal")
 
 
 def test_a_journal_of_an_earlier_release_is_refused_by_its_path(tmp_path: Path):
     (tmp_path / "store0.1.log").write_bytes(b"asyncrl buffer journal 4\n" + bytes(100))
-    with pytest.raises(ValueError, match=r"store0\.1\.log is not a journal of format 11: it begins with b'asyncrl"):
+    with pytest.raises(ValueError, match=r"store0\.1\.log is not .* format 11: .* b'asyncrl"):
         Journal(tmp_path / "store0")
 
 
 def test_a_journal_that_cannot_be_opened_is_an_error_with_its_path(tmp_path: Path):
     (tmp_path / "journal.1.log").mkdir()
-    with pytest.raises(ReplayBufferError, match=r"journal cannot be opened: Is a directory; check the disk"):
+    with pytest.raises(ReplayBufferError, match=r"journal cannot be opened: Is a directory"):
         Journal(tmp_path / "journal")
 
 
@@ -470,7 +470,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
         first, second, *_ = await client.lease(0, 4)
         with monkeypatch.context() as patch:
             patch.setattr(os, "pwritev", lambda *_: os.close(-1))
-            with pytest.raises(ReplayBufferError, match="journal cannot be written: Bad file descriptor; check the"):
+            with pytest.raises(ReplayBufferError, match=r"journal cannot be written: Bad file descriptor"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
         await client.put(rollout(first))  # the group is stored; the repeated put adds it to the journal
@@ -564,7 +564,7 @@ def test_a_reference_to_frames_that_were_lost_never_finds_others(tmp_path: Path)
 
 def test_a_second_server_on_the_same_folder_is_refused_and_a_third_may_follow_the_first(tmp_path: Path):
     first = Journal(tmp_path / "journal")
-    with pytest.raises(ReplayBufferError, match=r"journal is held by another server; stop that server"):
+    with pytest.raises(ReplayBufferError, match=r"journal is held by another server"):
         Journal(tmp_path / "journal")
     first.close()
     Journal(tmp_path / "journal").close()

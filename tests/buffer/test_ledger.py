@@ -242,11 +242,11 @@ def test_a_token_of_a_version_that_no_step_has_made_is_refused_and_nothing_chang
     of = ledger(1, 1)
     [lease] = of.lease(0, 1, now=0.0)
     before = of.snapshot()
-    with pytest.raises(VersionTooNew, match="holds a token of policy version 1, but the learner is at 0"):
+    with pytest.raises(VersionTooNew, match=r"token of policy version 1, .* learner is at 0"):
         of.put(replace(summary_of(lease), newest_version=1))
     with pytest.raises(VersionTooNew, match="holds a token of policy version 1"):
         of.save(lease, commands.Progress(num_tokens=1, oldest_version=0, newest_version=1))
-    with pytest.raises(VersionTooNew, match="at policy version 1, but the learner has committed 0 steps"):
+    with pytest.raises(VersionTooNew, match=r"at policy version 1, .* committed 0 steps"):
         of.lease(1, 1)
     assert of.snapshot() == before
 

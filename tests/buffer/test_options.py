@@ -63,12 +63,12 @@ def test_the_limit_of_open_files_is_raised_to_what_the_clients_take_or_refused_b
     allow_clients(1000)
     assert limits[-1] == (2256, 4096)
     with pytest.raises(
-        ValueError, match=r"open files must be at least 8448 for 4096 clients .*, got 4096; .*ulimit -Hn 8448"
+        ValueError, match=r"open files must be at least 8448 .* 4096 clients .*, got 4096; .*ulimit -Hn 8448"
     ):
         allow_clients(4096)
-    with pytest.raises(ValueError, match=r"at least 4256 for 0 clients of the buffer and links to 500 store servers"):
+    with pytest.raises(ValueError, match=r"at least 4256 for 0 clients .* 500 store servers"):
         allow_clients(0, num_links=500)
-    with pytest.raises(ValueError, match="a process can reach at most 10922 servers of the buffer, got 20000"):
+    with pytest.raises(ValueError, match=r"at most 10922 servers .*, got 20000"):
         allow_clients(0, num_links=20_000)
 
 

@@ -226,7 +226,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         assert (stats.tokens_buffered, stats.tokens_dropped) == (5, {"lost": 7})
         [again] = await control.lease(0, 1)
         assert (again.prompt.group_id, again.attempt) == (1, 1)
-        with pytest.raises(DeclaredDead, match="put came from a worker that was declared dead and replaced"):
+        with pytest.raises(DeclaredDead, match=r"put came from a worker .*declared dead"):
             await worker.put(rollout(second))
         assert (await control.stats()).tokens_dropped == {"lost": 7}
 

@@ -192,7 +192,7 @@ async def test_a_message_of_another_run_is_refused_by_name(tmp_path: Path):
     await control.enqueue([prompt(0)])
     [again] = await control.lease(0, 1)
     for call in (worker.put(rollout(lease)), worker.lease(0, 1), worker.renew([lease]), worker.stats()):
-        with pytest.raises(WrongEpoch, match="came from run 'first', but this buffer serves run 'second'"):
+        with pytest.raises(WrongEpoch, match=r"from run 'first', .* serves run 'second'"):
             await call
     stranger = AnyRole(server.address, request_timeout_s=5.0, epoch="first")
     with pytest.raises(WrongEpoch):
@@ -236,7 +236,7 @@ async def test_an_answer_that_cannot_be_written_is_an_error_to_its_client(monkey
     async with running(groups_per_step=1) as run:
         client = run.client()
         monkeypatch.setattr(BufferService, "_totals", lambda service: 1 << 70)
-        with pytest.raises(ReplayBufferError, match="the buffer failed at the answers to 1 requests"):
+        with pytest.raises(ReplayBufferError, match=r"buffer failed at .* 1 requests"):
             await client.stats()
         await client.enqueue([prompt(0)])
 
@@ -483,7 +483,7 @@ async def test_a_buffer_listens_in_no_folder_that_another_user_could_have_made(t
     folder = tmp_path / "sockets"
     folder.mkdir()
     folder.chmod(0o777)
-    with pytest.raises(NotPrivate, match=r"may write to, got a folder of user .* with mode 777"):
+    with pytest.raises(NotPrivate, match=r"got a folder of user .* with mode 777"):
         BufferServer(BufferConfig(socket_folder=str(folder)), groups_per_step=1)
     folder.rmdir()
     (tmp_path / "real").mkdir()

@@ -172,7 +172,7 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
         assert [group.group_id for group in (await of.control.plan(1)).groups] == [2, 3]
         of.stores["a"].close()
         assert await of.control.drop_store(0) == 0, "a batch holds its group"
-        with pytest.raises(UnknownGroup, match="group 0 are lost: store 0 of host a"):
+        with pytest.raises(UnknownGroup, match=r"group 0 are lost: store 0 of host a"):
             await of.control.fetch([0, 1])
         await of.control.lose([0, 4, 99])
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}, "only what a batch holds is lost by that"
@@ -275,40 +275,39 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
         assert (await of.control.stats()).tokens_dropped == {}
 
 
-def delay_answers(monkeypatch, asked: asyncio.Event, reported: asyncio.Event) -> None:
-    """Delay the stores' answers about missing groups until a put has been reported to the ledger.
+@asynccontextmanager
+async def put_while_its_store_restarts(monkeypatch, when: str):
+    """Put a group. Its store restarts ``before`` or ``after`` the transfer of the payload.
 
-    A store's first answer, when it joins, is not delayed.
+    The restarted store tells the ledger which groups it lacks only after the put has been reported.
     """
-    reconcile, answered = StoreLinks.reconcile, []
+    reconcile, answered, asked, reported = StoreLinks.reconcile, [], asyncio.Event(), asyncio.Event()
 
     async def answer(*arguments) -> tuple[int, ...]:
         missing = await reconcile(*arguments)
         answered.append(missing)
-        if len(answered) > 1:
+        if len(answered) > 1:  # the first answer is from the store's start
             asked.set()
             await reported.wait()
         return missing
 
+    async def restart() -> None:
+        of.restart("a")
+        await asked.wait()
+
     monkeypatch.setattr(StoreLinks, "reconcile", answer)
-
-
-async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
-    """A store restarts between a worker's reservation and the payload."""
-    asked, reported = asyncio.Event(), asyncio.Event()
-    delay_answers(monkeypatch, asked, reported)
     async with hosts("a") as of:
         a = of.worker("a")
         await of.control.enqueue([prompt(0)])
         [lease] = await a.lease(0, 1)
-
-        async def restart() -> None:
-            of.restart("a")
-            await asked.wait()
-
-        hold_payloads(a, monkeypatch, before=restart)
+        hold_payloads(a, monkeypatch, **{when: restart})
         await a.put(rollout(lease))
         reported.set()
+        yield of, a
+
+
+async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_taken_for_lost(monkeypatch):
+    async with put_while_its_store_restarts(monkeypatch, "before") as (of, _):
         for _ in range(10):
             await of.control.stats()
         assert (await of.control.stats()).tokens_dropped == {}
@@ -317,20 +316,7 @@ async def test_a_payload_that_comes_while_its_store_says_what_it_holds_is_not_ta
 
 
 async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(monkeypatch):
-    asked, reported = asyncio.Event(), asyncio.Event()
-    delay_answers(monkeypatch, asked, reported)
-    async with hosts("a") as of:
-        a = of.worker("a")
-        await of.control.enqueue([prompt(0)])
-        [lease] = await a.lease(0, 1)
-
-        async def restart() -> None:
-            of.restart("a")
-            await asked.wait()
-
-        hold_payloads(a, monkeypatch, after=restart)
-        await a.put(rollout(lease))
-        reported.set()
+    async with put_while_its_store_restarts(monkeypatch, "after") as (of, a):
         [again] = await asyncio.wait_for(a.lease(0, 1), 20)
         assert (again.prompt.group_id, again.attempt) == (0, 1)
         assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}

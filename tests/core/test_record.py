@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import msgpack
 import pytest
@@ -135,7 +136,9 @@ def test_a_failing_disk_is_logged_once_and_later_records_are_dropped(tmp_path, m
     with monkeypatch.context() as patched:
         patched.setattr(os, "write", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left on device")))
         recorder.level("running", 1)
-        recorder._thread.join(5)
+        for thread in threading.enumerate():
+            if thread.name == "record":
+                thread.join(5)
     recorder.level("running", 2)
     recorder.close()
     assert recorder.num_dropped == 1

@@ -11,7 +11,7 @@ from asyncrl.core.remote import StepDeadline, process_end, wait_for_first_end, w
 
 
 async def test_a_late_wait_names_the_awaited_result_and_the_option():
-    with pytest.raises(DeadlineError, match=r"^waited 0.01 s for the step; raise learner.step_timeout_s if it is only"):
+    with pytest.raises(DeadlineError, match=r"^waited 0\.01 s for the step; raise learner\.step_timeout_s "):
         await within(asyncio.Event().wait(), 0.01, "the step", "learner.step_timeout_s")
     assert await within(asyncio.sleep(0, result=7), 1.0, "seven", "x") == 7
 
@@ -50,7 +50,7 @@ async def test_a_repeated_call_gets_ten_times_its_longest_duration_between_floor
 async def test_the_message_of_a_shortened_deadline_names_its_origin():
     deadline = StepDeadline(100.0, floor_s=0.05, factor=2.0)
     await deadline.within(asyncio.sleep(0), "update", "the update of step 0", "learner.step_timeout_s")
-    with pytest.raises(DeadlineError, match=r"for the update of step 1; raise learner.step_timeout_s \(at most 100 s"):
+    with pytest.raises(DeadlineError, match=r"the update of step 1; .*learner\.step_timeout_s \(at most 100 s"):
         await deadline.within(asyncio.Event().wait(), "update", "the update of step 1", "learner.step_timeout_s")
 
 

@@ -123,10 +123,10 @@ def test_an_error_names_the_row_and_the_image(read, row, message):
 
 
 def test_images_with_a_text_model_are_refused(read):
-    with pytest.raises(ValueError, match=r"data\.images_key is 'images', but the model has no vision tower"):
+    with pytest.raises(ValueError, match=r"data\.images_key is 'images', .*no vision tower"):
         read([{"messages": ASK, "images": []}], images=False, images_key="images")
     part = {"type": "image", "image": "a.png"}
-    with pytest.raises(ValueError, match="only text messages are supported with this model"):
+    with pytest.raises(ValueError, match=r"only text messages are supported"):
         read([{"messages": [{"role": "user", "content": [part]}]}], images=False)
 
 

@@ -146,7 +146,7 @@ def test_restoring_a_stream_with_a_changed_file_names_the_file(tmp_path, make_st
     path = write_lines(tmp_path / "a.jsonl", {"prompt": "1=", "ground_truth": "1"})
     state = make_stream(files=[path]).state()
     write_lines(tmp_path / "a.jsonl", {"prompt": "2=", "ground_truth": "2"})
-    with pytest.raises(ValueError, match=r"a\.jsonl must be the file of the saved state"):
+    with pytest.raises(ValueError, match=r"a\.jsonl must be .*saved state"):
         make_stream(files=[path]).restore(state)
 
 

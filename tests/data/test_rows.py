@@ -128,7 +128,7 @@ def test_bytes_that_are_not_utf8_are_named(tmp_path, text):
 def test_json_with_too_many_levels_is_named(tmp_path, num_levels):
     deep = "[" * num_levels + "]" * num_levels
     path = write_lines(tmp_path / "a.jsonl", '{"x": 1}', f'{{"x": {deep}}}')
-    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON \(it has more than 100 levels of lists"):
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON \(.*more than 100 levels"):
         read_rows(path, ["x"])
     rows = read_rows(write_lines(tmp_path / "b.jsonl", json.dumps({"x": deep})), ["x"])
     with pytest.raises(ValueError, match=r"b\.jsonl, line 1: column 'x' is .*, expected JSON \(it has more than 100"):

@@ -22,7 +22,7 @@ import psutil
 from asyncrl.core.errors import AsyncRLError
 from asyncrl.run.run_socket import ask_for_checkpoint
 from learner.checkpoint_folder import newest_checkpoint
-from tests.support.training_run import ROOT, RunningTraining
+from tests.support.training_run import ROOT, RunningTraining, words_of
 
 DEADLINE_S = 12.0
 """``buffer.request_timeout_s`` and ``learner.step_timeout_s`` of the lives."""
@@ -269,7 +269,7 @@ class Lineage:
 
     def _signal(self, part: str, number: signal.Signals, share: float) -> psutil.Process | None:
         """Send a signal to one process of the run. Returns None if no such process runs."""
-        words = {process: _words_of(process) for process in self._processes()}
+        words = {process: words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
         if part == "buffer":  # the words for the buffer also match the command lines of store servers
             found = [process for process in found if PARTS["store"] not in words[process]]
@@ -346,7 +346,7 @@ class Lineage:
         deadline_s = time.monotonic() + limit_s
         while (left := self._processes()) and time.monotonic() < deadline_s:
             time.sleep(0.2)
-        assert not left, f"{[_words_of(process)[:200] for process in left]} outlived their run:\n{self._tail()}"
+        assert not left, f"{[words_of(process)[:200] for process in left]} outlived their run:\n{self._tail()}"
         status = self.run.finish(10)
         self._look()
         # Ray may print more lines after the error
@@ -413,9 +413,3 @@ def _take_all_space(filler: Path) -> None:
     free = os.statvfs(filler.parent)
     with filler.open("ab") as file, suppress(OSError):  # the run may take some of the space meanwhile
         os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)
-
-
-def _words_of(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return process.name() + " " + " ".join(process.cmdline())
-    return ""

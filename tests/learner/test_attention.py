@@ -135,7 +135,7 @@ def test_a_kernel_with_wrong_results_is_skipped_and_refused_by_name(install, fau
 @pytest.mark.parametrize(("capability", "first"), [((8, 0), FA2), ((9, 0), FA3), ((10, 0), FA4), ((12, 0), FA4)])
 def test_the_order_of_kernels_follows_the_gpu(capability, first, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    order = attention_kernels._fastest_first(CUDA)
+    order = attention_kernels.fastest_first(CUDA)
     assert order[0] is first
     assert order[-2:] == (FA2, AttentionKernel.torch_varlen)
 

@@ -11,7 +11,6 @@ from transformers import AutoModel, AutoModelForSequenceClassification, AutoMode
 
 from learner import fsdp, heads
 from learner.advantages import BatchAdvantages
-from learner.batching import karmarkar_karp
 from learner.config import AlgorithmConfig, CriticConfig, Device, LearnerConfig, OptimizerConfig
 from learner.heads import SCORE_HEAD
 from learner.losses import value_loss, value_objective
@@ -19,6 +18,7 @@ from learner.packed_model import PackedModel
 from learner.roles import CRITIC, REWARD_MODEL
 from learner.trainer import LearnerStep, Trainer
 from learner.types import TokenSequence
+from tests.support.policy_step import share_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, TRAINED_FAMILIES, VOCABULARY, random_sequences, save_tiny_model
 from tests.support.whole_weights import assert_weights_equal, weights_of
@@ -213,8 +213,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
     """Make two updates. Returns their metrics, the new weights, and the values of all sequences of this rank."""
     trainer, step = critic_of(path, replace(config, skip_selftest="one load is tested above"), total_updates=2)
     sequences = with_returns(random_sequences(num_sequences))
-    shares = karmarkar_karp([len(s.input_ids) for s in sequences], config.num_ranks // config.sp_size)
-    share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
+    share = share_of(trainer, sequences)
     metrics = [step.make_updates(share) for _ in range(2)]
     return metrics, weights_of(trainer), trainer.scores(share)
 
@@ -267,7 +266,7 @@ def test_a_score_is_float32_and_not_rounded_to_the_type_of_the_model(dtype):
         linear.bias.fill_(100.0)  # near 100, bfloat16 can only represent multiples of 0.5
     hidden = torch.randn(50, 64).to(dtype)
     head = SimpleNamespace(pretrained=SimpleNamespace(**{SCORE_HEAD: linear}), hidden_states=lambda batch: hidden)
-    (scores,) = heads._scores_at(head, None, torch.arange(50))
+    (scores,) = heads.scores_at(head, None, torch.arange(50))
     exact = hidden.double() @ linear.weight.double().T[:, 0] + linear.bias.double()
     assert scores.dtype is torch.float32
     torch.testing.assert_close(scores.double(), exact, rtol=0, atol=1e-4)

@@ -105,7 +105,7 @@ def test_one_process_equals_the_plain_loop(family, paths):
 
 def test_a_model_that_adds_tokens_of_its_own_to_a_sequence_is_refused_by_name(tmp_path):
     AutoConfig.for_model("cpmant", num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="is of type cpmant, whose forward pass adds tokens of its own"):
+    with pytest.raises(ValueError, match=r"is of type cpmant, .* adds tokens"):
         load_causal_lm(str(tmp_path), torch.float32)
 
 
@@ -122,13 +122,13 @@ def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatc
 
     With sinks, attention is called twice as often.
     """
-    calls, attended = [], attention._attended
+    calls, attended = [], attention.attended
 
     def counted(*args: Any, **options: Any) -> torch.Tensor:
         calls.append(torch.is_grad_enabled())
         return attended(*args, **options)
 
-    monkeypatch.setattr(attention, "_attended", counted)
+    monkeypatch.setattr(attention, "attended", counted)
     options = {"skip_selftest": "it counts calls"}
     packed(paths[family], 1, 1, **options)
     without = calls.count(True)

@@ -107,7 +107,7 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
 @pytest.mark.long
 @pytest.mark.parametrize("changes", [{"torch_compile": True}, {"lora": LoraConfig(rank=4)}])
 def test_layers_recomputed_without_attention_may_be_compiled_or_have_adapters(model_path, monkeypatch, changes):
-    original, calls, attended = torch.compile, [], attention._attended
+    original, calls, attended = torch.compile, [], attention.attended
     monkeypatch.setattr(
         torch, "compile", lambda function, **options: original(function, backend="aot_eager", **options)
     )
@@ -116,7 +116,7 @@ def test_layers_recomputed_without_attention_may_be_compiled_or_have_adapters(mo
         calls.append(torch.is_grad_enabled())
         return attended(*args, **options)
 
-    monkeypatch.setattr(attention, "_attended", counted)
+    monkeypatch.setattr(attention, "attended", counted)
     outcomes, counts = [], []
     for recomputation in (False, True, "selective"):
         config = replace(PLAIN, activation_checkpointing=recomputation, **changes)
@@ -133,13 +133,13 @@ def test_layers_recomputed_without_attention_may_be_compiled_or_have_adapters(mo
 
 def test_a_backward_pass_in_another_thread_does_not_compute_attention_again(model_path, monkeypatch):
     """On a GPU, autograd runs the backward pass in a separate thread."""
-    calls, attended = [], attention._attended
-    monkeypatch.setattr(attention, "_attended", lambda *a, **k: calls.append(1) or attended(*a, **k))
+    calls, attended = [], attention.attended
+    monkeypatch.setattr(attention, "attended", lambda *a, **k: calls.append(1) or attended(*a, **k))
     gradients = []
     for recomputation in (False, "selective"):
         config = replace(PLAIN, activation_checkpointing=recomputation)
         trainer = Trainer(config, model_path=model_path, total_updates=1)
-        trainer._set_training(True)
+        trainer.set_training(True)
         batch = trainer.pack(random_sequences(4)).micro_batches[0]
         loss = trainer.head(batch.to(trainer.mesh.device))[0].sum()
         calls.clear()

@@ -7,9 +7,10 @@ import learner
 
 
 def test_the_public_names_of_learner_exist():
-    assert len(learner.__all__) == len(set(learner.__all__))
-    for name in learner.__all__:
-        assert getattr(learner, name) is not None
+    # constants first, then classes, then functions
+    in_order = sorted(set(learner.__all__), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
+    assert learner.__all__ == in_order
+    assert all(hasattr(learner, name) for name in learner.__all__)
     with pytest.raises(AttributeError, match="module 'learner' has no attribute 'torch'"):
         _ = learner.torch
 

@@ -8,13 +8,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from learner.batching import karmarkar_karp
 from learner.checkpoint import ShardedCheckpointer, export
 from learner.config import AlgorithmConfig, Device, LearnerConfig, LoraConfig, OptimizerConfig
 from learner.lora import add_adapters, merged_weights
 from learner.model_folder import save_policy
 from learner.trainer import Trainer
-from tests.support.policy_step import policy_step
+from tests.support.policy_step import policy_step, share_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import FAMILIES, random_sequences, save_tiny_model
 from tests.support.whole_weights import assert_weights_equal, weights_of
@@ -33,9 +32,7 @@ def trainer_of(path: str, config: LearnerConfig = CONFIG) -> Trainer:
 
 
 def trained(trainer: Trainer, num_steps: int = 2) -> list[dict[str, float]]:
-    sequences = random_sequences(11)
-    shares = karmarkar_karp([len(s.input_ids) for s in sequences], trainer.mesh.num_ranks // trainer.mesh.sp_size)
-    share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
+    share = share_of(trainer, random_sequences(11))
     step = policy_step(trainer, AlgorithmConfig(loss="reinforce"))
     return [step.run(share) for _ in range(num_steps)]
 

@@ -261,14 +261,14 @@ def test_one_slab_holds_all_copies_and_is_used_again():
     movable = MovableTensors(lambda: tensors)
     for _ in range(2):
         movable.offload()
-        slab = movable._slab
+        slab = movable.slab
         assert slab.untyped_storage().nbytes() == 512 + 4096 + 512
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in tensors)
         movable.load()
         assert [tensor[-1].item() for tensor in tensors] == [2.0, 999.0, 0.0]
-        assert movable._slab is slab
+        assert movable.slab is slab
     tensors.append(torch.ones(2000))
     movable.offload()
-    assert len(movable._slab) == 512 + 4096 + 512 + 8192
+    assert len(movable.slab) == 512 + 4096 + 512 + 8192
     movable.load()
     assert tensors[3].sum().item() == 2000.0

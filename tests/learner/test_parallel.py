@@ -10,7 +10,7 @@ from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import FinishReason, Plan
 from learner import fsdp
 from learner.advantages import BatchAdvantages
-from learner.batching import karmarkar_karp, rank_batches
+from learner.batching import rank_batches
 from learner.config import (
     Aggregation,
     AlgorithmConfig,
@@ -24,7 +24,7 @@ from learner.config import (
 from learner.losses import LOSSES
 from learner.trainer import Trainer
 from learner.types import TokenSequence, group_sequences
-from tests.support.policy_step import policy_step
+from tests.support.policy_step import policy_step, share_of
 from tests.support.ranks import run_on_ranks
 from tests.support.tiny_models import VOCABULARY, awkward_sequences, random_sequences
 from tests.support.trajectories import make_group
@@ -78,8 +78,7 @@ def train(
     outcomes = []
     for algorithm in CASES[:num_cases]:
         trainer = Trainer(learner, model_path=model_path, total_updates=NUM_UPDATES, temperature=0.7)
-        shares = karmarkar_karp([len(s.input_ids) for s in sequences], learner.num_ranks // learner.sp_size)
-        share = [sequences[index] for index in shares[trainer.mesh.dp_rank]]
+        share = share_of(trainer, sequences)
         step = policy_step(trainer, algorithm)
         metrics = [step.run(share) for _ in range(NUM_UPDATES)]
         outcomes.append((metrics, weights_of(trainer), len(share)))

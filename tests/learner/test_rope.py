@@ -64,7 +64,7 @@ def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
     longer = next(one for one in random_sequences(20) if len(one.input_ids) > LIMIT)
     # only one data-parallel rank has the long sequence
     own = [longer, *sequences] if model.mesh.rank == 0 or sp_size > 1 else sequences
-    with pytest.raises(ValueError, match=rf"beyond {LIMIT} tokens, so sequences must not be longer, got \d\d"):
+    with pytest.raises(ValueError, match=rf"beyond {LIMIT} tokens, .*, got \d\d"):
         model.scores(own)
     return found
 

@@ -106,7 +106,7 @@ def test_a_model_that_the_learner_computes_wrongly_is_refused_by_name(family, cu
 @pytest.mark.parametrize("family", ["granite", "cohere", "gemma2"])
 def test_unknown_logit_transformations_are_refused(family, tmp_path, monkeypatch):
     monkeypatch.setattr(heads, "logit_shape", lambda _config: pretrained.LogitShape())
-    with pytest.raises(ValueError, match=r"its logits differ by .* computes: a linear map of the last hidden states"):
+    with pytest.raises(ValueError, match=r"its logits differ by .*: a linear map of"):
         load(saved(tmp_path, family))
 
 
@@ -124,7 +124,7 @@ def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, capl
     assert "off while training" in caplog.text
     sequences = random_sequences(5)
     scores = model.scores(sequences)
-    model._set_training(True)
+    model.set_training(True)
     with torch.no_grad(), model.sharding:
         for micro_batch in model.pack(sequences).micro_batches:
             trained = model.head(micro_batch)[0].float().numpy()
@@ -177,7 +177,7 @@ def test_the_self_test_is_the_same_for_all_frozen_roles(hybrid):
 
 def test_a_model_type_without_the_head_is_refused_by_name(tmp_path):
     AutoConfig.for_model("t5").save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="no model with the head that this role needs for the model type 't5'"):
+    with pytest.raises(ValueError, match=r"no model with the head .* model type 't5'"):
         load(str(tmp_path))
     AutoConfig.for_model(
         "encoder-decoder", encoder={"model_type": "bert"}, decoder={"model_type": "bert"}
@@ -283,7 +283,7 @@ def test_the_self_test_crosses_a_window_longer_than_its_sequences(family, option
     held = [vars(part)[name] for part in model.pretrained.modules() for name in option if vars(part).get(name)]
     assert {*held, *(getattr(model.pretrained.config, name) for name in option)} == {*option.values()}
     monkeypatch.setattr(attention, "_span", lambda _module, _window: (None, None))
-    with pytest.raises(ValueError, match="computes different values for packed sequences and for single sequences"):
+    with pytest.raises(ValueError, match=r"different values for packed sequences"):
         load(path)
 
 
@@ -301,7 +301,7 @@ def test_routing_that_rounding_decides_does_not_refuse_a_mixture(tmp_path, monke
     assert max(ranks) < 0.02
     if sp_size == 1:
         monkeypatch.setattr(selftest, "_fixed_routing", lambda _model: nullcontext())
-        with pytest.raises(ValueError, match="computes different values for packed sequences and for single sequences"):
+        with pytest.raises(ValueError, match=r"different values for packed sequences"):
             load(path, dtype="bfloat16")
 
 

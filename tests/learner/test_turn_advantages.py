@@ -430,5 +430,5 @@ def test_a_sequence_that_does_not_name_its_turns_is_refused():
         trajectory=(4, 1),
     )
     algorithm = AlgorithmConfig(advantage="turn_grpo")
-    with pytest.raises(ValueError, match=r"needs the turns of each sequence, got none for trajectory \(4, 1\)"):
+    with pytest.raises(ValueError, match=r"needs the turns .*, got none for trajectory \(4, 1\)"):
         BatchAdvantages(algorithm, open_mesh(LearnerConfig(device=Device.cpu))).assign([one], {(4, 1): 1.0})

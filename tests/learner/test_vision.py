@@ -198,9 +198,9 @@ def test_a_frozen_tower_does_not_change(model_path: str, sequences: list[TokenSe
 
 
 def test_adapters_and_critics_of_models_with_images_are_refused(model_path: str) -> None:
-    with pytest.raises(ValueError, match=r"learner\.lora\.rank must be 0 for a model with images, got 2"):
+    with pytest.raises(ValueError, match=r"learner\.lora\.rank must be 0 .*, got 2"):
         make_trainer(model_path, lora=LoraConfig(rank=2))
-    with pytest.raises(ValueError, match="a critic or reward model must be a text model, got qwen3_vl"):
+    with pytest.raises(ValueError, match=r"critic .*must be a text model, got qwen3_vl"):
         CRITIC.load(model_path, torch.float32)
 
 

@@ -178,7 +178,7 @@ def test_quantized_weights_are_refused_by_name(tmp_path: Path) -> None:
     path = save_tiny_model(tmp_path / "model")
     file = tmp_path / "model" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
-    with pytest.raises(ValueError, match="holds quantized weights, which the learner cannot train"):
+    with pytest.raises(ValueError, match=r"holds quantized weights"):
         load_causal_lm(path, torch.float32)
 
 

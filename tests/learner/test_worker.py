@@ -194,11 +194,11 @@ def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
     worker = start(directory, 2, connect_buffer=ForgetfulBuffer)
     published(worker, 7)
     before = weights_norm(worker)
-    with pytest.raises(BatchLost, match=r"batch of step 7 is lost: rank \d of 'actor' did not find \d of its"):
+    with pytest.raises(BatchLost, match=r"step 7 is lost: rank \d of 'actor' .* \d of its"):
         worker.step([batch([1, 2, 3]), batch([4])][rank])
     assert weights_norm(worker) == before
     for queued in (partial(worker.publish_weights, 8), partial(worker.step, replace(batch([3]), version=8))):
-        with pytest.raises(BatchLost, match="'actor' is at version 7 and skips a call for version 8"):
+        with pytest.raises(BatchLost, match=r"'actor' is at version 7 .* version 8"):
             queued()
     with pytest.raises(BatchLost):
         worker.save_checkpoint(f"{directory}/never", 8)

@@ -10,17 +10,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from asyncrl.core.errors import SandboxError
-from asyncrl.core.types import Prompt
-from rollout_fleet.config import RolloutFleetConfig
-from rollout_fleet.episodes.config import EnvironmentConfig
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
-from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from rollout_fleet.sandbox import Sandbox
-from tests.support.policy_endpoint import PolicyEndpoint
+from tests.support import played_environments
+from tests.support.played_environments import make_prompt
 
 ROOT = Path(__file__).parents[2]
 AGENTS = ROOT / "examples" / "agents"
@@ -28,16 +24,8 @@ PAGE = ROOT / "docs" / "agents.md"
 
 
 async def play(name: str, options: dict, script, *, text: str, truth: str = "", group_id: int = 7):
-    messages = ({"role": "user", "content": text},)
-    ids = np.asarray([3, 4], dtype=np.int32)
-    prompt = Prompt(group_id=group_id, prompt_ids=ids, messages=messages, ground_truth=truth)
-    environments = EnvironmentProcesses(RolloutFleetConfig(environment=EnvironmentConfig(name=name, options=options)))
-    await environments.start()
-    try:
-        async with PolicyEndpoint(script) as endpoint:
-            return await environments.run(prompt, endpoint.open(), sample=0), endpoint.requests
-    finally:
-        await environments.close()
+    prompt = make_prompt(text, group_id=group_id, ground_truth=truth)
+    return await played_environments.play(name, options, script, prompt=prompt)
 
 
 def said(text: str) -> dict[str, Any]:

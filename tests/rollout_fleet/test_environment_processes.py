@@ -386,19 +386,10 @@ async def test_a_process_keeps_the_idle_threads_of_a_pool(agents):
         assert environments.counts["processes_retired"] == 0
 
 
-async def test_a_cancelled_episode_ends_at_once_and_gives_its_place_back(agents):
+@pytest.mark.parametrize("what", ["hang", "fail at the end"])
+async def test_a_cancelled_episode_ends_at_once_gives_its_place_back_and_leaves_no_traceback(agents, capfd, what):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", episodes_per_process=1) as environments:
-        running = asyncio.create_task(environments.run(prompt("hang"), endpoint.open(), sample=0))
-        await asyncio.sleep(0.5)
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert (await environments.run(prompt(), endpoint.open(), sample=0)).reward == 1.0
-
-
-async def test_a_cancelled_episode_that_fails_at_its_end_leaves_no_traceback(agents, capfd):
-    async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
-        running = asyncio.create_task(environments.run(prompt("fail at the end"), endpoint.open(), sample=0))
+        running = asyncio.create_task(environments.run(prompt(what), endpoint.open(), sample=0))
         await asyncio.sleep(0.5)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -457,7 +448,7 @@ async def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(agen
 
 
 async def test_a_python_that_does_not_exist_is_refused_by_its_option(agents):
-    with pytest.raises(ValueError, match=r"environment.python must be the path of a Python interpreter, got '/no/py"):
+    with pytest.raises(ValueError, match=r"environment\.python must be .*, got '/no/py"):
         async with processes(f"{agents}:main", python="/no/python"):
             pass
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from asyncrl.core.errors import EpisodeEnded, EpisodeOverflow, RequestRefused, WorkerDiedError
-from asyncrl.core.trajectory import ROOT, TrajectoryGroup
+from asyncrl.core.trajectory import ROOT
 from asyncrl.core.types import Prompt
 from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
@@ -26,6 +26,7 @@ from rollout_fleet.metrics import FleetCounters
 from rollout_fleet.rewards import REWARDS, Score, WeightedRewards
 from tests.support.registries import undo_registrations
 from tests.support.rollout import digits, make_prompts, running_loop, update
+from tests.support.trajectories import assert_by_context
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
@@ -34,27 +35,22 @@ TOOL = 40
 """A token that only tools write."""
 
 
-def next_token(context: list[int]) -> tuple[int, bool]:
-    number = zlib.crc32(np.asarray(context, dtype=np.int32).tobytes())
-    return 16 + number % 20, number % 11 == 0
+def number_of(context: list[int]) -> int:
+    return zlib.crc32(np.asarray(context, dtype=np.int32).tobytes())
+
+
+def next_token(context: list[int]) -> int:
+    return 16 + number_of(context) % 20
 
 
 def writes_by_context(request, version) -> ScriptedAnswer:
     context, response = request.prompt_ids.tolist(), []
     for _ in range(request.sampling.max_new_tokens):
-        token, ends = next_token([*context, *response])
-        response.append(token)
-        if ends:
+        before = [*context, *response]
+        response.append(next_token(before))
+        if number_of(before) % 11 == 0:
             break
     return ScriptedAnswer(response=response, token_delay_s=0.01)
-
-
-def assert_by_context(group: TrajectoryGroup) -> None:
-    """Check that every sampled token follows from the tokens before it on its path."""
-    for branch in group.branches:
-        ids, mask = group.along(branch, "token_ids").tolist(), group.trained_mask(branch)
-        for place in np.flatnonzero(mask).tolist():
-            assert ids[place] == next_token(ids[:place])[0]
 
 
 Play = Callable[[EpisodeRun, int], Awaitable[Outcome]]
@@ -114,7 +110,7 @@ async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
         await buffer.stored(3)
         counters = await loop.stop()
     for group in buffer.groups:
-        assert_by_context(group)
+        assert_by_context(group, next_token)
         assert [len(branch.turns) for branch in group.branches] == [6, 6], "a prompt, three answers, two tools"
         assert dict(group.summary.metrics)["turns"] == 3.0
         assert group.turn_sums.tolist() == [0.5, 0.5]
@@ -149,7 +145,7 @@ async def test_weights_change_in_the_middle_of_episodes(make_buffer, save_progre
         await buffer.stored(2)
         counters = await loop.stop()
     for group in buffer.groups:
-        assert_by_context(group)
+        assert_by_context(group, next_token)
         assert len({*group.versions.tolist()}) > 2, "two versions at least, beside the given tokens"
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
@@ -180,7 +176,7 @@ async def test_turns_of_groups_that_were_not_aborted_in_time_for_an_update_are_c
         assert {*aborted} == {"0-0-0-3-1"}, "the other episode asked for its second turn in the meantime"
         await buffer.stored(1)
         counters = await loop.stop()
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -198,7 +194,7 @@ async def test_a_turn_that_the_engine_aborts_by_itself_is_continued(make_buffer)
         await buffer.stored(1)
         counters = await loop.stop()
     assert cut_off
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
     assert (buffer.released, counters.tokens_generated) == ([], buffer.num_tokens)
 
 
@@ -213,7 +209,7 @@ async def test_an_engine_that_aborts_each_request_at_once_is_not_asked_without_a
     async with running_loop(buffer, aborts_for_5_s, player=Playing(turns(2))) as (_, engine, _):
         await buffer.stored(1)
     assert 40 < len(engine.requests) / 2 < 60, "10 requests per second and turn"
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
 
 
 async def test_a_waiting_tool_holds_no_place(make_buffer):
@@ -288,7 +284,7 @@ async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer)
         await buffer.stored(1)
         second = await loop.stop()
     (group,) = buffer.groups
-    assert_by_context(group)
+    assert_by_context(group, next_token)
     assert [trajectory.turns[1].token_ids.tolist() for trajectory in group.trajectories()] == prefixes
     assert all(len(request.prompt_ids) > 3 for request in engine.requests), "the first turns are not sampled again"
     assert first.tokens_generated + second.tokens_generated == buffer.num_tokens == buffer.num_accounted
@@ -377,7 +373,7 @@ async def test_an_engine_that_fails_while_tools_run_leaves_the_turns_to_the_next
     async with running_loop(buffer, writes_by_context, player=player) as (_, _, _):
         await buffer.stored(2)
     for group in buffer.groups:
-        assert_by_context(group)
+        assert_by_context(group, next_token)
     assert sum(buffer.ledger.account.tokens_dropped.values()) == 0
 
 
@@ -556,7 +552,7 @@ async def test_a_request_that_is_refused_after_an_update_costs_no_turn_of_anothe
         counters = await loop.stop()
     assert refused == [("0-0-0", 0)]
     for group in buffer.groups:
-        assert_by_context(group)
+        assert_by_context(group, next_token)
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -581,7 +577,7 @@ async def test_branches_roots_and_parallel_turns(make_buffer):
         await buffer.stored(1)
         counters = await loop.stop()
     (group,) = buffer.groups
-    assert_by_context(group)
+    assert_by_context(group, next_token)
     assert len(group.branches) == 2 * 7, "three branches and four roots each"
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
@@ -598,7 +594,7 @@ async def test_the_device_is_released_while_tools_run_and_turns_wait_for_the_nex
         await update(loop, buffer)
         await buffer.stored(1)
         assert len(engine.requests) > num_asked
-    assert_by_context(buffer.groups[0])
+    assert_by_context(buffer.groups[0], next_token)
 
 
 async def test_a_greedy_baseline_is_an_episode_too(make_buffer):

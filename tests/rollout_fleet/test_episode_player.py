@@ -16,7 +16,6 @@ import numpy as np
 import psutil
 import pytest
 
-from asyncrl.core.trajectory import TrajectoryGroup
 from asyncrl.core.types import Prompt
 from rollout_fleet.answering import AnsweringParts
 from rollout_fleet.config import RolloutFleetConfig, SamplingConfig, SaveProgress
@@ -31,6 +30,7 @@ from rollout_fleet.rewards import WeightedRewards
 from tests.support.chat_models import save_chat_model
 from tests.support.offers import bare_offer
 from tests.support.rollout import InMemoryBuffer, update
+from tests.support.trajectories import assert_by_context
 
 pytestmark = pytest.mark.timeout(900)
 GROUP_SIZE = 4
@@ -156,20 +156,6 @@ async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model
         await running
     finally:
         await asyncio.gather(player.close(), rewards.close(), engine.stop())
-
-
-def assert_by_context(group: TrajectoryGroup, next_token: Next) -> int:
-    """Check that every sampled token follows from the tokens before it on its path.
-
-    Returns the number of sampled tokens.
-    """
-    num_checked = 0
-    for branch in group.branches:
-        ids, mask = group.along(branch, "token_ids").tolist(), group.trained_mask(branch)
-        for place in np.flatnonzero(mask).tolist():
-            assert ids[place] == next_token(ids[:place])
-            num_checked += 1
-    return num_checked
 
 
 @pytest.mark.parametrize("num_episodes", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (120, 1000))])

@@ -14,6 +14,7 @@ from rollout_fleet.config import RolloutFleetConfig, SamplingConfig
 from rollout_fleet.engines.engine import SampleOutput
 from rollout_fleet.episodes import PROMPT, Endpoint, Episode, EpisodeBudget, SessionCounts
 from rollout_fleet.episodes.environment import Outcome
+from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
 from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
 from rollout_fleet.episodes.player import EpisodePlayer, session_metrics
 from rollout_fleet.metrics import EpisodeCount
@@ -79,7 +80,7 @@ async def test_an_episode_is_described_with_a_piece_of_text_per_version_and_the_
 async def test_tokens_outside_the_vocabulary_are_neither_given_nor_sampled_after():
     run = await play([answered(1, num_cached=None) for _ in range(3)])
     num_turns = len(run.episode.live)
-    with pytest.raises(RequestRefused, match=r"token ids must be in 0\.\.99, got 5\.\.100; encode them"):
+    with pytest.raises(RequestRefused, match=r"token ids must be in 0\.\.99, got 5\.\.100;"):
         run.give(PROMPT, [5, 100])
     with pytest.raises(RequestRefused, match=r"token ids must be in 0\.\.99, got -1\.\.-1"):
         await run.sample(PROMPT, [-1], SamplingConfig())
@@ -105,8 +106,8 @@ async def test_an_environment_may_reward_finished_turns_only(monkeypatch):
         return True
 
     monkeypatch.setattr(player, "_renderer", object())
-    monkeypatch.setattr(player._processes, "run", outcome)
-    monkeypatch.setattr(player._processes, "is_replayable", always)
+    monkeypatch.setattr(EnvironmentProcesses, "run", outcome)
+    monkeypatch.setattr(EnvironmentProcesses, "is_replayable", always)
     first, second = (asyncio.create_task(run.sample(PROMPT, (), SamplingConfig(max_new_tokens=8))) for _ in range(2))
     await asyncio.sleep(0)
     run.take(run.next_requests()[0].id, answered(3, num_cached=None))

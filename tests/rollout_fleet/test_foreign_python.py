@@ -8,20 +8,18 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from asyncrl.core.types import Prompt
-from rollout_fleet.config import RolloutFleetConfig
-from rollout_fleet.episodes.config import EnvironmentConfig
 from rollout_fleet.episodes.environment import EpisodeFailure, FailureKind, Outcome
-from rollout_fleet.episodes.environment_processes import EnvironmentProcesses
+from tests.support import played_environments
 from tests.support.foreign_python import ADDITION, python_with
-from tests.support.policy_endpoint import PolicyEndpoint
+from tests.support.played_environments import make_prompt
 
 pytestmark = pytest.mark.timeout(600)
+play = partial(played_environments.play, start_timeout_s=300.0)
 AGENT = """
 import importlib.util, sys
 from rollout_fleet.episodes import Outcome
@@ -34,22 +32,6 @@ async def main(prompt, policy):
 """
 
 
-def make_prompt(**extra) -> Prompt:
-    messages = ({"role": "user", "content": "hello"},)
-    return Prompt(group_id=7, prompt_ids=np.asarray([3, 4], dtype=np.int32), messages=messages, extra=extra)
-
-
-async def play(python: str, name: str, script=None, *, options=None, prompt: Prompt) -> tuple[Outcome, list[dict]]:
-    environment = EnvironmentConfig(name=name, python=python, options=options or {}, start_timeout_s=300.0)
-    environments = EnvironmentProcesses(RolloutFleetConfig(environment=environment))
-    await environments.start()
-    try:
-        async with PolicyEndpoint(*([script] if script else [])) as endpoint:
-            return await environments.run(prompt, endpoint.open(), sample=0), endpoint.requests
-    finally:
-        await environments.close()
-
-
 @pytest.fixture(scope="module")
 def bare_python(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("bare")
@@ -59,7 +41,7 @@ def bare_python(tmp_path_factory) -> str:
 
 async def test_an_environment_runs_under_a_python_without_any_package(bare_python, tmp_path):
     (tmp_path / "agent.py").write_text(AGENT)
-    outcome, _ = await play(bare_python, f"{tmp_path}/agent.py:main", prompt=make_prompt())
+    outcome, _ = await play(f"{tmp_path}/agent.py:main", python=bare_python)
     assert outcome.reward == 5.0
     assert outcome.metrics == {"numpy": 1.0, "aiohttp": 1.0, "torch": 1.0, "msgpack": 1.0}
     assert outcome.answer == f"HELLO {Path(bare_python).parents[1]}"
@@ -67,7 +49,7 @@ async def test_an_environment_runs_under_a_python_without_any_package(bare_pytho
 
 async def test_an_adapter_whose_package_the_python_lacks_names_package_and_python(bare_python):
     with pytest.raises(ValueError, match=rf"needs the package aiohttp in {bare_python}: .*install it there"):
-        await play(bare_python, "openenv", options={"url": "http://127.0.0.1:1"}, prompt=make_prompt())
+        await play("openenv", {"url": "http://127.0.0.1:1"}, python=bare_python)
 
 
 MCP_SERVER = """
@@ -118,11 +100,12 @@ async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path
     def script(body):
         return {"role": "assistant", "content": "3"}
 
-    outcome, requests = await play(full_python, "verifiers", script, options=options, prompt=make_prompt(task=2))
+    prompts = [make_prompt(extra={"task": task}) for task in (2, 3)]
+    outcome, requests = await play("verifiers", options, script, python=full_python, prompt=prompts[0])
     assert outcome == Outcome(reward=2.0, metrics={"exact": 2.0}, answer="3")
     assert requests[0]["messages"] == [{"role": "user", "content": "2 + 1"}]
-    with pytest.raises(EpisodeFailure, match=r"column 'task' must be the index of a task in 0..2, got 3"):
-        await play(full_python, "verifiers", script, options=options, prompt=make_prompt(task=3))
+    with pytest.raises(EpisodeFailure, match=r"column 'task' must be .* 0\.\.2, got 3"):
+        await play("verifiers", options, script, python=full_python, prompt=prompts[1])
 
 
 @pytest.mark.slow
@@ -141,7 +124,7 @@ async def test_real_mcp_servers_and_a_gymnasium_game_are_played(full_python, tmp
         }
 
     servers = {"numbers": {"command": full_python, "args": [f"{tmp_path}/server.py"]}}
-    outcome, requests = await play(full_python, "mcp", doubles, options={"servers": servers}, prompt=make_prompt())
+    outcome, requests = await play("mcp", {"servers": servers}, doubles, python=full_python)
     assert outcome.answer == "42"
     assert requests[0]["tools"][0]["function"]["parameters"]["required"] == ["a"]
     with socket.socket() as free:
@@ -151,18 +134,18 @@ async def test_real_mcp_servers_and_a_gymnasium_game_are_played(full_python, tmp
     process = await asyncio.create_subprocess_exec(full_python, f"{tmp_path}/server.py", str(port))
     try:
         await wait_for_port(port)
-        outcome, _ = await play(full_python, "mcp", doubles, options=listening, prompt=make_prompt())
+        outcome, _ = await play("mcp", listening, doubles, python=full_python)
         assert outcome.answer == "42"
     finally:
         process.kill()
         await process.wait()
     with pytest.raises(EpisodeFailure, match=rf"{port}/mcp'}} cannot be reached or was lost: ConnectError") as failure:
-        await play(full_python, "mcp", doubles, options=listening, prompt=make_prompt())
+        await play("mcp", listening, doubles, python=full_python)
     assert failure.value.kind is FailureKind.tool
 
     def right(body):
         return {"role": "assistant", "content": "2"}
 
     options = {"env": "FrozenLake-v1", "kwargs": {"is_slippery": False}, "max_steps": 4}
-    outcome, _ = await play(full_python, "gym", right, options=options, prompt=make_prompt())
+    outcome, _ = await play("gym", options, right, python=full_python)
     assert outcome.metrics["steps"] == 4.0

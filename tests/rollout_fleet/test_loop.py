@@ -517,7 +517,7 @@ async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_
         await loop.release_device(1)
         assert loading.done()
         assert engine.released
-        with pytest.raises(WeightsGone, match="policy version 2 is from the old incarnation 0 of the learner"):
+        with pytest.raises(WeightsGone, match=r"policy version 2 is from the old incarnation 0 of the learner"):
             await loop.load_weights(bare_offer(2))
         assert engine.released, "an offer that was under way does not take the device back"
         await asyncio.sleep(0.05)

@@ -48,6 +48,10 @@ async def test_an_answer_to_a_cancelled_fleet_request_is_dropped():
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
     await desk.answer(number, FleetAnswer(words="0: serves"))
+    waiting = asyncio.create_task(desk.ask(FleetRequest(action=Action.describe)))
+    number, _ = await desk.next_request()
+    await desk.answer(number, FleetAnswer(words="0: drains"))
+    assert (await waiting).words == "0: drains"
 
 
 def test_the_commands_read_how_to_authenticate_where_ray_does():

@@ -120,7 +120,7 @@ def test_a_model_without_a_template_needs_tokens_for_the_markers_of_roles(tmp_pa
     with pytest.raises(ValueError, match=r"no tokens for <\|system\|> of the plain template; add a chat_template"):
         load_renderer(str(path), RendererConfig())
     (path / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match=r"tokenizer.json must be a tokenizer of the tokenizers library"):
+    with pytest.raises(ValueError, match=r"tokenizer\.json must be .* tokenizers library"):
         load_renderer(str(path), RendererConfig())
 
 

@@ -74,7 +74,7 @@ async def test_the_reward_format_matches_the_whole_response():
     good = "<think>\n1+1\n</think> <answer>2</answer>"
     assert [await score("format", None, text) for text in (good, good + " more", "2")] == [1.0, 0.0, 0.0]
     assert await score("format", None, "7.", options={"pattern": r"\d\."}) == 1.0
-    with pytest.raises(ValueError, match=r"reward format: pattern must be a regular expression, got '\('"):
+    with pytest.raises(ValueError, match=r"reward format: pattern must be .*, got '\('"):
         BoundReward("format", {"pattern": "("})
 
 

@@ -114,14 +114,14 @@ async def test_a_group_relative_reward_sees_all_rollouts_and_returns_one_score_e
     rewards = await scorer("odd_rewards:shortest")
     assert (await rewards.score(prompt_of(), ["aa", "a", "bbb", "b"])).total.tolist() == [0, 1, 0, 1]
     rewards = await scorer("odd_rewards:too_few")
-    with pytest.raises(RewardError, match="group 7 returned 1 scores; it must return one per rollout, 2"):
+    with pytest.raises(RewardError, match=r"group 7 returned 1 scores; .*, 2"):
         await rewards.score(prompt_of(), ["a", "b"])
 
 
 @pytest.mark.parametrize("kind", ["dict", "set"])
 async def test_a_group_relative_reward_returns_its_scores_in_order(scorer, kind):
     rewards = await scorer("odd_rewards:without_order")
-    with pytest.raises(RewardError, match=f"returned a {kind}; it must return a list of scores, one per rollout"):
+    with pytest.raises(RewardError, match=rf"returned a {kind}; .* a list of scores"):
         await rewards.score(prompt_of(), [kind, "b"])
 
 
@@ -167,9 +167,9 @@ async def test_a_reward_that_cannot_be_called_is_refused_before_the_first_score(
 
 async def test_rewards_of_turns_must_be_finite_and_of_turns_that_exist(scorer):
     rewards = await scorer("odd_rewards:bad_turns")
-    with pytest.raises(RewardError, match="it must return one finite number per response"):
+    with pytest.raises(RewardError, match=r"must return one finite number"):
         await rewards.score(prompt_of(), ["nan"])
-    with pytest.raises(RewardError, match=r"rewards of turns \[2\]; the turns of this rollout are \[1\]"):
+    with pytest.raises(RewardError, match=r"rewards of turns \[2\]; .* \[1\]"):
         await rewards.score(prompt_of(), ["a"])
 
 

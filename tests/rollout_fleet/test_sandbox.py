@@ -23,10 +23,13 @@ SYSTEM_PYTHON = "/usr/bin/python3"
 ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
 
 
-def _sandbox(kind: SandboxKind, **options) -> Sandbox:
+def _python_of(kind: SandboxKind) -> str:
     # Without namespaces, root's programs run as another user. This user may not enter the interpreter's folder.
-    python = SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
-    return Sandbox(kind=kind, python=python, **options)
+    return SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
+
+
+def _sandbox(kind: SandboxKind, **options) -> Sandbox:
+    return Sandbox(kind=kind, python=_python_of(kind), **options)
 
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
@@ -419,7 +422,7 @@ asyncio.run(Sandbox(kind=sys.argv[1], python=sys.argv[2]).run("import time; time
 
 
 def test_a_sandbox_ends_when_its_owner_is_killed(kind):
-    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind, _sandbox(kind)._python])
+    owner = subprocess.Popen([sys.executable, "-c", OWNER, kind, _python_of(kind)])
     process = psutil.Process(owner.pid)
     deadline = time.monotonic() + 60
     programs = []
@@ -504,7 +507,7 @@ def test_a_probe_that_finds_a_hole_refuses_the_kind_of_sandbox(monkeypatch, isol
     monkeypatch.setattr(sandbox_module, "_root_entries", lambda python: [*entries(python), hole])
     probe = sandbox_module._PROBE.replace("open({path!r})", f"open({hole[1]!r} + {{path!r}}.removeprefix({hole[2]!r}))")
     monkeypatch.setattr(sandbox_module, "_PROBE", probe)
-    with pytest.raises(SandboxError, match="a program can read files of this machine"):
+    with pytest.raises(SandboxError, match=r"can read files of this machine"):
         asyncio.run(Sandbox(kind=isolating).start())
 
 
@@ -526,7 +529,7 @@ def test_wrong_options_of_a_sandbox_are_refused():
         Sandbox(kind="chroot")
     with pytest.raises(ValueError, match="memory_bytes of a sandbox must be > 0, got 0"):
         SandboxLimits(memory_bytes=0)
-    with pytest.raises(ValueError, match="cpu_time_s of a sandbox must be finite, got inf"):
+    with pytest.raises(ValueError, match=r"cpu_time_s .*must be finite, got inf"):
         SandboxLimits(cpu_time_s=math.inf)
     with pytest.raises(ValueError, match="must be a Python interpreter, got /bin/nothing"):
         asyncio.run(Sandbox(python="/bin/nothing").start())

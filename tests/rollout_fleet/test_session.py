@@ -240,7 +240,7 @@ async def test_requests_with_one_key_get_one_turn_and_other_keys_other_turns(ren
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>")
     (first,), (again,), (other,) = [(await talk.chat(USER, key=key)) for key in "aab"]
     assert first.turn == again.turn != other.turn
-    with pytest.raises(ValueError, match="idempotency key 'a' was used for another request; use a new key"):
+    with pytest.raises(ValueError, match=r"idempotency key 'a' was used .*; use a new key"):
         await talk.chat(MORE, key="a")
 
 

@@ -15,7 +15,7 @@ from asyncrl.core.types import FinishReason
 from rollout_fleet.config import EngineDevice, OnUpdate, RolloutFleetConfig, SamplingConfig, SGLangConfig
 from rollout_fleet.engines.engine import EngineLoad, SampleRequest
 from rollout_fleet.engines.server_hooks import report_path
-from rollout_fleet.engines.sglang import SGLangEngine, _StreamedSample
+from rollout_fleet.engines.sglang import SGLangEngine, StreamedSample
 from tests.support.offers import bare_offer
 
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
@@ -102,7 +102,7 @@ def new_engine(server, folder, *, vocab_size=50, **options):
         seed=0,
         server=server,
     )
-    engine._client = server
+    engine.client = server
     return engine
 
 
@@ -337,7 +337,7 @@ async def test_a_load_that_is_cancelled_leaves_an_engine_that_has_failed(engine,
     with pytest.raises(asyncio.CancelledError):
         await loading
     for asked in (engine.wait_failed(), answers_of(engine, 1), engine.release_memory()):
-        with pytest.raises(EngineError, match="told to load policy version 1, and the load was cancelled"):
+        with pytest.raises(EngineError, match=r"policy version 1, .* cancelled"):
             await asyncio.wait_for(asked, 5)
 
 
@@ -406,7 +406,7 @@ async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
 async def test_the_rest_of_a_response_ends_at_a_stop_text_that_its_earlier_tokens_began(server, tmp_path, monkeypatch):
     sampling = SamplingConfig(max_new_tokens=4, stop=("5><6",))
     engine = new_engine(server, tmp_path, sampling=sampling)
-    monkeypatch.setattr(engine, "_decode", lambda ids: "".join(f"<{token}>" for token in ids))
+    monkeypatch.setattr(engine, "decoder", lambda: lambda ids: "".join(f"<{token}>" for token in ids))
     server.events = []
     await engine.start()
     server.events = [[finished(0, [6, 7, 8])]]
@@ -452,7 +452,7 @@ async def test_nothing_is_answered_after_the_engine_has_failed(engine, server):
 
 
 def test_chunks_are_put_together_with_the_versions_of_the_last():
-    sample = _StreamedSample(requests_of(1)[0], 3)
+    sample = StreamedSample(requests_of(1)[0], 3)
     assert sample.add(chunk([5], 1)) is None
     assert sample.add(chunk([6, 7], 3)) is None
     spans = [{"version": "3", "start": 0, "end": 2}, {"version": "4", "start": 2, "end": 4}]
@@ -466,7 +466,7 @@ def test_chunks_are_put_together_with_the_versions_of_the_last():
 
 
 def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_them_once():
-    sample = _StreamedSample(requests_of(1)[0], 3)
+    sample = StreamedSample(requests_of(1)[0], 3)
     sample.add(chunk([5, 6], 2))
     repeated = [[-0.5, 5, None], [-0.5, 6, None]]
     spans = [{"version": "3", "start": 0, "end": 2}]
@@ -484,7 +484,7 @@ async def test_a_sample_that_stops_in_the_step_of_its_abort_has_stopped(server, 
     engine = new_engine(server, tmp_path, sglang=SGLangConfig(tokenizer=True))
     server.events = []
     await engine.start()
-    engine._decode = lambda token_ids: "".join(map(str, token_ids))
+    engine.decoder = lambda: lambda token_ids: "".join(map(str, token_ids))
     spans = [{"version": "0", "start": 0, "end": len(ids)}]
     server.events = [[chunk(ids, len(ids), reason="abort", spans=spans)]]
     sampling = SamplingConfig(max_new_tokens=4, stop=("23",), stop_token_ids=(9,))
@@ -497,7 +497,7 @@ async def test_a_sample_that_stops_in_the_step_of_its_abort_has_stopped(server, 
 @pytest.mark.parametrize("wrong", [chunk([5], 3), chunk([5], 1, triples=[[-0.5, 6, None]])])
 def test_a_chunk_that_lacks_tokens_or_names_others_is_refused(wrong):
     with pytest.raises(ValueError, match=r"log-probs|output_ids"):
-        _StreamedSample(requests_of(1)[0], 3).add(wrong)
+        StreamedSample(requests_of(1)[0], 3).add(wrong)
 
 
 async def test_tokens_so_far_are_answered_as_aborted_when_the_server_dies(engine, server):
@@ -540,7 +540,7 @@ async def test_a_sample_that_the_server_loses_fails_the_engine_once_no_other_run
     ],
 )
 def test_of_a_sample_that_did_not_end_only_tokens_whose_version_is_certain_are_kept(later, kept):
-    sample = _StreamedSample(requests_of(1)[0], 3)
+    sample = StreamedSample(requests_of(1)[0], 3)
     sample.add(chunk([5], 1))
     for more in later:
         sample.add(more)
@@ -561,14 +561,14 @@ async def test_options_of_a_request_reach_the_server_beside_the_stop_tokens_of_t
     own = SamplingConfig(stop=("END",), stop_token_ids=(9, 2), seed=5, json_schema="{}")
     for sampling in (own, SamplingConfig()):
         server.calls.clear()
-        body = engine._request_body([SampleRequest(id="a", prompt_ids=np.array([3]), sampling=sampling)])
+        body = engine.request_body([SampleRequest(id="a", prompt_ids=np.array([3]), sampling=sampling)])
         sent = body["sampling_params"]
         assert {name: sent.get(name) for name in ("stop", "sampling_seed", "json_schema")} == (
             {"stop": ["END"], "sampling_seed": 5, "json_schema": "{}"}
             if sampling is own
             else dict.fromkeys(("stop", "sampling_seed", "json_schema"))
         )
-        assert sent["stop_token_ids"] == sorted({*engine._facts.eos_ids, *sampling.stop_token_ids})
+        assert sent["stop_token_ids"] == sorted({*engine.facts.eos_ids, *sampling.stop_token_ids})
 
 
 async def test_a_stop_text_or_a_schema_is_refused_by_a_server_without_a_tokenizer(engine):

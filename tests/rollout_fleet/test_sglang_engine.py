@@ -21,7 +21,6 @@ import pytest
 import pytest_asyncio
 
 from asyncrl.core.errors import AsyncRLError, DeadlineError, EngineError, RequestRefused, WorkerDiedError
-from asyncrl.core.types import FinishReason
 from rollout_fleet.config import (
     SGLANG_RESERVED_POSITIONS,
     EngineDevice,
@@ -35,6 +34,7 @@ from tests.support.engine_probes import (
     RunningServer,
     answer,
     assert_continues,
+    assert_ends,
     folder_of,
     forward_logprobs,
     publish_weights,
@@ -122,13 +122,7 @@ async def test_logprobs_are_those_of_the_sampling_temperature_before_truncation(
 
 
 async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(engine):
-    samples = await answer(engine, requests_of(1, num_samples=100))
-    reasons = Counter(sample.finish_reason for sample in samples)
-    assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > 5
-    for sample in samples:
-        assert 1 not in sample.token_ids[:-1]
-        assert (sample.token_ids[-1] == 1) == (sample.finish_reason is FinishReason.stop)
-        assert len(sample.token_ids) == 12 or sample.finish_reason is FinishReason.stop
+    assert_ends(await answer(engine, requests_of(1, num_samples=100)), least=5)
 
 
 async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_on(engine):
@@ -210,7 +204,7 @@ async def failing_engine(engine, model_path, tmp_path):
     failing._version, failing._verified = engine.version, {engine.version}
     yield failing
     with contextlib.suppress(AsyncRLError):  # ends the update that the failed load left open
-        await failing._client.call("POST", "/end_weight_update", {})
+        await failing.client.call("POST", "/end_weight_update", {})
     await failing.stop()
     await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
 
@@ -233,7 +227,7 @@ async def assert_failed(engine, running, match):
 async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_again(
     failing_engine, publish, monkeypatch, how, error, match
 ):
-    call = failing_engine._client.call
+    call = failing_engine.client.call
 
     async def hang_in_the_update(method, path, *args, **options):
         if path == "/update_weights_from_tensor":
@@ -241,7 +235,7 @@ async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_agai
         return await call(method, path, *args, **options)
 
     if how == "hangs":
-        monkeypatch.setattr(failing_engine._client, "call", hang_in_the_update)
+        monkeypatch.setattr(failing_engine.client, "call", hang_in_the_update)
         monkeypatch.setattr(failing_engine, "_config", RolloutFleetConfig(load_timeout_s=0.3))
     offer = bare_offer(failing_engine.version + 1) if how == "fails" else publish(change=CHANGES.get(how))
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="failing", max_new_tokens=400, top_k=3)))

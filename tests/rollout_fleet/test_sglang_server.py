@@ -74,7 +74,7 @@ def launched_by(server):
 async def test_a_server_is_up_once_it_listens_and_leaves_nothing_when_stopped(make_server):
     server = make_server("print('loading', sys.argv[1:])" + textwrap.dedent(COMES_UP))
     await server.start()
-    process, scratch = launched_by(server), server._scratch
+    process, scratch = launched_by(server), server.scratch
     assert f"--port {server.url.rpartition(':')[2]}" in " ".join(process.cmdline())
     key = (scratch / "server.yaml").read_text().removeprefix("api-key: ").strip()
     assert server.headers == {"Authorization": f"Bearer {key}"}
@@ -111,9 +111,7 @@ async def test_a_death_is_noticed_and_shown_with_the_end_of_the_log(make_server)
 
 async def test_a_start_that_takes_too_long_is_stopped_and_named(make_server):
     server = make_server("print('still loading', flush=True)\ntime.sleep(600)", start_timeout_s=1.0)
-    with pytest.raises(
-        DeadlineError, match=r"was not up within 1.0 s; raise rollout_fleet.start_timeout_s if the model"
-    ):
+    with pytest.raises(DeadlineError, match=r"not up within 1\.0 s; raise rollout_fleet\.start_timeout_s"):
         await server.start()
     assert server.guard.returncode is not None
 
@@ -142,7 +140,7 @@ async def test_a_server_stopped_while_it_is_launched_leaves_nothing(make_server,
 async def test_a_guard_that_stands_still_is_killed_and_the_kernel_kills_the_server(make_server):
     server = make_server(COMES_UP, stop_timeout_s=0.1)
     await server.start()
-    process, scratch = launched_by(server), server._scratch
+    process, scratch = launched_by(server), server.scratch
     server.guard.send_signal(signal.SIGSTOP)
     await server.stop()
     await asyncio.to_thread(psutil.wait_procs, [process], 10)

@@ -137,7 +137,7 @@ def test_a_placeholder_ends_a_turn_and_is_refused_where_no_image_is(model_path, 
         bad = SampleRequest(id="a", prompt_ids=np.array(ids, dtype=np.int32), sampling=SamplingConfig(), images=images)
         with pytest.raises(RequestRefused, match=message):
             check_prompt(bad, facts.vocab_size, facts.image_token_id)
-    with pytest.raises(RequestRefused, match="request a has 1 images, but the model has no vision tower"):
+    with pytest.raises(RequestRefused, match=r"request a has 1 images, .*no vision tower"):
         check_prompt(request, facts.vocab_size)
 
 
@@ -146,7 +146,7 @@ def test_a_request_to_sglang_has_pixels_that_the_server_turns_into_features(mode
         RolloutFleetConfig(), model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0
     )
     requests = [request_of(reader, "a", 0, 1), request_of(reader, "b")]
-    body = engine._request_body(requests)
+    body = engine.request_body(requests)
     assert body["image_data"][1] is None
     ((item,),) = body["image_data"][:1]
     assert item["offsets"] == [(placed.offset, placed.end - 1) for placed in requests[0].images]
@@ -171,7 +171,7 @@ def test_sglang_takes_this_shape_of_a_request(model_path, reader, tmp_path):
     engine = SGLangEngine(
         RolloutFleetConfig(), model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0
     )
-    body = engine._request_body([request_of(reader, "a", 0, 1), request_of(reader, "b")])
+    body = engine.request_body([request_of(reader, "a", 0, 1), request_of(reader, "b")])
     body["input_ids"] = [ids.tolist() for ids in body["input_ids"]]
     request = io_struct.GenerateReqInput(**body)
     request.normalize_batch_and_arguments()
@@ -195,13 +195,8 @@ def talk(model_path, reader):
     rendered = renderer.render([{"role": "user", "content": [{"type": "image"}, text_of("which colour?")]}], [])
     image = reader.image(as_png(picture(0)), "image")
     ids = [copy for token in rendered for copy in ([token] * (2 if token == IMAGE else 1))]
-    turns = ScriptedTurns(ids, lambda ids, _: [12, 2])
-    turns.episode = type(turns.episode)(
-        "7-0-0",
-        np.array(ids, dtype=np.int32),
-        turns.episode._budget,
-        images=(PlacedImage(image=image, offset=ids.index(IMAGE)),),
-    )
+    images = (PlacedImage(image=image, offset=ids.index(IMAGE)),)
+    turns = ScriptedTurns(ids, lambda ids, _: [12, 2], images=images)
     prompt = Prompt(group_id=7, prompt_ids=np.array(ids, dtype=np.int32), messages=tuple(messages))
     session = Session(turns, renderer, sampling=SamplingConfig(max_new_tokens=8), prompt=prompt, images=reader)
     return turns, session
@@ -268,7 +263,7 @@ async def test_a_session_refuses_images_that_it_cannot_take(talk, model_path):
         with pytest.raises(ValueError, match=message):
             await session.chat(ChatRequest(messages=[{"role": "user", "content": content}]))
     text_only = Session(turns, session.renderer, sampling=SamplingConfig(), prompt=session.prompt)
-    with pytest.raises(ValueError, match=r"messages\[0\].content has an image, but the policy has no vision tower"):
+    with pytest.raises(ValueError, match=r"messages\[0\]\.content has an image, .*no vision tower"):
         await text_only.chat(ChatRequest(messages=list(session.prompt.messages)))
 
 

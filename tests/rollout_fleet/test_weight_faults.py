@@ -11,6 +11,7 @@ import random
 import re
 import signal
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -119,14 +120,15 @@ class Servers:
 
         A server that was stopped by SIGSTOP may begin this update only after it continues.
         """
+        post = partial(self.owner.client.call, "POST")
         for _ in range(MAX_ENDS):
             with contextlib.suppress(AsyncRLError):  # no update is open
-                await self.owner._post("/end_weight_update", {})
+                await post("/end_weight_update", {})
             with contextlib.suppress(AsyncRLError):  # an update is open again
-                await self.owner._order("/begin_weight_update", {}, success=True)
-                await self.owner._order("/end_weight_update", {}, success=True)
-                await self.owner._post("/continue_generation", {})  # the failed engine left the server paused
-                return
+                answers = [await post(path, {}) for path in ("/begin_weight_update", "/end_weight_update")]
+                if all(answer["success"] for answer in answers):
+                    await post("/continue_generation", {})  # the failed engine left the server paused
+                    return
         raise AssertionError(f"the server still has an open weight update after {MAX_ENDS} attempts to end it")
 
     def publish(self, scale):

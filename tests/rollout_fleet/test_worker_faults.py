@@ -72,7 +72,7 @@ async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups
         with pytest.raises(EngineLost, match="killed"):
             await asyncio.wait_for(failing, 5)
         assert buffer.held == set(), "all leases went back"
-        assert buffer.log._serving == {}, "nobody waits for it to load weights"
+        assert buffer.log.served(1) is None, "nobody waits for it to load weights"
         first = await worker.stop()
     assert first.groups_failed == {"engine_failed": 4}
     assert first.tokens_in_flight == 0
@@ -131,17 +131,17 @@ async def test_a_prompt_that_kills_engines_is_dropped_after_some_attempts(workin
     assert dict(buffer.ledger.account.groups_dropped) == {"engine_failed": 1}
 
 
-async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(working):
-    buffer, engine = buffer_of(2), ScriptedEngine(writes(400))
-    async with working(buffer, engine) as (worker, run):
-        await asyncio.sleep(0.2)
-
-        @asynccontextmanager
-        async def full(offer):
+async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(working, monkeypatch):
+    @asynccontextmanager
+    async def staged(_, offer):
+        if offer.version > 0:
             raise OSError(28, "No space left on device")
-            yield offer
+        yield offer
 
-        worker._loop._stage = full
+    monkeypatch.setattr(worker_module.WeightStager, "staged", staged)
+    buffer, engine = buffer_of(2), ScriptedEngine(writes(400))
+    async with working(buffer, engine) as (_, run):
+        await asyncio.sleep(0.2)
         await buffer.advance()
         await buffer.offer(bare_offer(1))
         with pytest.raises(OSError, match="No space left on device"):

@@ -23,27 +23,16 @@ from asyncrl.single_controller import (
     sort_placement_group_by_node_ip,
 )
 from asyncrl.single_controller.resource_pool import node_addresses
+from tests.support.placed_workers import Probe, group_on, pool_of
 from tests.support.ray_cluster import HEAD_ADDRESS, NODE_OPTIONS, SECOND_ADDRESS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Probe(Worker):
+class Mortal(Probe):
     def __init__(self, noise=""):
         super().__init__()
         sys.stdout.write(f"rank {self.rank} begins {noise}\n")
-
-    @register(Dispatch.ONE_TO_ALL)
-    def env(self, key):
-        return os.environ.get(key)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def place(self):
-        return self.rank, self.world_size, ray.util.get_node_ip_address()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def pid(self):
-        return os.getpid()
 
     @register(Dispatch.DP_COMPUTE_PROTO, blocking=False)
     def die_on_one(self, data):
@@ -55,7 +44,7 @@ class Probe(Worker):
 
     @register(Dispatch.ONE_TO_ALL, blocking=False)
     def die_without_torch(self):
-        Probe.die_on_one.__wrapped__(self, None)
+        Mortal.die_on_one.__wrapped__(self, None)
 
     @register(Dispatch.DP_COMPUTE_PROTO)
     def same(self, data):
@@ -76,24 +65,10 @@ class Probe(Worker):
         return total.item()
 
 
-def pool_of(*process_on_nodes, num_cpus=0.5, **options):
-    options = {
-        "max_colocate_count": 1,
-        "use_gpu": False,
-        "num_cpus_per_process": num_cpus,
-        "timeout_s": 120.0,
-    } | options
-    return RayResourcePool(list(process_on_nodes), **options)
-
-
-def group_on(pool, **options):
-    return RayWorkerGroup(pool, RayClassWithInitArgs(Probe), **options)
-
-
 @pytest.fixture(scope="module")
 def two_nodes(cluster):
     """Yield four workers. Only two workers fit on each node."""
-    group = group_on(pool_of(2, 2, num_cpus=3.5), name_prefix="two")
+    group = group_on(pool_of(2, 2, num_cpus=3.5), Mortal, name_prefix="two")
     yield group
     group.shutdown()
 
@@ -133,8 +108,8 @@ def rows(num_rows=4):
 
 @pytest.mark.long
 def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
-    group = group_on(pool_of(2), name_prefix="mortal", log_dir=tmp_path)
-    other = group_on(pool_of(1), name_prefix="other")
+    group = group_on(pool_of(2), Mortal, name_prefix="mortal", log_dir=tmp_path)
+    other = group_on(pool_of(1), Mortal, name_prefix="other")
     dead = group.die_on_one(rows())
     with pytest.raises(WorkerDiedError) as caught:
         dead.get(60)
@@ -158,7 +133,7 @@ def test_a_death_names_group_rank_node_and_last_log_lines(cluster, tmp_path):
 
 
 def test_a_call_that_is_under_way_when_its_group_ends_names_the_worker(cluster):
-    group = group_on(pool_of(1), name_prefix="ended")
+    group = group_on(pool_of(1), Mortal, name_prefix="ended")
     assert group.place()
     pending = group.execute_rank_async(0, "hang")
     group.shutdown()
@@ -176,12 +151,12 @@ def test_a_call_that_is_under_way_when_its_group_ends_names_the_worker(cluster):
         lambda: group.execute_rank_async(0, "place"),
     ]
     for call in late:
-        with pytest.raises(UsageError, match="group 'ended' has no workers, because it was shut down"):
+        with pytest.raises(UsageError, match=r"group 'ended' has no workers"):
             call()
 
 
 def test_a_death_shows_what_the_worker_wrote_though_nobody_asked_for_logs(cluster):
-    group = group_on(pool_of(2), name_prefix="unlogged")
+    group = group_on(pool_of(2), Mortal, name_prefix="unlogged")
     with pytest.raises(WorkerDiedError) as caught:
         group.die_without_torch().get(60)
     message = str(caught.value)
@@ -218,7 +193,7 @@ def test_a_worker_that_cannot_be_made_says_why(cluster):
 @pytest.mark.long
 def test_a_worker_whose_process_does_not_start_says_why(cluster):
     options = {"python": "/no/such/python", "timeout_s": 6, "name_prefix": "bodiless"}
-    group = RayWorkerGroup(pool_of(1), RayClassWithInitArgs(Probe), **options)
+    group = RayWorkerGroup(pool_of(1), RayClassWithInitArgs(Mortal), **options)
     with pytest.raises(DeadlineError, match=r"(?s)it never ran\).*raylet.*\.err:.*/no/such/python: No such file"):
         group.pid()
     group.shutdown()
@@ -226,7 +201,7 @@ def test_a_worker_whose_process_does_not_start_says_why(cluster):
 
 @pytest.mark.long
 def test_the_liveness_check_reports_a_death_once(cluster):
-    group = group_on(pool_of(2), name_prefix="watched")
+    group = group_on(pool_of(2), Mortal, name_prefix="watched")
     told, deaths = threading.Event(), []
     group.start_worker_aliveness_check(60, on_death=lambda error: (deaths.append(error), told.set()))
     ray.kill(group.workers[1])
@@ -242,7 +217,7 @@ def test_the_liveness_check_reports_a_death_once(cluster):
     "rank", [pytest.param(0, id="on this node", marks=pytest.mark.slow), pytest.param(1, id="on another")]
 )
 async def test_a_worker_that_dies_while_nobody_calls_it_is_named(rank, cluster):
-    group = group_on(pool_of(1, 1, apart=True), name_prefix="idle")
+    group = group_on(pool_of(1, 1, apart=True), Mortal, name_prefix="idle")
     assert [address for *_, address in group.place()] == [HEAD_ADDRESS, SECOND_ADDRESS]
     death = asyncio.create_task(group.death())
     await asyncio.sleep(0)
@@ -252,7 +227,7 @@ async def test_a_worker_that_dies_while_nobody_calls_it_is_named(rank, cluster):
 
 
 def test_a_watch_can_be_ended_and_begun_again(cluster):
-    group = group_on(pool_of(1), name_prefix="watched again")
+    group = group_on(pool_of(1), Mortal, name_prefix="watched again")
     told = threading.Event()
     for _ in range(2):
         group.start_worker_aliveness_check(60, on_death=lambda error: told.set())
@@ -265,7 +240,7 @@ def test_a_watch_can_be_ended_and_begun_again(cluster):
 @pytest.mark.long
 def test_a_dead_node_surfaces_in_the_call(cluster):
     node = cluster.add_node(num_cpus=40, node_ip_address="127.0.0.11", **NODE_OPTIONS)
-    group = group_on(pool_of(1, num_cpus=32.0), name_prefix="lost")
+    group = group_on(pool_of(1, num_cpus=32.0), Mortal, name_prefix="lost")
     assert group.place() == [(0, 1, "127.0.0.11")]
     told, deaths = threading.Event(), []
     group.start_worker_aliveness_check(60, on_death=lambda error: (deaths.append(error), told.set()))
@@ -292,7 +267,7 @@ async def test_a_worker_that_joins_has_its_own_rank_and_its_successor_may_differ
     (node,) = await asyncio.wait_for(pool.reserve(), 60)
     address = node_addresses()[node]
     nowhere = {"master_addr": "none", "master_port": "0"}
-    group = RayWorkerGroup(pool, RayClassWithInitArgs(Probe), name_prefix="late", first_rank=3, **nowhere)
+    group = RayWorkerGroup(pool, RayClassWithInitArgs(Mortal), name_prefix="late", first_rank=3, **nowhere)
     try:
         assert group.place() == [(3, 1, address)]
         assert (group.node_ids, await asyncio.wait_for(group.node_of(0), 60)) == ([node], node)

@@ -75,7 +75,7 @@ def test_equal_arrays_are_united(first, second):
 @pytest.mark.parametrize(("first", "second"), DIFFERENT)
 def test_different_arrays_are_refused_in_either_order(first, second):
     for one, other in ((first, second), (second, first)):
-        with pytest.raises(AssertionError, match="the column `a` differs between the first and the second batch"):
+        with pytest.raises(AssertionError, match=r"column `a` differs"):
             union_numpy_dict({"a": one}, {"b": np.zeros(1), "a": other})
 
 
@@ -121,7 +121,7 @@ def test_facts_are_equal_by_their_own_comparison_too():
     assert union_two_dict({"a": np.arange(2)}, {"a": np.arange(2)}).keys() == {"a"}
     for one, other in ((np.arange(2), np.arange(3)), (np.arange(2), [0, 1]), ([1], (1,)), (float("nan"), 1.0)):
         assert not facts_equal(one, other)
-        with pytest.raises(AssertionError, match="the meta information 'a' differs between the first and "):
+        with pytest.raises(AssertionError, match=r"meta information 'a' differs"):
             union_two_dict({"a": one}, {"a": other})
 
 
@@ -144,7 +144,7 @@ def test_batches_are_equal_by_their_entries():
     assert not facts_equal(DataProto, DataProtoItem)
     merged = DataProto.concat(parts({"batch": batch()}, {"batch": batch()})).meta_info
     assert deep_equal(merged, {"batch": batch()})
-    with pytest.raises(BatchError, match="'batch' differs between the first and the second"):
+    with pytest.raises(BatchError, match=r"'batch' differs"):
         parts({"batch": columns()})[0].union(parts({"batch": columns(name="y")})[0])
 
 
@@ -247,7 +247,7 @@ def test_lists_of_equal_length_in_one_part_are_joined_with_others():
 
 def test_a_column_with_other_shapes_is_named():
     for first, second in ((torch.zeros(1, 2), torch.zeros(1, 3)), (np.zeros((1, 2)), np.zeros((1, 3)))):
-        with pytest.raises(BatchError, match="the column `a` of the batches cannot be joined"):
+        with pytest.raises(BatchError, match=r"column `a` .*cannot be joined"):
             DataProto.concat([DataProto.from_single_dict({"a": first}), DataProto.from_single_dict({"a": second})])
 
 

@@ -1,6 +1,5 @@
 """Placement of workers: whole and divided pools, ports, options, and drivers that find their workers again."""
 
-import os
 import socket
 import subprocess
 import sys
@@ -12,19 +11,17 @@ from ray.util.placement_group import placement_group_table
 
 from asyncrl.core.errors import DeadlineError
 from asyncrl.single_controller import (
-    Dispatch,
     RayClassWithInitArgs,
     RayResourcePool,
     RayWorkerGroup,
     ResourcePoolManager,
     Role,
-    Worker,
     merge_resource_pool,
     parallel_put,
-    register,
     split_resource_pool,
 )
 from asyncrl.single_controller.resource_pool import NODE_ID_LABEL, node_addresses, nodes_of
+from tests.support.placed_workers import Probe, group_on, pool_of
 from tests.support.ray_cluster import HEAD_ADDRESS, SECOND_ADDRESS
 
 cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -62,34 +59,6 @@ if sys.argv[2] == "end":
         if entry["state"] == "CREATED" and entry["bundles"][0] == {"CPU": 1.0}:
             ray.util.remove_placement_group(ray.util.get_placement_group(entry["name"]))
 """
-
-
-class Probe(Worker):
-    @register(Dispatch.ONE_TO_ALL)
-    def env(self, key):
-        return os.environ.get(key)
-
-    @register(Dispatch.ONE_TO_ALL)
-    def place(self):
-        return self.rank, self.world_size, ray.util.get_node_ip_address()
-
-    @register(Dispatch.ONE_TO_ALL)
-    def pid(self):
-        return os.getpid()
-
-
-def pool_of(*process_on_nodes, num_cpus=0.5, **options):
-    options = {
-        "max_colocate_count": 1,
-        "use_gpu": False,
-        "num_cpus_per_process": num_cpus,
-        "timeout_s": 120.0,
-    } | options
-    return RayResourcePool(list(process_on_nodes), **options)
-
-
-def group_on(pool, **options):
-    return RayWorkerGroup(pool, RayClassWithInitArgs(Probe), **options)
 
 
 def addresses_of(pool):

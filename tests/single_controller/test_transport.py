@@ -10,20 +10,7 @@ import torch
 
 from asyncrl.core.errors import BatchError, WireError
 from asyncrl.single_controller import DataProto, unfold_batch_dim
-
-
-def batch_of(num_rows=4, **meta_info):
-    return DataProto.from_dict(
-        tensors={"a": torch.arange(num_rows) * 10},
-        non_tensors={"s": [f"row {i}" for i in range(num_rows)], "n": np.arange(num_rows)},
-        meta_info=meta_info,
-    )
-
-
-def numbers(data):
-    assert data.batch["a"].tolist() == [10 * n for n in data.non_tensor_batch["n"]]
-    assert data.non_tensor_batch["s"].tolist() == [f"row {n}" for n in data.non_tensor_batch["n"]]
-    return data.non_tensor_batch["n"].tolist()
+from tests.single_controller.test_data_proto import batch_of, numbers
 
 
 def test_disk_round_trip(tmp_path):
@@ -53,7 +40,7 @@ def test_pickle_5_copies_no_tensor_until_it_is_asked_for():
     stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(stream, buffers=[memoryview(buffer).toreadonly() for buffer in buffers])
     kept = loaded.slice(1, 3)
-    assert kept._columns()["a"].data_ptr() == data.batch["a"][1:].data_ptr()
+    assert kept.columns()["a"].data_ptr() == data.batch["a"][1:].data_ptr()
     kept.batch["a"] += 1
     loaded.batch["a"] += 1
     assert data.batch["a"].tolist() == [0, 10, 20, 30]

@@ -21,10 +21,10 @@ import sys
 if any("default_worker" in word for word in sys.orig_argv):  # a process of Ray
     import json, os
     from pathlib import Path
-    from rollout_fleet.engines.sglang import _StreamedSample
+    from rollout_fleet.engines.sglang import StreamedSample
 
     file = os.open(Path(__file__).with_name("engine.jsonl"), os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    inner = _StreamedSample.add
+    inner = StreamedSample.add
 
     def add(self, chunk):
         meta = chunk["meta_info"]
@@ -36,7 +36,7 @@ if any("default_worker" in word for word in sys.orig_argv):  # a process of Ray
         os.write(file, json.dumps(line).encode() + b"\\n")
         return inner(self, chunk)
 
-    _StreamedSample.add = add
+    StreamedSample.add = add
 """
 
 

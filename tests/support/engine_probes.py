@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import shutil
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from asyncrl.core.types import WeightOffer
+from asyncrl.core.types import FinishReason, WeightOffer
 from asyncrl.weights.manifest import read_manifest
 from benchmarks.saved_weights import describe_model
 from rollout_fleet.config import SamplingConfig
@@ -106,9 +107,9 @@ def server_processes(engine: Any) -> list[psutil.Process]:
 
 
 async def until_writing(engine: Any) -> None:
-    """Wait until another token of the running requests has arrived."""
-    first, token = asyncio.Event(), engine.silence.token
-    engine.silence.token = lambda: (first.set(), token())
+    """Wait until another token of the running requests has arrived. An engine may report it from another thread."""
+    loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine.silence.token
+    engine.silence.token = lambda: (loop.call_soon_threadsafe(first.set), token())
     await asyncio.wait_for(first.wait(), 60)
     engine.silence.token = token
 
@@ -117,6 +118,19 @@ async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleO
     """Return the engine's answers, in the order of the requests."""
     outputs = {request.id: output async for request, output in engine.generate(requests)}
     return [outputs[request.id] for request in requests]
+
+
+def assert_ends(samples: Sequence[SampleOutput], *, least: int, longest: int = 12) -> None:
+    """Check that samples end with the end of sequence exactly when they stopped, and that both ends occur.
+
+    More than ``least`` samples must have stopped, and as many must have reached the length ``longest``.
+    """
+    reasons = Counter(sample.finish_reason for sample in samples)
+    assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > least
+    for sample in samples:
+        assert EOS_ID not in sample.token_ids[:-1]
+        assert (sample.token_ids[-1] == EOS_ID) == (sample.finish_reason is FinishReason.stop)
+        assert len(sample.token_ids) == longest or sample.finish_reason is FinishReason.stop
 
 
 @torch.inference_mode()

@@ -40,9 +40,13 @@ class Peer:
             raise error
         return result
 
-    def signal(self, number: int) -> None:
+    @property
+    def pid(self) -> int:
         assert self._process.pid is not None
-        os.kill(self._process.pid, number)
+        return self._process.pid
+
+    def signal(self, number: int) -> None:
+        os.kill(self.pid, number)
 
     def wait_end(self, timeout_s: float = 10.0) -> None:
         """Wait for the end of the process after a signal that kills it."""

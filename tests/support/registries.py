@@ -9,5 +9,5 @@ from asyncrl.core.registry import Registry
 
 def undo_registrations(monkeypatch: pytest.MonkeyPatch, registry: Registry[Any]) -> Registry[Any]:
     """Return the registry. At the end of the test it has the same names as now."""
-    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    monkeypatch.setattr(registry, "entries", dict(registry.entries))
     return registry

@@ -38,6 +38,7 @@ class InMemoryBuffer(OffersInMemory):
         released: Group id, tokens and reason of every release.
         progress: The progress that was saved latest, by group id.
         leases_asked: Engine version and number of groups of every request for leases.
+        num_waiting: Number of requests for leases that the buffer has not answered yet.
         renewals: Number of leases renewed so far.
     """
 
@@ -50,6 +51,7 @@ class InMemoryBuffer(OffersInMemory):
         self.progress: dict[int, TrajectoryGroup] = {}
         self.renewals = 0
         self.leases_asked: list[tuple[int, int]] = []
+        self.num_waiting = 0
         self.closed = False
         self.prompts = {prompt.group_id: prompt for prompt in prompts}
         self._continued: set[tuple[int, int]] = set()
@@ -136,9 +138,13 @@ class InMemoryBuffer(OffersInMemory):
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         self.leases_asked.append((engine_version, max_groups))
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
-        async with self._changed:  # with the lock, the ledger cannot change between `apply` and `wait`
-            while not (granted := self.ledger.apply(command, self._now).leases):
-                await self._changed.wait()
+        self.num_waiting += 1
+        try:
+            async with self._changed:  # with the lock, the ledger cannot change between `apply` and `wait`
+                while not (granted := self.ledger.apply(command, self._now).leases):
+                    await self._changed.wait()
+        finally:
+            self.num_waiting -= 1
         self._continued |= {(lease.group_id, lease.attempt) for lease in granted if lease.progress is not None}
         return [
             Lease(

@@ -26,9 +26,12 @@ class ScriptedTurns:
         gate: Turns finish only while this event is set.
     """
 
-    def __init__(self, prompt_ids: Sequence[int], script: Script, recorded: Any = None, **budget: int) -> None:
+    def __init__(
+        self, prompt_ids: Sequence[int], script: Script, recorded: Any = None, images: Any = (), **budget: int
+    ) -> None:
         most = EpisodeBudget(**{"max_turns": 1000, "max_tokens": 1 << 20, "max_context": 1 << 20, **budget})
-        self.episode = Episode("7-0-0", np.asarray(prompt_ids, dtype=np.int32), most, recorded=recorded)
+        prompt_ids = np.asarray(prompt_ids, dtype=np.int32)
+        self.episode = Episode("7-0-0", prompt_ids, most, recorded=recorded, images=images)
         self.requests: list[tuple[np.ndarray, int]] = []
         self.samplings: list[SamplingConfig] = []
         self.gate = asyncio.Event()

@@ -33,7 +33,7 @@ class Workers:
         engine_seeds: Seeds of the engines in the order of their starts.
         calls: Rank and method of every call except `counters`.
         keeps_leases: Ranks that cannot give all leases back when they end.
-        run_errors: The error that `run` raises, by rank. ``run_error`` is raised by every rank.
+        run_errors: The error that `run` raises, by rank.
     """
 
     def __init__(self, takes_s=0.5, hangs=False):
@@ -42,7 +42,6 @@ class Workers:
         self.deaths = {}
         self.replaced = []
         self.calls = []
-        self.run_error = None
         self.run_errors = {}
         self.awake_s = {}
         self.said = []
@@ -112,7 +111,7 @@ class Workers:
     async def run(self, rank):
         left = self.lives.setdefault(rank, asyncio.Event())
         await asyncio.wait({asyncio.ensure_future(left.wait())}, timeout=self.takes_s)
-        if error := self.run_errors.pop(rank, self.run_error):
+        if error := self.run_errors.pop(rank, None):
             raise error
         return FleetMeter().counters()
 
@@ -154,13 +153,20 @@ class Workers:
 
 
 class Graves:
-    """Stands in for the controller's buffer client. The buffer counts 70 lost tokens per dead worker."""
+    """Stands in for the controller's buffer client. The buffer counts 70 lost tokens per dead worker.
+
+    Attributes:
+        error: The error that `bury` raises, or None.
+    """
 
     def __init__(self):
+        self.error = None
         self.buried = []
         self.known = []
 
     async def bury(self, worker, num_generated=0):
+        if self.error is not None:
+            raise self.error
         self.buried.append(worker)
         self.known.append(num_generated)
         return 70

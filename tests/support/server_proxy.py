@@ -40,7 +40,10 @@ class ServerProxy:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="proxy").start()
 
     def fail(self, path: str, moment: str, answer: bytes) -> None:
-        """Make every call of a path fail from now on. See `FaultyProxy.fail`."""
+        """Answer every call of ``path`` with the HTTP response ``answer`` from now on.
+
+        ``moment`` says when: ``before`` the server receives the call, ``during`` its work, or ``after`` its answer.
+        """
         self._set((path, moment, answer))
 
     def heal(self) -> None:

@@ -72,8 +72,8 @@ class _Group:
     num_running: int
 
 
-class SimulatedRun:
-    """Simulates a run. Use `record_run`."""
+class RecordedRun:
+    """Simulates and records a run. `record_run` makes one."""
 
     def __init__(self, folder: Path, shape: RunShape) -> None:
         self.shape = shape
@@ -282,7 +282,7 @@ class SimulatedRun:
 
 def record_run(folder: Path, **shape: object) -> Trace:
     """Simulate and record a run of a `RunShape` in ``folder``, and return its trace. ``max_lag=0`` is a serial run."""
-    SimulatedRun(folder, RunShape(**shape)).play()
+    RecordedRun(folder, RunShape(**shape)).play()
     return Trace.load(folder)
 
 

@@ -46,7 +46,7 @@ FOREIGN_VARIABLES = {
 that do not exist."""
 
 
-def _words_of(process: psutil.Process) -> str:
+def words_of(process: psutil.Process) -> str:
     """Return the name and the command line of a process, or an empty string if it has ended."""
     with suppress(psutil.Error):
         if process.status() != psutil.STATUS_ZOMBIE:
@@ -138,7 +138,7 @@ class RunningTraining(ProcessOutput):
         )
 
     def wait_for_process(self, words: str, timeout_s: float = 30.0) -> int:
-        """Wait for a process of the run and return its pid. See `pid_of`."""
+        """Wait until the run has a process with ``words`` in its name or the start of its command. Return its pid."""
         found: list[int] = []
 
         def is_there() -> bool:
@@ -158,7 +158,7 @@ class RunningTraining(ProcessOutput):
     def pids_at(self, words: str) -> list[int]:
         """Return the pids of all processes of the run with ``words`` in their name or whole command line."""
         self.remember_family()
-        return [child.pid for child in self.family.values() if words in _words_of(child)]
+        return [child.pid for child in self.family.values() if words in words_of(child)]
 
     @property
     def num_steps(self) -> int:

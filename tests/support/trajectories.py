@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -71,3 +71,17 @@ def runs(mask: np.ndarray) -> list[tuple[int, int]]:
     """Return the start and the end of each series of equal values."""
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [(begin, end) for begin, end in pairwise(edges) if end > begin]
+
+
+def assert_by_context(group: TrajectoryGroup, next_token: Callable[[list[int]], int]) -> int:
+    """Check that every sampled token follows from the tokens before it on its path.
+
+    Returns the number of sampled tokens.
+    """
+    num_checked = 0
+    for branch in group.branches:
+        ids, mask = group.along(branch, "token_ids").tolist(), group.trained_mask(branch)
+        for place in np.flatnonzero(mask).tolist():
+            assert ids[place] == next_token(ids[:place])
+            num_checked += 1
+    return num_checked

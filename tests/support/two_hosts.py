@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.process_output import ProcessOutput
-from tests.support.training_run import ROOT
+from tests.support.training_run import ROOT, words_of
 
 SCRIPT = ROOT / "scripts" / "two_hosts.sh"
 SECOND_ADDRESS = "10.77.0.2"
@@ -67,14 +67,14 @@ class RunOnTwoHosts(ProcessOutput):
 
     def pids(self, words: str) -> list[int]:
         """Return the pids of all processes of both hosts with these words in their name or command line."""
-        return [one.pid for one in left_of(self.mark) if words in _words_of(one)]
+        return [one.pid for one in left_of(self.mark) if words in words_of(one)]
 
     def pids_on_second(self, words: str) -> list[int]:
         """Return the pids of the second host's processes with these words in their name or command line."""
         ours = left_of(self.mark)
-        (raylet,) = [one for one in ours if one.name() == "raylet" and SECOND_ADDRESS in _words_of(one)]
+        (raylet,) = [one for one in ours if one.name() == "raylet" and SECOND_ADDRESS in words_of(one)]
         host = _host_of(raylet)
-        return [one.pid for one in ours if words in _words_of(one) and _host_of(one) == host]
+        return [one.pid for one in ours if words in words_of(one) and _host_of(one) == host]
 
     def set_link(self, state: str) -> None:
         """Set the second host's end of the network link to ``state``: ``up`` or ``down``."""
@@ -90,12 +90,6 @@ class RunOnTwoHosts(ProcessOutput):
         for process in left_of(self.mark):
             with suppress(psutil.Error):
                 process.kill()
-
-
-def _words_of(process: psutil.Process) -> str:
-    with suppress(psutil.Error):
-        return process.name() + " " + " ".join(process.cmdline())
-    return ""
 
 
 def _host_of(process: psutil.Process) -> str:

@@ -116,5 +116,5 @@ def test_a_damaged_delta_raises_with_its_path(how, tmp_path):
 def test_an_unstaged_delta_is_not_loaded(tmp_path):
     old = random_bytes(100)
     offer = publish_bytes(tmp_path, 2, old, base=(publish_bytes(tmp_path, 1, old), old))
-    with pytest.raises(WeightsError, match="version 2 is a delta to version 1; apply the delta"):
+    with pytest.raises(WeightsError, match=r"version 2 is a delta to version 1; apply the delta"):
         FileWeights(offer)

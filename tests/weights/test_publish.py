@@ -174,7 +174,7 @@ def sent_and_received_by_a_rank(config, path, folder, hosts):
     received = asyncio.run(receive_weights(offers[-1], directory / "received", timeout_s=60.0))
     left = sorted(path.name for path in (directory / "published").iterdir() if not path.name.startswith(".next-3"))
     dist.barrier()
-    assert list(publisher._sender._parts) == [4]
+    assert list(publisher.sender.held_parts) == [4]
     publisher.close()
     whole = gather_weights(trainer)
     return received, left, None if whole is None else {name: value.numpy() for name, value in whole.items()}
@@ -340,7 +340,7 @@ def test_the_full_version_below_the_oldest_kept_delta_stays(tmp_path, publisher_
     kept = []
     for version in range(6):
         publisher.publish(version).result()
-        publisher._ready.result()
+        publisher.ready.result()
         kept.append([int(path.name[1:]) for path in sorted((tmp_path / "s").glob("v*"))])
     assert kept == [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [3, 4], [3, 4, 5]]
 
@@ -393,7 +393,7 @@ def test_without_room_for_the_next_version_publish_raises_weights_error(tmp_path
     trainer = Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1)
     publisher = publisher_of(trainer, tmp_path / "s")
     publisher.publish(1).result()
-    publisher._ready.result()
+    publisher.ready.result()
 
     def full(*_):
         raise OSError(28, "No space left on device")

@@ -44,13 +44,13 @@ class Network:
             carrier=Carrier.host_stream, num_receivers=num_receivers, timeout_s=timeout_s, num_held=num_held
         )
         self.sender = WeightSender(options, rank=0, num_ranks=1)
-        send = self.sender._send
+        send = self.sender.send_round
 
         def noted(this):
             self.rounds.append((this.version, this.num_receivers, this.is_delta))
             return send(this)
 
-        self.sender._send = noted
+        self.sender.send_round = noted
 
     def publish(self, *, deltas=False):
         version = len(self.offers)
@@ -282,7 +282,7 @@ async def test_an_engine_whose_host_stands_still_with_the_lock_receives_by_itsel
     monkeypatch.setattr(received, "load_limit_s", lambda timeout_s, num_bytes: 0.3)
     stopped, stager = host(0), host(1)
     offer = network.publish()
-    async with stopped._received.version(offer):
+    async with stopped.received.version(offer):
         with caplog.at_level(logging.WARNING):
             async with stager.staged(offer) as local:
                 assert np.array_equal(bytes_of(local), network.images[0])
@@ -295,7 +295,7 @@ async def test_an_engine_whose_host_stands_still_with_the_lock_receives_by_itsel
 
 async def test_a_cancelled_engine_leaves_the_lock_to_the_others(network, host):
     offer = network.publish()
-    async with host(0)._received.version(offer):
+    async with host(0).received.version(offer):
         waiting = asyncio.create_task(host(1).staged(offer).__aenter__())
         await asyncio.sleep(0.2)
         waiting.cancel()
@@ -359,7 +359,7 @@ def test_when_the_receiver_dies_while_others_wait_one_of_them_receives(tmp_path)
             for number, worker in enumerate(workers):
                 worker.ask(stage, offer, str(tmp_path / "memory"), number, 5.0)
             first = int(_wait_for(tmp_path / "memory" / "receiver"))
-            (receiver,) = [worker for worker in workers if worker._process.pid == first]
+            (receiver,) = [worker for worker in workers if worker.pid == first]
             (tmp_path / "memory" / "receiver").unlink()
             receiver.signal(signal.SIGKILL)
             second = int(_wait_for(tmp_path / "memory" / "receiver"))

@@ -89,7 +89,7 @@ def coordinators(first_message=None, num_receivers=1):
     """
     coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
-        coordinator._take = first_message
+        coordinator.take = first_message
     thread = threading.Thread(target=lambda: asyncio.run(coordinator.run()))
     thread.start()
     yield coordinator
@@ -99,7 +99,7 @@ def coordinators(first_message=None, num_receivers=1):
 
 
 def echo(connection, message):
-    rounds._send(connection, {"echo": message})
+    rounds.send_message(connection, {"echo": message})
 
 
 def connected(coordinator):
@@ -126,7 +126,7 @@ def test_the_channel_takes_no_message_of_a_client_without_the_key():
     with coordinators(lambda *message: taken.append(message)) as coordinator:
         host_and_port = ("127.0.0.1", int(coordinator.address.endpoint.rpartition(":")[2]))
         with socket.create_connection(host_and_port, SECONDS) as stranger:
-            stranger.sendall(bytes(48) + rounds._framed({"kind": "ask", "version": 1, "holds": "", "host": ""}))
+            stranger.sendall(bytes(48) + rounds.framed({"kind": "ask", "version": 1, "holds": "", "host": ""}))
             while stranger.recv(1024):
                 pass
     assert taken == []

@@ -343,7 +343,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(ma
                 assert np.array_equal(bytes_of(local), learner.images[version])
                 assert np.array_equal(bytes_of(base_of(local)), learner.frozen_image)
             if version == 1:
-                sender._parts.pop(FROZEN)
+                sender.held_parts.pop(FROZEN)
     finally:
         sender.close()
 
@@ -355,13 +355,13 @@ class NetworkLearner(Learner):
         super().__init__(folder)
         options = PublishOptions(carrier=Carrier.host_stream, num_receivers=1, timeout_s=10.0, num_held=2)
         self.sender = WeightSender(options, rank=0, num_ranks=1)
-        self.deltas_sent, send = [], self.sender._send
+        self.deltas_sent, send = [], self.sender.send_round
 
         def noted(this):
             self.deltas_sent.append(this.is_delta)
             return send(this)
 
-        self.sender._send = noted
+        self.sender.send_round = noted
 
     def publish(self):
         offer = super().publish()
@@ -465,7 +465,7 @@ async def test_weights_are_not_linked_in_a_folder_that_others_may_write_to(make_
 async def test_weights_are_not_copied_to_a_folder_that_others_may_write_to(make_stager, learner, tmp_path):
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory").chmod(0o777)
-    with pytest.raises(WeightsError, match=r"may write to, got a folder of user \d+ with mode 777"):
+    with pytest.raises(WeightsError, match=r"got a folder of user \d+ with mode 777"):
         async with make_stager(copies=True).staged(learner.publish()):
             pass
 

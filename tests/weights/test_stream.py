@@ -200,13 +200,13 @@ def ranks_into_engines(short_rounds):
 
 
 def lose_answers_to_calls(monkeypatch):
-    take = RoundCoordinator._take
+    take = RoundCoordinator.take
 
     def losing(self, sender, message):
         if message["kind"] != "present":
             take(self, sender, message)
 
-    monkeypatch.setattr(RoundCoordinator, "_take", losing)
+    monkeypatch.setattr(RoundCoordinator, "take", losing)
 
 
 def offered_by(ranks, version, folder):
@@ -353,7 +353,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
             list(assembly.add(digested, data[head:]))
     else:
         assert {name for name, _ in assembly.add(digested, data[head:])} == {name for name, *_ in TENSORS}
-    with pytest.raises(WeightsError, match="v1: these weights have no digests for a GPU, because the learner"):
+    with pytest.raises(WeightsError, match=r"v1: .* no digests for a GPU"):
         TensorAssembly(manifest, name="v1", device=cpu, digests_there=True)
 
 
@@ -387,7 +387,7 @@ async def test_a_receiver_that_is_silent_after_asking_does_not_delay_a_round(ran
 async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(ranks, tmp_path, monkeypatch):
     offered = offered_by(ranks, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message from this receiver in 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message .* in 1\.0 s', "):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
 
 
@@ -403,7 +403,7 @@ async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path
 async def test_bytes_that_change_in_transfer_are_refused(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
     ranks[1]["data"][-1] ^= 1
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: received bytes of half differ .*', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: .* half differ .*', "):
         await receive_weights(offered, tmp_path / "r", timeout_s=30.0)
     assert not list((tmp_path / "r").iterdir())
 
@@ -425,14 +425,14 @@ async def test_an_engine_stream_sends_an_older_version_beside_a_newer_one(ranks_
 def test_bytes_that_change_in_transfer_never_reach_an_engines_model(ranks_into_engines, tmp_path):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     ranks_into_engines[1]["data"][-1] ^= 1
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: received bytes of half differ"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['policy version 1: .* half differ"):
         arrive({}, offered)
 
 
 def test_an_engines_rank_whose_answers_are_lost_asks_again_and_then_raises(ranks_into_engines, tmp_path, monkeypatch):
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     lose_answers_to_calls(monkeypatch)
-    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message from this receiver in 1\.0 s', .*"):
+    with pytest.raises(WeightsError, match=r"in 3 rounds: \['rank 0 got no message .* in 1\.0 s', "):
         arrive({}, offered)
 
 
@@ -440,7 +440,7 @@ def test_a_load_that_ends_early_leaves_the_round_and_the_next_load_succeeds(rank
     offered = offered_by(ranks_into_engines, 1, tmp_path)
     weights = ArrivingWeights(offered, torch.device("cpu"), timeout_s=10.0)
     next(weights.tensors())
-    with pytest.raises(WeightsError, match="policy version 1: the model stopped reading before the last tensor from "):
+    with pytest.raises(WeightsError, match=r"policy version 1: the model stopped reading .* from "):
         weights.verify()
     weights.close()
     assert_all_arrived(arrive({}, offered)[0], 1)
@@ -472,7 +472,7 @@ def test_a_stopped_learner_rank_raises_a_deadline_error_in_an_engines_rank(tmp_p
 
 async def test_versions_of_an_ended_learner_raise_weights_gone_at_once(ranks, tmp_path):
     offered = offered_by(ranks, 1, tmp_path)
-    with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: nobody listens at 127.0.0.1:1"):
+    with pytest.raises(WeightsGone, match=r"policy version 1 is no longer sent: .* 127\.0\.0\.1:1"):
         await receive_weights(replace(offered, manifest="127.0.0.1:1"), tmp_path / "r", timeout_s=30.0)
 
 
