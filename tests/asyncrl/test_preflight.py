@@ -221,7 +221,7 @@ async def test_a_source_that_no_row_has_is_a_warning(run, tmp_path):
     ],
 )
 def test_options_by_source_need_a_column_of_sources(run, option):
-    with pytest.raises(ValueError, match=rf"{option.partition('=')[0]} needs data\.data_source_key, the column with"):
+    with pytest.raises(ValueError, match=rf"{option.partition('=')[0]} needs data\.data_source_key, the column of"):
         check_options(run(option))
 
 

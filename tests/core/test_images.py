@@ -132,7 +132,7 @@ def test_what_is_not_an_image_is_refused_by_name(reader: ImageReader) -> None:
     for content, message in (
         (b"no image", "image 2 is 8 bytes, which are not an image"),
         (as_png(picture())[:-30], "image 2 cannot be decoded"),
-        (as_png(picture(width=410, height=2)), "image 2 has 410 × 2 pixels, expected a ratio of at most 200"),
+        (as_png(picture(width=410, height=2)), "image 2 has 410 × 2 pixels, expected an aspect ratio of at most 200"),
     ):
         with pytest.raises(ValueError, match=message):
             reader.image(content, "image 2")

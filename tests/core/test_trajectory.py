@@ -176,7 +176,7 @@ def test_invalid_trees_are_refused_with_the_reason(trees: tuple, message: str) -
             "'logprobs' must be one-dimensional float32, got none",
         ),
         (lambda g: {"trajectory_columns": {"rewards": g.rewards.astype(np.float64)}}, "float32, got float64"),
-        (lambda g: {"turns": g.turns[:1]}, "the turns have 3 tokens, the columns 5"),
+        (lambda g: {"turns": g.turns[:1]}, "the turns have 3 tokens, but the columns have 5"),
         (lambda g: {"turn_columns": {"turn_rewards": np.zeros(9, np.float32)}}, "turn column 'turn_rewards'"),
     ],
 )
