@@ -1,7 +1,6 @@
 """The loop that restarts the parts of a run, with a scripted part in virtual time."""
 
 import asyncio
-import math
 import time
 
 import pytest
@@ -82,6 +81,6 @@ def test_pauses_between_faults_double_up_to_the_longest_and_the_last_fault_is_fi
 def test_faults_count_for_the_window_and_without_a_window_forever():
     faults, always = Faults(2, window_s=10.0, backoff_s=1.0), Faults(2)
     assert [faults.add(at) for at in (0.0, 9.0, 10.0, 19.5, 19.9)] == [0.0, 1.0, 1.0, 1.0, None]
-    assert [always.add(at) for at in (0.0, 1e6, math.inf)] == [0.0, 0.0, None]
+    assert [always.add(at) for at in (0.0, 1e6, 1e12)] == [0.0, 0.0, None]
     assert (faults.num_restarts, always.num_restarts) == (4, 2)
     assert Faults(0).add(0.0) is None
