@@ -35,7 +35,7 @@ class FetchReplies:
         self._reads: set[asyncio.Task[None]] = set()
 
     def send(self, request: Message, fetch: operations.Fetch, parts: Sequence[Frames]) -> None:
-        """Answer a fetch with ``parts``, the frames of each requested group. Parts on disk are read into memory.
+        """Answer a fetch with ``parts``, the frames of each requested group. A thread reads frames that are on disk.
 
         Raises `StoreFull` if the client must read earlier replies first.
         """
