@@ -171,7 +171,7 @@ class AttemptHistory:
         return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
-        """Return whether the group is finished and the result of its attempt number ``attempt`` was accepted."""
+        """Return whether the group is finished, and the result of its attempt number ``attempt`` was accepted."""
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class AttemptHistory:
 
 
 class Account:
-    """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
+    """Counts policy tokens. Each token that a worker reports or saves counts once: as buffered, trained or dropped.
 
     The saved tokens of an unfinished group count as buffered when the attempt that saved these tokens has ended. They
     stay buffered while a later attempt continues the group. The tokens that a dead worker generated and did not report
@@ -360,7 +360,7 @@ class Account:
     def snapshot(self) -> dict[str, Any]:
         """Return all totals except ``filtered_in_a_row`` as a dict of plain values, for `restore`.
 
-        A restarted server counts ``filtered_in_a_row`` from 0.
+        ``filtered_in_a_row`` counts groups that filters dropped in a row. A restarted server counts them from 0.
         """
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
@@ -526,7 +526,7 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """End the lease of a group and queue its prompt. If the group has no lease, `evict` its tokens.
+        """End the lease of a group and queue its prompt. If the group has no lease, drop its tokens (`evict`).
 
         The tokens of the groups in ``lost`` are dropped. ``lost`` maps each of these group ids to the reason. A leased
         group that is not in ``lost`` keeps its saved prefix. A group without a lease must be in ``lost``.

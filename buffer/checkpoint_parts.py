@@ -81,8 +81,8 @@ class PartWriter:
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
         """Make hard links to the journal's files, so the checkpoint need not copy the journal's frames.
 
-        Returns the number N of the next file ``PATH.N.log``, and references to the linked frames. Returns 1 and an
-        empty tuple if there is no journal or a link failed. The caller then copies the frames.
+        Returns a pair: the number N of the next file ``PATH.N.log``, and references to the linked frames. Returns
+        ``(1, ())`` if there is no journal, or if a link failed. The caller then copies the frames.
         """
         if self._journal is not None:
             try:
@@ -135,8 +135,8 @@ class CheckpointRequests:
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run keeps this name
-        # A later server must have equal options, or it cannot continue this server's journal or checkpoint.
+        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run keeps the lineage of its run
+        # ``_owner`` holds the options that must not change if a later server continues the journal or a checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
         self._pending = PendingWrites(shared.held())

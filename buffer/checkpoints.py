@@ -1,4 +1,4 @@
-"""The learner's checkpoints that the ledger remembers. The ledger can go back to one of them.
+"""The learner's checkpoints that the ledger remembers. The ledger can go back to each of these checkpoints.
 
 A *mark* holds the ledger's counts of tokens and groups when all learner steps before a checkpoint are committed. The
 ledger goes back to a mark when the learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then

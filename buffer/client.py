@@ -56,7 +56,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Connection:
-    """A DEALER socket that reconnects by itself. Raises `ValueError` if the address is malformed.
+    """A ZMQ socket (DEALER) that reconnects by itself. Raises `ValueError` if the address is malformed.
 
     Args:
         on_message: Called with the frames of each message.
@@ -138,7 +138,7 @@ class _UnansweredRequest:
 
 
 class ClientSocket:
-    """The connections to one server. Make an object on a running loop, and use it only on that loop.
+    """The connections to one server. Make an object on a running event loop, and use the object only on that loop.
 
     Args:
         timeout_s: Deadline of each request, in seconds after it was sent or after its latest transferred chunk.
@@ -613,8 +613,7 @@ class BufferClient:
         seconds.
         """
         while True:
-            # Take the `asyncio.Event` before sending the request. If the server reports free bytes during the request,
-            # `_push` sets this event, and the wait below ends at once.
+            # Read ``_space`` before sending the request, so a report of free bytes during the request is not missed.
             space = self._space
             try:
                 return await self.link.call(operation, payload)
@@ -661,7 +660,10 @@ class BufferClient:
         return welcome
 
     async def hello_for_clock(self, caller: str) -> None:
-        """Measure the server's clock if this process records a profile and the server may run on another host."""
+        """Measure the offset of the server's clock if this process records a profile.
+
+        Does nothing if the server is known to run on this host.
+        """
         if record.current() is not None and self._has_other_clock is not False:
             await self.hello(operations.Hello(), caller)
 

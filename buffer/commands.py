@@ -44,7 +44,7 @@ class Queued(LedgerOutcome, frozen=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the queue has a new prompt."""
+        """True if a prompt was added to the queue."""
         return bool(self.group_ids)
 
 
@@ -72,7 +72,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 
 
 class Progress(Row, frozen=True, kw_only=True):
-    """Counts the policy tokens in an unfinished group's saved prefix, and has their oldest and newest version."""
+    """Number, oldest version and newest version of the policy tokens in an unfinished group's saved prefix."""
 
     num_tokens: Count
     oldest_version: Count
@@ -225,7 +225,7 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the ledger did not know the end of the attempt."""
+        """True if the report ends a lease, or reports tokens that the ledger still waits for."""
         return self.was_running or self.was_owed
 
 
@@ -330,7 +330,7 @@ class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
 
 
 class PutResult(StrEnum):
-    """What happens to a put (a finished group that a worker sends)."""
+    """Says what the ledger does with a put (a finished group that a worker sends)."""
 
     stored = "stored"
     duplicate = "duplicate"

@@ -152,7 +152,7 @@ def _parse(frames: Sequence[Any], max_frames: int, max_header_bytes: int) -> tup
         messages.append(Message(request_id=request_id, body=body, payload=frames[end : end + num_frames]))
         end += num_frames
     if end != len(frames):
-        raise WireError(f"a message has {len(frames) - 1} frames after its header, but its records name {end - 1}")
+        raise WireError(f"a message has {len(frames) - 1} frames after its header, but its header names {end - 1}")
     return epoch, messages
 
 

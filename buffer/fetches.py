@@ -23,7 +23,7 @@ _MAX_CLIENTS = 4096
 
 
 class FetchReplies:
-    """Answers fetches with trajectories. Each client may have ``limit`` bytes of unread replies.
+    """Answers fetches with trajectories. Each client may have at most ``limit`` bytes of unread replies.
 
     A client gets the error `UnknownGroup` if trajectories on disk cannot be read.
     """

@@ -226,8 +226,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # A restarted server does not know renewed expiry times, because the journal does not record renewals. After
-        # this line, the record of the group is the same on this server and on a restarted server.
+        # Reset the expiry time. The journal does not record renewals, so a restarted server cannot know this time.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -262,7 +261,10 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """Return the time when the next lease expires, in seconds on the buffer server's clock; None if none exists."""
+        """Return the time when the next lease expires, or None if there is no lease.
+
+        The time is in seconds on the buffer server's clock.
+        """
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -349,7 +351,7 @@ class StoreSpace:
         self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
-        """Mark each joined store as awaited, except the lost stores. A resumed run replaces these stores."""
+        """Mark each joined store that is not lost as awaited. A resumed run replaces the awaited stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)

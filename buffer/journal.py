@@ -80,7 +80,7 @@ class Value(Head, frozen=True, kw_only=True):
 
 
 class Decided(Head, frozen=True, kw_only=True):
-    """Commands, each with the ledger's decision about it (the outcome)."""
+    """A record of commands and their outcomes. An outcome is the ledger's decision about a command."""
 
     decided: tuple[tuple[AnyCommand, AnyOutcome], ...]
 
@@ -554,7 +554,7 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write one record with all delayed commands of `record`, then ``records``.
+        """Write one record with all commands that `record` delayed. Then write ``records``.
 
         Returns the position of the frames of the last record.
         """

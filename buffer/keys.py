@@ -48,7 +48,7 @@ class ServerKeys:
 class ClientKeys:
     """A client's key pair, and the public keys of the ledger's server and of the store servers, as Z85 text.
 
-    ``path`` is the file with these keys; None if they were not read from a file.
+    ``path`` is the file with these keys; None if the keys were not read from a file.
     """
 
     public: str
@@ -95,7 +95,8 @@ def make_keys(directory: Path) -> None:
     for name, values in files.items():
         path = directory / name
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # ``O_EXCL`` also refuses a link
+            # ``O_EXCL`` makes `os.open` fail if the path is a file or a symbolic link.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             raise ValueError(f"{path} exists; keys are made once per run, so use a new directory") from None
         with os.fdopen(descriptor, "w") as file:
@@ -136,7 +137,7 @@ def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
 def retire_keys(directory: Path) -> None:
     """Remove the roles' old keys from the servers' files.
 
-    A server accepts the old keys until it reads its file again. `ControlClient.renew_keys` makes the servers do this.
+    A server accepts the old keys until it reads its file again, which `ControlClient.renew_keys` causes.
     """
     for name, read in ((SERVER_KEYS, server_keys), (STORE_KEYS, store_keys)):
         _replace(directory / name, asdict(replace(read(directory), former_publics={})))

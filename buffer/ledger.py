@@ -118,9 +118,8 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        # A group is a suspect if this many workers died or fell silent while they held a lease on the group. One more
-        # death drops a suspect. If the number is 0, no group is a suspect. ``max_deaths=1`` drops a group at its first
-        # death.
+        # A group is a suspect if ``suspect_deaths`` workers died or fell silent while they held a lease on the group.
+        # The next such death drops a suspect. With ``max_deaths=1``, the first death drops a group.
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(
@@ -763,7 +762,7 @@ def _go_back(ledger: Ledger, version: int, outcome: commands.Rewound) -> None:
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
     lost |= dict.fromkeys(outcome.group_ids, REWOUND)
-    # Begin with the largest id. Each group goes to the head of the queue, so the smallest id is first at the end.
+    # Requeue the largest id first. Each group goes to the head of the queue, so the smallest id is then the head.
     for group_id in sorted({*lost, *outcome.revoked}, reverse=True):
         ledger.attempts.take_back(ledger.groups[group_id], lost)
     for group_id, deadline, rank in outcome.moved:

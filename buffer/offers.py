@@ -198,7 +198,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """The offers, and the requests that wait for offers. A journal keeps the offers, if there is one.
+    """The offers, and the requests that wait for offers. If the server has a journal, the journal keeps the offers.
 
     Attributes:
         log: The offers.
@@ -316,7 +316,7 @@ class OfferRequests:
         return None if offer is None else operations.Offered(offer)
 
     def answer_follower(self, request: Message) -> Answer | None:
-        """Return the answer to `Served`, or None if too few engines serve a version or a version is too old."""
+        """Return the answer to `Served`, or None if the request must wait longer."""
         served = self.log.served(request.body.num_engines)
         return None if served is None or served[0] < request.body.at_least else operations.Serving(*served)
 

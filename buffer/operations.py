@@ -392,10 +392,11 @@ class Missing(Answer, frozen=True):
 
 
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Ask which ``attempts`` a store lacks. The store drops payloads of ``finished`` groups and of ``ended`` attempts.
+    """Ask a store which payloads of ``attempts`` the store lacks.
 
-    ``attempts`` and ``ended`` hold (group id, attempt number) pairs. ``finished`` holds ranges of group ids. ``part``
-    is the path of the store's files in a checkpoint, or empty. The store first loads missing payloads from these files.
+    The store drops the payloads of ``finished`` groups and of ``ended`` attempts. ``attempts`` and ``ended`` hold
+    (group id, attempt number) pairs. ``finished`` holds ranges of group ids. ``part`` is the path of the store's files
+    in a checkpoint, or empty. The store first loads missing payloads from these files.
     """
 
     roles = LEDGER

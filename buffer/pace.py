@@ -184,8 +184,8 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # ``_longest_s`` is the longest time of a group that ended since the last reset. Short groups end first. So the
-        # longest time counts as known only when the number of ended groups has reached the number of running groups.
+        # ``_longest_s`` is the longest time of a group that ended since the last reset.
+        # Short groups end first, so use ``_longest_s`` only after as many groups have ended as are running.
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}

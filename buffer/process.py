@@ -301,7 +301,7 @@ class BufferSupervisor:
 
 
 class StoreServers:
-    """``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
+    """Runs ``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
 
     Make this object on a running loop. A store server that dies or hangs is restarted at its address, up to
     ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. The index in ``addresses`` is

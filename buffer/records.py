@@ -105,6 +105,6 @@ class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
 
 
 def leaves(base: type) -> list[Any]:
-    """Return the subclasses of a class that have no subclasses themselves."""
+    """Return all direct and indirect subclasses of ``base`` that have no subclasses."""
     subclasses = base.__subclasses__()
     return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]

@@ -72,7 +72,8 @@ class WorkerClient:
         self._serves: operations.Loaded | None = None
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
-        self._begun_afresh: set[tuple[int, int]] = set()  # leases whose saved prefix was evicted or lost
+        # ``_begun_afresh`` holds the leases whose saved prefix was evicted or lost.
+        self._begun_afresh: set[tuple[int, int]] = set()
         self._revocations: deque[tuple[int, int]] = deque()
         self._pushed = asyncio.Event()
         self._hand_on: asyncio.Queue[list[Key]] = asyncio.Queue()
@@ -299,7 +300,10 @@ class WorkerClient:
         return link
 
     def _say_beat(self) -> None:
-        """Send a heartbeat. Also called after a reconnect, because a restarted server does not know this worker."""
+        """Send a heartbeat.
+
+        The client also calls this method after a reconnect, because a restarted server does not know this worker.
+        """
         if self._beat_s and not self._client.is_closed:
             beat = operations.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))

@@ -328,7 +328,7 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Largest k such that the batch may take a group due at w + k now."""
+        """Largest k such that the batch may now take a group due at w + k."""
         return self._last
 
     def take(self, k: int) -> None:

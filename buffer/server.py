@@ -163,7 +163,8 @@ class ServerSocket:
         self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
         if journal is not None and self.epoch != known:
             journal.write("epoch", self.epoch)
-            for name in ("address", "bulk_address"):  # another process may use the earlier run's addresses
+            # Forget the addresses of an earlier run, because another process may use these addresses now.
+            for name in ("address", "bulk_address"):
                 if journal.read(name):
                     journal.write(name, "")
         self._own_folder = ""
@@ -286,7 +287,8 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # acknowledge even a refused chunk, because the client waits for this
+                # Acknowledge even a refused chunk, because the client waits for the acknowledgement.
+                request_id = chunk.request_id
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -374,7 +376,7 @@ class ServerSocket:
                     "belongs to another run and must end"
                 )
             if role is not None and role not in operation.roles:
-                raise NotAllowed(f"a client with the key of role {role!r} may not {name}; use the key of another role")
+                raise NotAllowed(f"a client with the key of role {role!r} must not send {name}; use another role's key")
             if isinstance(operation, Connect):
                 connected = Connected(self.epoch, self.bulk_port)
                 self.send(request.client, Message(request_id=request.request_id, body=connected))

@@ -326,7 +326,7 @@ class ChunkReceiver:
         """
         message = self._messages.pop(chunk.request_id, None) or _IncompleteMessage()
         self._num_bytes -= message.num_bytes
-        if chunk.index == 0:  # a new message, or the first chunk of a message that the peer sends again
+        if chunk.index == 0:  # index 0 begins a new message, or a message that the peer sends again
             message = _IncompleteMessage()
         if chunk.index != message.num_chunks:
             raise WireError(f"expected chunk {message.num_chunks} of request {chunk.request_id}, got {chunk.index}")
@@ -398,7 +398,7 @@ def make_socket_folder() -> str:
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
-    """Return a copy of the options that names a folder for the Unix sockets, and the path of this folder.
+    """Return a pair: a copy of the options that names a folder for Unix sockets, and the path of this folder.
 
     The path is empty if the options need no new folder. Otherwise the caller must remove the folder.
     """
@@ -455,8 +455,8 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # Make accept() non-blocking, because two threads call it: ZMQ's thread and the thread of `_Refusals`. If one
-        # thread takes the only connection, a blocking accept() would block the other thread.
+        # Make accept() non-blocking, because ZMQ's thread and the thread of `_Refusals` both call accept().
+        # If one thread takes the only connection, a blocking accept() would block the other thread.
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
@@ -575,7 +575,7 @@ class _Refusals(threading.Thread):
         with socket.socket(fileno=self._listening) as listener:
             while self.wanted.wait() and not self._is_closed:
                 self.wanted.clear()
-                with suppress(OSError):  # no connection is pending
+                with suppress(OSError):  # accept() raises an error if no connection is pending
                     while True:
                         listener.accept()[0].close()
                         self._loop.call_soon_threadsafe(self._note)

@@ -246,7 +246,8 @@ class PayloadStore:
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
         """Raise an error if new prompts of ``size`` bytes exceed the bound on prompts.
 
-        The prompts in the buffer count too, and ``num_waiting_bytes`` bytes of prompts that wait for room in the queue.
+        The bound also covers the prompts of groups that are not stored yet, and the prompts that wait for room in the
+        queue. ``num_waiting_bytes`` is the size of the waiting prompts in bytes.
 
         Raises:
             StoreFull: The prompts do not fit now.

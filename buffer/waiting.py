@@ -274,7 +274,7 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """Return the number that decides when a worker gets its next lease. The worker with the lowest is first."""
+        """Return the number that decides when a worker gets its next lease. The lowest number comes first."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
@@ -310,7 +310,7 @@ class PromptIntake:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
-        self._outcomes: deque[GroupSummary] | None = None  # stays None until a request has ``wants_outcomes``
+        self._outcomes: deque[GroupSummary] | None = None  # stays None until a request sets ``wants_outcomes``
         self.close = self._held.close
 
     def keep_finished(self) -> None:
