@@ -376,7 +376,9 @@ class ServerSocket:
                     "belongs to another run and must end"
                 )
             if role is not None and role not in operation.roles:
-                raise NotAllowed(f"a client with the key of role {role!r} must not send {name}; use another role's key")
+                raise NotAllowed(
+                    f"a client with the key of role {role!r} must not send {name}; use the key of another role"
+                )
             if isinstance(operation, Connect):
                 connected = Connected(self.epoch, self.bulk_port)
                 self.send(request.client, Message(request_id=request.request_id, body=connected))
