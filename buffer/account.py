@@ -1,8 +1,8 @@
-"""The account of attempts: how each attempt (a try of a worker to generate a group) ended, and what its tokens became.
+"""Records how each attempt (a worker's try to generate a group) ended, and counts the attempt's tokens.
 
 `Account` counts the policy tokens of a run as buffered, trained or dropped. `AttemptHistory` remembers the attempts
-without a result and the finished groups, so a message that a client repeats counts only once. Its memory is bounded.
-`Attempts` ends attempts and groups: it changes the table of groups, and records the end in the other two.
+without a result and the finished groups, so a message that a client repeats counts only once. The history's memory is
+bounded. `Attempts` ends attempts and groups. It changes the table of groups, the account and the history.
 """
 
 from bisect import bisect_right
@@ -125,13 +125,13 @@ class AttemptHistory:
             self._ended.popitem(last=False)
 
     def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an attempt that ended without a stored result; None if there is no record."""
+        """Return the record of an attempt that ended without a stored result, or None if there is no such record."""
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an ended attempt whose worker must still report the tokens, and forget the record.
+        """Return the record of an ended attempt whose worker must still report its tokens. Then forget the record.
 
-        Returns None if no report is expected.
+        Returns None if the history expects no report of this attempt.
         """
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
@@ -140,9 +140,9 @@ class AttemptHistory:
         return ended
 
     def finish(self, group_id: int, *, num_attempts: int, stored: bool) -> None:
-        """Remember a group that was consumed or dropped, with its number of attempts.
+        """Remember a group that was consumed or dropped, and its number of attempts.
 
-        ``stored`` is whether the result of the group's latest attempt was accepted.
+        ``stored`` says whether the result of the group's latest attempt was accepted.
         """
         self.finished.add(group_id)
         self._reopened.pop(group_id, None)
@@ -154,7 +154,7 @@ class AttemptHistory:
     def reopen(self, finished: IdSet) -> None:
         """Replace the set of finished groups with ``finished``, an earlier state of the set.
 
-        The groups that are no longer in the set may be queued again. Their attempt numbers continue.
+        The groups that are no longer in the set may be queued again. Their attempt numbers do not begin at 0 again.
         """
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
@@ -171,7 +171,7 @@ class AttemptHistory:
         return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
-        """Return whether the group is finished and the result of its attempt number ``attempt`` was accepted."""
+        """Return whether the group is finished, and the result of its attempt number ``attempt`` was accepted."""
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
@@ -192,7 +192,7 @@ class AttemptHistory:
 
 
 class Account:
-    """Running totals. Each policy token that a worker reports or saves counts once: as buffered, trained or dropped.
+    """Counts policy tokens. Each token that a worker reports or saves counts once: as buffered, trained or dropped.
 
     The saved tokens of an unfinished group count as buffered when the attempt that saved these tokens has ended. They
     stay buffered while a later attempt continues the group. The tokens that a dead worker generated and did not report
@@ -231,7 +231,7 @@ class Account:
             self._settled[owner] += settled
 
     def settled_by(self, owner: bytes) -> int:
-        """Return how many tokens `settling` has attributed to the worker ``owner``."""
+        """Return the number of tokens that `settling` has attributed to the worker ``owner``."""
         return self._settled[owner]
 
     def bury(self, owner: bytes, num_lost: int) -> None:
@@ -274,7 +274,8 @@ class Account:
     def filter(self, summary: GroupSummary, reason: str, *, num_inherited: int) -> None:
         """Count a finished group that the filter with the name ``reason`` dropped.
 
-        ``num_inherited`` of the group's tokens come from an earlier attempt, and counted as buffered before.
+        ``num_inherited`` of the group's tokens come from an earlier attempt. The account has counted these tokens as
+        buffered, and this call undoes that count.
         """
         self.tokens_buffered -= num_inherited
         self.groups_dropped[reason] += 1
@@ -283,9 +284,9 @@ class Account:
         self._drop_lengths(summary, reason)
 
     def refuse(self, summary: GroupSummary, reason: str, *, num_counted: int) -> None:
-        """Count a finished group that is refused, because the group came late or has tokens that are too old.
+        """Count a finished group that the buffer refuses, because the group came late or has tokens that are too old.
 
-        The group's tokens count as dropped, except the ``num_counted`` tokens that were counted before.
+        The group's tokens count as dropped, except the ``num_counted`` tokens that the account has counted before.
         """
         self.puts_refused[reason] += 1
         self._drop_tokens(summary.num_tokens - num_counted, reason)
@@ -295,8 +296,8 @@ class Account:
     def abandon(self, num_tokens: int, reason: str, *, num_counted: int) -> None:
         """Count the tokens of an unfinished attempt as dropped, except the ``num_counted`` tokens counted before.
 
-        If ``num_counted`` is 0, the tokens also enter the mean length of dropped samples. The attempt then counts as
-        having as many samples as the latest stored group.
+        If ``num_counted`` is 0, the tokens also count in the mean length of dropped samples. For this mean, the
+        account assumes that the attempt has as many samples as the latest stored group.
         """
         self._drop_tokens(num_tokens - num_counted, reason)
         if num_tokens > 0 and num_counted == 0:
@@ -350,8 +351,8 @@ class Account:
     def begin_life(self, tokens_generated: int) -> None:
         """Prepare the account for a resumed run, and forget the workers from before the resume.
 
-        The run generated ``tokens_generated`` tokens before the resume. Tokens that no worker reported count as
-        dropped.
+        The run generated ``tokens_generated`` tokens before the resume. If the account has counted fewer tokens, the
+        difference counts as dropped.
         """
         self._drop_tokens(tokens_generated - self.num_tokens, RESUME)
         self.buried, self._settled = {}, Counter()
@@ -359,7 +360,7 @@ class Account:
     def snapshot(self) -> dict[str, Any]:
         """Return all totals except ``filtered_in_a_row`` as a dict of plain values, for `restore`.
 
-        A restarted server counts ``filtered_in_a_row`` from 0.
+        ``filtered_in_a_row`` counts groups that filters dropped in a row. A restarted server counts them from 0.
         """
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
@@ -380,8 +381,8 @@ class Account:
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
         """Return the totals as one `BufferStats` record.
 
-        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` has the other
-        fields of the record, which the account does not count.
+        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` has the
+        record's fields that the account does not count.
         """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
@@ -411,7 +412,7 @@ class Attempts:
         self._newly_finished: list[int] = []
 
     def held(self, group_id: int, attempt: int, sender: bytes | None) -> Group | None:
-        """Return the record of a group if a worker generates it now as attempt number ``attempt``, else None.
+        """Return the record of a group if the group's attempt number ``attempt`` is running, else None.
 
         Raises `NotLeaseOwner` if the attempt's lease (the right to generate the group) does not belong to the client
         ``sender``. A ``sender`` of None skips this check.
@@ -427,9 +428,9 @@ class Attempts:
         return group
 
     def check_was_leased(self, group_id: int, attempt: int, remedy: str) -> None:
-        """Check that a worker has leased the group before, as attempt number ``attempt``.
+        """Raise `UnknownGroup` if the group never had an attempt number ``attempt``.
 
-        Raises `UnknownGroup` otherwise. ``remedy`` is the end of the error's message.
+        ``remedy`` is the end of the error message.
         """
         group = self._groups.get(group_id)
         known = self._history.num_attempts(group_id) if group is None else group.num_attempts
@@ -450,25 +451,25 @@ class Attempts:
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
         """Count the inherited prefix (saved tokens of an earlier attempt) as dropped if the worker did not continue it.
 
-        ``continued`` is the worker's statement whether it continued the prefix. ``num_tokens`` is the number of tokens
-        in the worker's report. If the report has fewer tokens than the prefix, the prefix always counts as dropped.
+        The worker reports in ``continued`` whether it continued the prefix, and in ``num_tokens`` its number of tokens.
+        If ``num_tokens`` is smaller than the prefix, the prefix always counts as dropped.
         """
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an ended attempt whose worker now reports its tokens, and forget the record.
+        """Return the record of an ended attempt whose worker now reports its tokens. Then forget the record.
 
-        Returns None if no report of this attempt is expected, or if the worker was declared dead.
+        Returns None if the history expects no report of this attempt, or if the worker was declared dead.
         """
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
     def revoke(self, group: Group, reason: str) -> None:
-        """Record that a running group's attempt ended early, and queue a notice to its worker for `drain_revocations`.
+        """Record that a running group's attempt ended early. `drain_revocations` later returns a message to the worker.
 
-        The worker still has to report the attempt's tokens. These tokens count as dropped for ``reason``.
+        The worker must still report the attempt's tokens. These tokens count as dropped for ``reason``.
         """
         ended = EndedAttempt(owner=group.owner, owes_report=True, num_counted=group.num_saved, reason=reason)
         self._history.end(group.group_id, group.attempt, ended)
@@ -491,7 +492,7 @@ class Attempts:
     def drop(self, group: Group, *, stored: bool) -> None:
         """Remove a running group, and remember it as finished.
 
-        ``stored`` is whether the result of the latest attempt was accepted.
+        ``stored`` says whether the result of the latest attempt was accepted.
         """
         self._groups.finish(group)
         self.finish(group, stored=stored)
@@ -499,8 +500,8 @@ class Attempts:
     def finish(self, group: Group, *, stored: bool, is_kept: bool = False) -> None:
         """Remember a group as finished, because it was consumed or dropped.
 
-        ``stored`` is whether the result of the latest attempt was accepted. If ``is_kept``, the prompt and the
-        trajectories stay for a further training step.
+        ``stored`` says whether the result of the latest attempt was accepted. If ``is_kept``, the buffer keeps the
+        prompt and the trajectories for a further training step.
         """
         self._history.finish(group.group_id, num_attempts=group.num_attempts, stored=stored)
         if not is_kept:
@@ -525,7 +526,7 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """End the lease of a group and queue its prompt. If the group has no lease, `evict` its tokens.
+        """End the lease of a group and queue its prompt. If the group has no lease, drop its tokens (`evict`).
 
         The tokens of the groups in ``lost`` are dropped. ``lost`` maps each of these group ids to the reason. A leased
         group that is not in ``lost`` keeps its saved prefix. A group without a lease must be in ``lost``.
@@ -540,7 +541,7 @@ class Attempts:
                 self.hand_on(group)
 
     def forget_uses(self, version: int) -> None:
-        """Forget, for all stored groups, which learner steps from ``version`` on have trained on them.
+        """Forget that learner steps from ``version`` on have trained on the stored groups.
 
         If no earlier step trained on a group, the group's tokens count as buffered again, not as trained.
         """
@@ -554,7 +555,7 @@ class Attempts:
     def drain_revocations(self) -> list[tuple[bytes, Revoked]]:
         """Return (client id, message) pairs for the leases revoked since the previous call.
 
-        Each message tells the client which lease the client has lost.
+        Each message tells its client which lease the client has lost.
         """
         revocations, self._revocations = self._revocations, []
         return revocations

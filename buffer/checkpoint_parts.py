@@ -42,7 +42,7 @@ def store_part(number: int) -> str:
 
 
 class PartWriter:
-    """Writes one server's files of each checkpoint. ``journal`` is the server's own journal, or None."""
+    """Writes the files of one server for each checkpoint. ``journal`` is the server's own journal, or None."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal
@@ -81,8 +81,8 @@ class PartWriter:
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
         """Make hard links to the journal's files, so the checkpoint need not copy the journal's frames.
 
-        Returns the number N of the next file ``PATH.N.log``, and references to the linked frames. Returns 1 and an
-        empty tuple if there is no journal or a link failed. The caller then copies the frames.
+        Returns a pair: the number N of the next file ``PATH.N.log``, and references to the linked frames. Returns
+        ``(1, ())`` if there is no journal, or if a link failed. The caller then copies the frames.
         """
         if self._journal is not None:
             try:
@@ -107,7 +107,7 @@ def _write_part(
             for place, held in copied:
                 try:
                     parts = in_memory(held)
-                except OSError as error:  # continue, because a resumed run generates a lost group again
+                except OSError as error:  # leave the group out, because a resumed run generates a lost group again
                     logger.error("the checkpoint's part %s lacks the frames of a group: %s", path, error)
                     continue
                 frames.append([(Head(references=(("", 0, place, tuple(map(len, parts))),)), parts)])
@@ -125,18 +125,18 @@ def _write_part(
 
 
 class CheckpointRequests:
-    """Writes the checkpoints of the ledger's server, and loads the state of an earlier server at the start.
+    """Writes the checkpoints of the ledger's server. When the server starts, loads the state of an earlier server.
 
     Args:
         journal: The server's own journal, if it has one.
-        links: Connections to the store servers, if these hold the trajectories.
+        links: Connections to the store servers, if store servers hold the trajectories.
     """
 
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # this name stays the same in a resumed run
-        # A later server can continue this server's journal or checkpoint only with equal options.
+        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run keeps the lineage of its run
+        # ``_owner`` holds the options that must not change if a later server continues the journal or a checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)
         self._pending = PendingWrites(shared.held())
@@ -187,9 +187,9 @@ class CheckpointRequests:
                 )
 
     def begin(self, request: Message) -> None:
-        """Write the checkpoint of a `Checkpoint` request, and answer after the write.
+        """Begin to write the checkpoint of a `Checkpoint` request. The server answers when the checkpoint is complete.
 
-        A repeated request waits for the same write.
+        If the client repeats the request, the repeated request waits for the same write.
         """
         self._pending.wait(request, lambda: self._write(request.body))
 
@@ -202,7 +202,7 @@ class CheckpointRequests:
         folder = Path(checkpoint.folder)
         partial = folder.with_name(f".{folder.name}.partial")
         try:
-            async with self._turn:  # one checkpoint at a time, because two checkpoints may have the same folder
+            async with self._turn:  # write one checkpoint at a time, because two checkpoints may have the same folder
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
                 written = await self._parts(partial, checkpoint)
@@ -223,7 +223,7 @@ class CheckpointRequests:
         for number, link in () if self._links is None else self._links.connected():
             save = operations.SavePart(key=checkpoint.key, path=str(folder / store_part(number)))
             stores.append(asyncio.ensure_future(link.call(save)))
-        await asyncio.sleep(0)  # let the tasks above send `SavePart` before the snapshot below
+        await asyncio.sleep(0)  # let the tasks send `SavePart` to the stores before the ledger takes its snapshot
         values = {"lineage": self._lineage, "key": checkpoint.key, "owner": self._owner}
         snapshot, frames = self._ledger.snapshot(), self._store.frames()
         own = await self._writer.write(folder / LEDGER_PART, values=values, snapshot=snapshot, frames=frames)
@@ -241,7 +241,7 @@ class CheckpointRequests:
 
 
 async def _without_failure(part: Awaitable[Checkpointed]) -> Checkpointed:
-    """Return an empty `Checkpointed` if the store server failed."""
+    """Wait for a store server's answer. Return an empty `Checkpointed` if the store server failed."""
     try:
         return await part
     except AsyncRLError as error:

@@ -1,4 +1,4 @@
-"""The learner's checkpoints that the ledger remembers, and the return of the ledger to one of them.
+"""The learner's checkpoints that the ledger remembers. The ledger can go back to each of these checkpoints.
 
 A *mark* holds the ledger's counts of tokens and groups when all learner steps before a checkpoint are committed. The
 ledger goes back to a mark when the learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then
@@ -62,13 +62,13 @@ class Marks:
         return version in self._by_version and self._by_version[version].key == key
 
     def keys(self) -> list[str]:
-        """Return the names of the marks, oldest version first. The mark of the run's start has an empty name."""
+        """Return the names of the remembered checkpoints, oldest version first. The run's start has an empty name."""
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:
-        """Remember the checkpoint ``key`` of learner version ``version``. `reach` adds the ledger's counts.
+        """Remember the checkpoint ``key`` of learner version ``version``. `reach` adds the ledger's counts later.
 
-        Only the ``MAX_MARKS`` marks of the newest versions are kept.
+        Only the ``MAX_MARKS`` checkpoints of the newest versions are remembered.
         """
         self._by_version[version] = Mark(version=version, key=key)
         for old in sorted(self._by_version)[:-MAX_MARKS]:
@@ -112,20 +112,20 @@ class Marks:
         self._by_version = {known: mark for known, mark in self._by_version.items() if known <= version}
 
     def snapshot(self) -> list[Any]:
-        """Return the marks as a list of plain values, for `restore`."""
+        """Return the remembered checkpoints as a list of plain values, for `restore`."""
         return to_builtins(list(self._by_version.values()))
 
     def restore(self, values: Sequence[Any]) -> None:
-        """Replace the marks with ``values``, a result of `snapshot`."""
+        """Replace the remembered checkpoints with ``values``, a result of `snapshot`."""
         self._by_version = {mark.version: mark for mark in convert(values, list[Mark])}
 
 
 def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> commands.Rewound:
-    """Decide which groups the buffer keeps when the learner goes back to ``version``. Change nothing yet.
+    """Decide which groups the buffer keeps when the learner goes back to ``version``. The groups do not change yet.
 
-    Returns the ids of the groups that must be dropped or revoked, and new deadlines of other groups. A run may resume
-    with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then a group is dropped if the learner has used the
-    group ``max_uses`` times. A group is also dropped if the learner cannot consume the group by its deadline.
+    Returns a record with the ids of the groups that must be dropped or revoked, and with new deadlines of other groups.
+    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then a group is dropped if the
+    learner has used the group ``max_uses`` times, or cannot consume the group by its deadline.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

@@ -1,4 +1,4 @@
-"""The connections of one process to the buffer: requests, deadlines, and resending after a reconnect.
+"""Connects one process to the buffer: sends requests, repeats them after a reconnect, and enforces their deadlines.
 
 A client has a control socket, and a bulk socket for large messages. A request that is large, or may have a large
 answer, waits until both sockets are connected. Other requests need only the control socket. Each received chunk
@@ -56,7 +56,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Connection:
-    """A DEALER socket that reconnects by itself. Raises `ValueError` if the address is malformed.
+    """A ZMQ socket (DEALER) that reconnects by itself. Raises `ValueError` if the address is malformed.
 
     Args:
         on_message: Called with the frames of each message.
@@ -114,7 +114,7 @@ class Connection:
 
     def close(self) -> None:
         """Close the connection at once."""
-        # Disable the events before closing the monitor. Otherwise ZMQ's thread waits for a reader of the events.
+        # Disable the events before closing the monitor. Otherwise ZMQ's thread blocks, because nobody reads the events.
         self._socket.disable_monitor()
         self._monitor.close()
         self._channel.close()
@@ -138,7 +138,7 @@ class _UnansweredRequest:
 
 
 class ClientSocket:
-    """The connections to one server. Make an object on a running loop, and use it only on that loop.
+    """The connections to one server. Make an object on a running event loop, and use the object only on that loop.
 
     Args:
         timeout_s: Deadline of each request, in seconds after it was sent or after its latest transferred chunk.
@@ -147,8 +147,8 @@ class ClientSocket:
 
     Attributes:
         is_connected: Whether the server can be reached now.
-        num_read: Largest request id of a fetch (a request for trajectories) whose answer has arrived, even if the
-            caller had cancelled the fetch.
+        num_read: Largest id of a fetch (a request for trajectories) that the server has answered. Cancelled fetches
+            count too.
         identity: The id of this client on the server.
     """
 
@@ -324,7 +324,7 @@ class ClientSocket:
         self._deadline.at(earliest)
 
     def _note_progress(self, request_id: int | None = None) -> None:
-        """Restart the deadline of a request. Without ``request_id``, restart the deadlines of all large requests."""
+        """Restart the deadline of a request. If ``request_id`` is None, restart the deadlines of all large requests."""
         due = self._clock.time() + self._timeout_s
         if request_id is None:
             for unanswered in self._unanswered.values():
@@ -383,7 +383,8 @@ class ClientSocket:
         if newest == self._keys:
             return False
         self._keys = newest
-        self.loop.call_soon(self._reconnect)  # not now: a callback of a connection must not close the connection
+        # Reconnect later, because a callback of a connection must not close the connection.
+        self.loop.call_soon(self._reconnect)
         return True
 
     def _reconnect(self) -> None:
@@ -411,7 +412,7 @@ class ClientSocket:
         self.is_connected = True
         self._resend(needs_bulk=False)
         self._when_connected()
-        # A server without a journal has another port after a restart.
+        # Close the bulk connection if the port has changed. A restarted server without a journal has another port.
         if self._bulk is not None and port != self._bulk_port:
             self._bulk.close()
             self._bulk = None
@@ -527,7 +528,7 @@ class BufferClient:
         self._keys = keys
         self._link: ClientSocket | None = None
         self._store_links: dict[str, ClientSocket] = {}
-        self._has_other_clock: bool | None = None  # None until a `Welcome` names the server's clock
+        self._has_other_clock: bool | None = None  # stays None until a `Welcome` message names the server's clock
         self._space = asyncio.Event()
 
     async def connect(self) -> None:
@@ -608,11 +609,11 @@ class BufferClient:
     async def call_with_space(self, operation: Operation[Reply], payload: Sequence[Any]) -> Reply:
         """Send a request, and return the body of its answer. Repeat the request while the buffer is full.
 
-        The client repeats the request as soon as the server reports free bytes, at the latest after half of
-        ``timeout_s``.
+        The client repeats the request when the server reports free bytes, at the latest after ``timeout_s / 2``
+        seconds.
         """
         while True:
-            # Read the event before sending the request. A report of free bytes during the request then sets this event.
+            # Read ``_space`` before sending the request, so a report of free bytes during the request is not missed.
             space = self._space
             try:
                 return await self.link.call(operation, payload)
@@ -644,8 +645,8 @@ class BufferClient:
     ) -> commands.Reservation:
         """Wait until a server has reserved bytes for the payload of ``key``, a (group id, attempt number) pair.
 
-        Without ``link``, the buffer's server chooses a store, on this host if possible. The answer names the address of
-        the store.
+        If ``link`` is None, the buffer's server chooses a store, if possible on this client's host. The answer names
+        the address of the store.
         """
         num_bytes, host = sum(map(len, payload)), "" if link is not None else self.host
         reserve = commands.Reserve(group_id=key[0], attempt=key[1], num_bytes=num_bytes, host=host)
@@ -659,7 +660,10 @@ class BufferClient:
         return welcome
 
     async def hello_for_clock(self, caller: str) -> None:
-        """Measure the server's clock if this process records a profile and the server may run on another host."""
+        """Measure the offset of the server's clock if this process records a profile.
+
+        Does nothing if the server is known to run on this host.
+        """
         if record.current() is not None and self._has_other_clock is not False:
             await self.hello(operations.Hello(), caller)
 

@@ -1,12 +1,12 @@
-"""The commands: the operations that the ledger decides. Each command stands after its outcome and its own answer.
+"""The commands: the operations that the ledger decides.
 
-A command is one record: a client sends it, the server checks its ``roles``, the ledger applies it, and the journal
-stores it with its outcome. An outcome is the ledger's decision about a command. A restarted server applies the outcomes
-in its journal, and decides nothing again.
+A command is one record. A client sends the command, the server checks its ``roles``, and the ledger applies it. The
+journal stores the command and its outcome. The outcome is the ledger's decision about the command. A restarted server
+applies the outcomes in its journal, and decides nothing again.
 
-A new command touches four files: its record and its outcome stand here, ``_decide_<name>`` and ``_enact_<name>`` in
-`buffer.ledger`, its handler ``on_<name>`` in `buffer.service`, and the method that sends it in `buffer.role_clients`.
-The server itself applies the two commands without ``roles``, so these have neither a handler nor such a method.
+To add a command, change four files. Define its outcome, its answer and its record here, ``_decide_<name>`` and
+``_enact_<name>`` in `buffer.ledger`, the handler ``on_<name>`` in `buffer.service`, and a method that sends the command
+in `buffer.role_clients`. `Expire` and `TakeBack` have no ``roles``: only the server itself applies these two commands.
 """
 
 from enum import StrEnum
@@ -44,12 +44,12 @@ class Queued(LedgerOutcome, frozen=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the queue has a new prompt."""
+        """True if a prompt was added to the queue."""
         return bool(self.group_ids)
 
 
 class Enqueued(Answer, frozen=True):
-    """The prompts are queued.
+    """The answer to `Enqueue`: the prompts are queued.
 
     If the controller wants outcomes, ``outcomes`` has the metadata of the groups finished since the previous answer.
     """
@@ -72,7 +72,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 
 
 class Progress(Row, frozen=True, kw_only=True):
-    """The number of policy tokens in the saved prefix of an unfinished group, and their oldest and newest version."""
+    """Number, oldest version and newest version of the policy tokens in an unfinished group's saved prefix."""
 
     num_tokens: Count
     oldest_version: Count
@@ -108,7 +108,7 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
 
 class Granted(LedgerOutcome, frozen=True, kw_only=True):
-    """The leases granted to one request. There are none if the queue is empty or no group may begin now."""
+    """The leases that the ledger grants to one request. It grants none if the queue is empty or no group may begin."""
 
     leases: tuple[GrantedLease, ...]
 
@@ -163,7 +163,7 @@ class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
     """The new expiry time of the renewed leases.
 
-    ``lost`` has the requested leases that the sender does not hold any more, as (group id, attempt number) pairs.
+    ``lost`` names the leases that the sender requested but no longer holds, as (group id, attempt number) pairs.
     """
 
     expires_at: float
@@ -171,12 +171,12 @@ class Renewed(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """False: a restarted server renews all leases."""
+        """Always False, because a restarted server renews all leases."""
         return False
 
 
 class Renew(Command[Renewed, Done], frozen=True):
-    """Extend leases, given as (group id, attempt number) pairs."""
+    """Extend leases. ``leases`` holds (group id, attempt number) pairs."""
 
     roles = ROLLOUT
     leases: Keys
@@ -187,7 +187,7 @@ class Saved(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True: the prefix belongs to the state."""
+        """Always True, because the prefix belongs to the ledger's state."""
         return True
 
 
@@ -197,7 +197,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
     Attributes:
         progress: Token count and policy versions of the prefix, including tokens from earlier attempts.
         continued: False if the worker started again without the saved prefix of an earlier attempt.
-        num_bytes: Size of the encoded prefix in bytes; the server sets it.
+        num_bytes: Size of the encoded prefix in bytes. The server sets this field.
         longest_response: Number of tokens of the longest sample; -1 if unknown.
     """
 
@@ -225,7 +225,7 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the ledger did not know the end of the attempt."""
+        """True if the report ends a lease, or reports tokens that the ledger still waits for."""
         return self.was_running or self.was_owed
 
 
@@ -250,11 +250,11 @@ class Release(Command[Released, Released], frozen=True, kw_only=True):
 
 
 class TakenBack(LedgerOutcome, frozen=True, kw_only=True):
-    """Revoked leases: the leases have expired, or the worker that holds the leases is silent or dead.
+    """The leases that the ledger revokes, because the leases have expired, or because their worker is silent or dead.
 
     Attributes:
         group_ids: The groups whose leases are revoked. Their prompts are queued again, except those in ``dropped``.
-        num_lost: Number of tokens that a dead worker generated and did not save or report; None if no worker died.
+        num_lost: Number of tokens that a dead worker generated but neither saved nor reported; None if no worker died.
         dropped: Groups that end, because too many workers died or fell silent while they held a lease on the group.
     """
 
@@ -273,7 +273,7 @@ class Expire(Command[TakenBack, Done], frozen=True):
 
 
 class TakeBack(Command[TakenBack, Done], frozen=True):
-    """Revoke every lease of ``owner``, a worker that is silent or dead. A repetition has no effect.
+    """Revoke every lease of ``owner``, a worker that is silent or dead. Repeating the command has no effect.
 
     ``num_generated`` is the number of tokens that a dead owner generated; None for a silent owner. The unreported
     tokens of a dead owner count as lost, and later reports of this owner do not count.
@@ -287,13 +287,14 @@ class TakeBack(Command[TakenBack, Done], frozen=True):
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
-    """The choice of a store for the trajectories of a running group, with room for their bytes.
+    """The ledger's choice of a store that has room for the trajectories of a running group.
 
     Attributes:
         store: Number of the store.
         evicted: Ids of the groups that lose their trajectories or saved prefix, because the store needs their room.
         is_choice: Whether the ledger chose among several stores. A restarted server must know the chosen store, because
-            the worker may have sent the trajectories there. With a single store, the put repeats the reservation.
+            the worker may have sent the trajectories to this store. With a single store, the put repeats the
+            reservation.
     """
 
     store: int
@@ -329,7 +330,7 @@ class Reserve(Command[Reserved, Reservation], frozen=True, kw_only=True):
 
 
 class PutResult(StrEnum):
-    """What happens to a put (a finished group that a worker sends)."""
+    """Says what the ledger does with a put (a finished group that a worker sends)."""
 
     stored = "stored"
     duplicate = "duplicate"
@@ -354,16 +355,16 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True, also for a refused put: the account counts its tokens."""
+        """Always True, because the account counts the tokens of a refused put too."""
         return True
 
 
 class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
-    """Store a finished group. A repetition has no effect.
+    """Store a finished group. Repeating the command has no effect.
 
     Attributes:
         continued: False if the worker started again without the saved prefix of an earlier attempt.
-        num_bytes: Size of the trajectories in bytes. If there are no store servers, the buffer's server sets this.
+        num_bytes: Size of the trajectories in bytes. If the run has no store servers, the buffer's server sets it.
         digest: XXH3 hash of the trajectories if a store server holds them.
         num_left_out: Number of tokens in trajectories that are left out of the group, because their reward failed.
     """
@@ -386,7 +387,7 @@ class Lost(LedgerOutcome, frozen=True, kw_only=True):
 
     Attributes:
         group_ids: The groups that lose their trajectories or saved prefix now.
-        dissolved: Versions of the learner steps whose batches are undone, and planned again later.
+        dissolved: Versions of the learner steps whose batches are undone. These batches are planned again later.
         unsent: Leased groups. The ledger has reserved bytes for their trajectories in a store, but the store does not
             have the trajectories. The reserved bytes become free, and the workers send the trajectories again.
         missing: Planned groups whose trajectories no store has. A missing group counts as lost only if its batch is
@@ -424,7 +425,7 @@ class LoseGroups(Command[Lost, Done], frozen=True, kw_only=True):
 
 
 class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The number of a store that joins. ``is_new`` is false if the store had joined before."""
+    """The number of a store server that joins the buffer. ``is_new`` is false if the store had joined before."""
 
     store: int
     is_new: bool
@@ -436,7 +437,7 @@ class AddedStore(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class AddStore(Command[AddedStore, AddedStore], frozen=True):
-    """Add a store server at ``address``. The workers of ``host`` prefer this store."""
+    """Add a store server at ``address``. The workers on the host ``host`` prefer this store."""
 
     roles = CONTROLLER
     address: Text
@@ -444,7 +445,7 @@ class AddStore(Command[AddedStore, AddedStore], frozen=True):
 
 
 class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
-    """The groups of a dropped store. ``is_new`` is false if the store had been dropped before.
+    """The groups of a lost store server. ``is_new`` is false if the store server counted as lost before.
 
     Stored groups in ``group_ids`` are generated again. Running groups in ``reserved`` lose their reserved bytes.
     """
@@ -460,7 +461,7 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
-    """Declare a store lost. Planned batches stay, because the learner's ranks may already have fetched them."""
+    """Declare a store server lost. Planned batches stay, because the learner's ranks may already have fetched them."""
 
     roles = CONTROLLER
     store: Int64
@@ -470,7 +471,7 @@ class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
 
 
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
-    """A batch: the groups of the learner step ``version``, in order.
+    """A batch: the groups of the learner step ``version``, in the order of the batch.
 
     The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
     Otherwise the plan queues their prompts again. ``is_new`` is false if the batch was planned before, or cannot be
@@ -490,7 +491,7 @@ class Planned(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Batch(Answer, frozen=True):
-    """The answer to `PlanBatch`: metadata of the batch's groups, in order."""
+    """The answer to `PlanBatch`: metadata of the batch's groups, in the order of the batch."""
 
     groups: tuple[GroupSummary, ...]
 
@@ -527,14 +528,14 @@ class Commit(Command[Committed, Totals], frozen=True):
     version: Int64
 
 
-# Checkpoints, and the return to one of them
+# Checkpoints, and going back to a checkpoint
 
 
 class Rewound(LedgerOutcome, frozen=True, kw_only=True):
     """The effects of the learner's return to a checkpoint.
 
     Attributes:
-        is_new: False if the ledger had applied this rewind before.
+        is_new: False if the ledger had applied this command before.
         group_ids: Groups that lost their trajectories or saved prefix, because they had a token of a lost version.
         revoked: Groups whose running attempt was revoked.
         missing: Planned groups that no store holds.
@@ -579,13 +580,14 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
 class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     """Restore the ledger from a checkpoint of an earlier process of the run.
 
-    Groups are kept, dropped or revoked as in `Rewind`. The learner's incarnation (number of rewinds) becomes 0.
+    Groups are kept, dropped or revoked as in `Rewind`. The learner's incarnation becomes 0. The incarnation counts how
+    often the learner has gone back to a checkpoint.
 
     Attributes:
         version: Learner version to continue from. The steps before this version then count as committed.
         key: Key of the `Checkpoint`.
-        tokens_generated: Policy tokens that the run generated up to the checkpoint. Tokens that the account lacks count
-            as dropped (``resume``).
+        tokens_generated: Number of policy tokens that the run generated up to the checkpoint. If the account has
+            counted fewer tokens, the difference counts as dropped (``resume``).
     """
 
     roles = CONTROLLER

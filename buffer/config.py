@@ -9,7 +9,7 @@ from .rule import StalenessRule, find_filters, find_order
 
 
 class OnStale(StrEnum):
-    """What happens to a running group that the next batch must contain."""
+    """Says what happens to a running group that the next batch must contain."""
 
     wait = "wait"
     requeue = "requeue"
@@ -17,14 +17,14 @@ class OnStale(StrEnum):
 
 
 class Durability(StrEnum):
-    """Whether the buffer's contents survive the end of its server."""
+    """Says whether the buffer's contents survive when its server ends."""
 
     memory = "memory"
     disk = "disk"
 
 
 class StoresOn(StrEnum):
-    """Where trajectories are stored until the learner trains on them."""
+    """Says where trajectories are stored until the learner trains on them."""
 
     auto = "auto"
     ledger = "ledger"
@@ -62,8 +62,8 @@ class BufferConfig:
         lease_s: The buffer revokes a lease that is not renewed for this number of seconds. Then it leases the prompt
             again.
         queue_size: Largest number of prompts in the queue. Enqueueing waits while the queue is full.
-        heartbeat_s: Seconds between heartbeats of a producer. A producer that is silent for four intervals counts as
-            gone, and its groups are leased to other workers.
+        heartbeat_s: Seconds between heartbeats of a rollout worker. A worker that is silent for four intervals counts
+            as gone, and its groups are leased to other workers.
         max_stored_bytes: Bound on trajectories and saved prefixes, in bytes per server. A full buffer grants no leases
             until a batch leaves the buffer. The buffer evicts groups only if no batch is planned and no batch can be
             filled.
@@ -103,16 +103,16 @@ class BufferConfig:
             ``ledger``.
         num_store_servers: Number of processes beside the ledger's server that hold the trajectories; 0 keeps the
             trajectories in the ledger's server.
-        keys: Directory of the run's CURVE keys. The run creates missing keys there. Empty uses the run's own folder.
-            A server with a ``host`` needs keys. Example: ``outputs/keys``.
+        keys: Directory of the run's CURVE keys. The run creates missing keys there. If empty, the run uses its own
+            folder. A server with a ``host`` needs keys. Example: ``outputs/keys``.
         checkpoint: Folder of the checkpoint that a server without a journal begins from. The run sets this option when
             it resumes. Example: ``outputs/quickstart/checkpoints/buffer/v00000012``.
         earlier_epoch: Epoch of the journals in ``directory`` that a resumed run takes over. The run sets this option.
         lineage: A name that stays the same when the run resumes. The run sets this option. If empty, the epoch is used.
         epoch: Name of the run. The server refuses messages with another epoch. If empty, the server takes the epoch
             from the journal in ``directory``, or a new epoch.
-        host: Address or interface that the server binds. Such a server needs ``keys``. Empty: the server binds no
-            port. It listens on Unix sockets that only its own user may open. Example: ``10.0.0.1``, ``eth0``.
+        host: Address or interface that the server binds. Such a server needs ``keys``. If empty, the server binds no
+            port, and listens on Unix sockets that only its own user may open. Example: ``10.0.0.1``, ``eth0``.
         socket_folder: Folder of the Unix sockets. The run sets this option. If empty, the server makes a temporary
             folder, and removes the folder at the end.
         advertised_host: Address at which clients reach the server; empty if clients can use ``host``.

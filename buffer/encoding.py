@@ -2,7 +2,7 @@
 
 A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
 of its records (`buffer.commands` and `buffer.operations`). The epoch is the name of the run. Request id 0 marks a
-push, a message without a request.
+push: a message from the server that answers no request.
 
 A prompt is encoded by the project's codec. A group is encoded as a head with the schema of its columns, then one buffer
 per column. This takes a third of the codec's time.
@@ -71,7 +71,7 @@ class Message:
     The class is not frozen, because a frozen class would double the construction time.
 
     Attributes:
-        request_id: Chosen by the client and repeated in the answer; `PUSH_ID` in a push (a message without a request).
+        request_id: Chosen by the client and repeated in the answer; `PUSH_ID` if the message answers no request.
         body: An operation, or an answer. The body of a received request stays encoded until `operation_of` decodes it.
         payload: Frames of the record.
         client: Id of the client that sent the request; the server sets it.
@@ -152,7 +152,7 @@ def _parse(frames: Sequence[Any], max_frames: int, max_header_bytes: int) -> tup
         messages.append(Message(request_id=request_id, body=body, payload=frames[end : end + num_frames]))
         end += num_frames
     if end != len(frames):
-        raise WireError(f"a message has {len(frames) - 1} frames after its header, but its records name {end - 1}")
+        raise WireError(f"a message has {len(frames) - 1} frames after its header, but its header names {end - 1}")
     return epoch, messages
 
 
@@ -263,7 +263,7 @@ def _schema_bytes(schema: tuple[tuple[tuple[str, np.dtype, tuple[int, ...]], ...
 def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], int]]]:
     """Return four lists: the columns per token, per trajectory, per turn and per image of an encoded group.
 
-    A column is described by a tuple: name, dtype, shape without the first dimension, and bytes per row.
+    Each list has one tuple per column: name, dtype, shape without the first dimension, and bytes per row.
     """
     schema = []
     for scope in msgpack.unpackb(data, max_ext_len=0):
@@ -277,7 +277,7 @@ def _schema_of(data: bytes) -> list[list[tuple[str, np.dtype, tuple[int, ...], i
 def _array(dtype: np.dtype, shape: tuple[int, ...], row_bytes: int, buffer: memoryview) -> np.ndarray:
     num_rows, rest = divmod(len(buffer), row_bytes)
     if rest:
-        raise WireError(f"a column of {dtype}{list(shape)} does not fit {len(buffer)} bytes")
+        raise WireError(f"a column must have whole rows of {dtype}{list(shape)}, got {len(buffer)} bytes")
     if not num_rows:
         return np.empty((0, *shape), dtype=dtype)
     return np.ndarray((num_rows, *shape), dtype, buffer)
@@ -361,7 +361,7 @@ def _split(part: memoryview, start: int, lengths: Sequence[int]) -> list[memoryv
         views.append(part[start : start + length])
         start += length
     if start != part.nbytes:
-        raise WireError(f"a part has {part.nbytes} bytes, but its frames have {start}")
+        raise WireError(f"a part has {part.nbytes} bytes, but its frames need {start} bytes")
     return views
 
 

@@ -6,7 +6,7 @@ The folder holds these files. Arrays keep their exact bits.
 - ``turns.parquet``: one row per turn of a trajectory, with its tokens, log-probs and policy versions.
 - ``trajectories.parquet``: one row per trajectory, with its reward.
 - ``images.parquet``: one row per image column of a group.
-- ``drops.parquet``: numbers of dropped tokens and groups, by reason. Trajectories of dropped groups are not kept.
+- ``drops.parquet``: how many tokens and groups were dropped, by reason. Dropped groups have no trajectories here.
 - ``export.json``: the learner version and the options of the buffer.
 """
 
@@ -73,7 +73,7 @@ class ExportedGroup:
         deadline: u + max_lag, the last learner version that may consume the group.
         planned_for: Learner version whose batch holds the group; -1 if no batch holds the group.
         num_uses: Number of learner steps that trained on the group.
-        is_complete: Whether ``trajectories`` are finished and scored. Otherwise they hold the tokens saved so far.
+        is_complete: Whether ``trajectories`` are finished and scored. If not, ``trajectories`` has the saved tokens.
         trajectories: The trajectories; None if the group has no tokens yet.
     """
 
@@ -300,7 +300,7 @@ def _group_row(group: ExportedGroup) -> dict[str, Any]:
         "group_id": prompt.group_id,
         "state": str(group.state),
         "data_source": prompt.data_source,
-        # The ground truth as readable text. The column ``prompt`` has the exact ground truth.
+        # Write the ground truth as readable text. The column ``prompt`` has the exact ground truth.
         "ground_truth": truth if truth is None or isinstance(truth, str) else json.dumps(truth, default=repr),
         "prompt_ids": prompt.prompt_ids.tolist(),
         "prompt": [bytes(frame) for frame in prompt_frames(prompt)],
@@ -366,7 +366,7 @@ def read_export(folder: Path) -> BufferContents:
 
 
 def _row_ranges(table: pa.Table) -> dict[int, tuple[int, int]]:
-    """Return the first row and the number of rows of each group id. The rows of a group are adjacent."""
+    """Map each group id to a pair: its first row and its number of rows. The rows of a group are adjacent."""
     ids = table["group_id"].to_numpy()
     starts = np.flatnonzero(np.diff(ids, prepend=-1))
     lengths = np.diff([*starts, len(ids)])

@@ -23,7 +23,7 @@ _MAX_CLIENTS = 4096
 
 
 class FetchReplies:
-    """Answers fetches with trajectories. Each client may have ``limit`` bytes of unread replies.
+    """Answers fetches with trajectories. Each client may have at most ``limit`` bytes of unread replies.
 
     A client gets the error `UnknownGroup` if trajectories on disk cannot be read.
     """
@@ -35,7 +35,7 @@ class FetchReplies:
         self._reads: set[asyncio.Task[None]] = set()
 
     def send(self, request: Message, fetch: operations.Fetch, parts: Sequence[Frames]) -> None:
-        """Answer a fetch with ``parts``, the frames of each requested group. Parts on disk are read into memory.
+        """Answer a fetch with ``parts``, the frames of each requested group. A thread reads frames that are on disk.
 
         Raises `StoreFull` if the client must read earlier replies first.
         """

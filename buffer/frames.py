@@ -1,4 +1,4 @@
-"""Frames: the encoded bytes of a payload, in memory, or in a file of a journal until they are needed."""
+"""Frames are the encoded bytes of a payload. They are in memory, or stay in a journal's file until they are needed."""
 
 import errno
 import os
@@ -33,7 +33,7 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the position of ``frames`` from byte ``start`` on. The checksum covers only the frames."""
+        """Return the position of ``frames``, which begin at byte ``start``. The checksum covers only the frames."""
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -68,7 +68,7 @@ class FramesOnDisk(Sequence[Any]):
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:
-        """Read the frames, and return them as a list of bytes. Raises `OSError` if they are damaged or unreadable."""
+        """Return the frames as a list of bytes. Raises `OSError` if the frames are damaged or unreadable."""
         while True:
             path, written = at = self._at
             begin, lengths = written.start - written.head_bytes, (written.head_bytes, *self._lengths)
@@ -124,7 +124,7 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Return frames in memory. Frames on disk are read, and other frames are returned unchanged.
+    """Return frames that are in memory. Frames on disk are read. Other frames are returned unchanged.
 
     Raises `OSError` if frames on disk cannot be read or are damaged.
     """

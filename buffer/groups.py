@@ -20,7 +20,7 @@ from asyncrl.core.types import GroupSummary
 from .commands import GrantedLease, Progress
 
 Entry = tuple[float, int, int]
-"""A stored group: its sort key (`Group.rank`), its place in the order of storing, and its id."""
+"""A stored group: its sort key (`Group.rank`), its position in the order of storing, and its id."""
 
 
 class GroupState(StrEnum):
@@ -226,8 +226,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # A restarted server does not know renewed expiry times, because the journal does not record renewals. After
-        # this line, the record of the group is the same on this server and on a restarted server.
+        # Reset the expiry time. The journal does not record renewals, so a restarted server cannot know this time.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -243,11 +242,11 @@ class LeaseIndex:
         return len(self._by_owner.get(owner, ()))
 
     def reserved_in(self, store: int) -> list[tuple[int, int]]:
-        """Return (group id, attempt number) pairs of the leased groups with reserved bytes in store ``store``."""
+        """Return (group id, attempt number) pairs of the leased groups that have reserved bytes in store ``store``."""
         return [(group.group_id, group.attempt) for group in self.all() if group.num_bytes and group.store == store]
 
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
-        """Return the leased groups whose leases the plan of the learner step ``version`` revokes.
+        """Return the leased groups that must lose their leases in the plan of the learner step ``version``.
 
         For each k in order, choose up to ``numbers[k]`` more groups with a deadline of at most ``version + k``. A
         group's deadline is the last learner version that may consume the group. Groups with the latest deadline come
@@ -262,7 +261,10 @@ class LeaseIndex:
         return [self._groups[group_id] for group_id in chosen]
 
     def next_expiry(self) -> float | None:
-        """Return the time when the next lease expires, in seconds on the buffer server's clock; None without leases."""
+        """Return the time when the next lease expires, or None if there is no lease.
+
+        The time is in seconds on the buffer server's clock.
+        """
         expiries = self._expiries
         while expiries:
             expires_at, group_id, attempt = expiries[0]
@@ -316,7 +318,7 @@ class ReadyIndex:
             del self._entries[deadline]
 
     def by_rank(self) -> Mapping[int, Sequence[Entry]]:
-        """Return a map from each deadline to its groups, as `Entry` tuples: sorted by sort key, then by place."""
+        """Return a map from each deadline to its groups. The groups are `Entry` tuples in ascending order."""
         for entries in self._entries.values():
             entries.sort()
         return self._entries
@@ -349,7 +351,7 @@ class StoreSpace:
         self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
-        """Mark each joined store as awaited, except the lost stores. A resumed run replaces these stores."""
+        """Mark each joined store that is not lost as awaited. A resumed run replaces the awaited stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
@@ -458,7 +460,7 @@ class GroupTable:
         return self._groups.get(group_id)
 
     def running(self, group_id: int, attempt: int) -> Group | None:
-        """Return the record of a group if a worker has leased it as attempt number ``attempt``, else None."""
+        """Return the record of a group if the group's attempt number ``attempt`` is running, else None."""
         group = self._groups.get(group_id)
         if group is None or group.state is not GroupState.leased or group.num_attempts != attempt + 1:
             return None
@@ -506,8 +508,8 @@ class GroupTable:
         """Return the first ``number`` groups of the queue that the client ``owner`` may lease.
 
         A group is a suspect if ``suspect_deaths`` or more workers died or fell silent while they held a lease on the
-        group. 0 makes no group a suspect. A client gets a lease on at most one suspect at a time. So the death
-        of a client drops at most one suspect.
+        group. If ``suspect_deaths`` is 0, no group is a suspect. A client gets a lease on at most one suspect at a
+        time. So the death of a client drops at most one suspect.
         """
         queued = map(self._groups.__getitem__, self._queue)
         if not (suspect_deaths and self._present_at_deaths):
@@ -528,8 +530,8 @@ class GroupTable:
     def enqueue(self, group_id: int, *, num_attempts: int = 0) -> None:
         """Add a group at the tail of the queue.
 
-        ``num_attempts`` is the number of earlier attempts. This number is above 0 only if the group was finished, and
-        the learner then returned to a checkpoint at which the group was unfinished.
+        ``num_attempts`` is the number of earlier attempts. This number is positive only if the group had finished, and
+        the learner then went back to an earlier checkpoint.
         """
         self._groups[group_id] = Group(group_id=group_id, place=self._place(), num_attempts=num_attempts)
         if num_attempts:
@@ -549,7 +551,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Add the attempt even if no bytes are reserved: trajectories of the attempt may still reach a store.
+        # Add the attempt even if no bytes are reserved, because trajectories of the attempt may still reach a store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -571,7 +573,7 @@ class GroupTable:
         self._to_head(group, keeps_progress=False)
 
     def lease(self, group: Group, granted: GrantedLease) -> None:
-        """Move a group from the queue to the leased groups. ``granted`` is its new lease."""
+        """Move a group from the queue to the leased groups. ``granted`` is the group's new lease."""
         self._queue.remove(group.group_id)
         group.state, group.place = GroupState.leased, self._place()
         group.num_attempts = granted.attempt + 1
@@ -585,7 +587,7 @@ class GroupTable:
         self.leases.add(group)
 
     def store(self, group: Group, summary: GroupSummary, rank: float) -> None:
-        """Move a leased group to the stored groups, with its metadata and its sort key (`Group.rank`)."""
+        """Move a leased group to the stored groups. Set its metadata to ``summary`` and its sort key to ``rank``."""
         self.leases.remove(group)
         group.state, group.place = GroupState.stored, self._place()
         group.summary, group.rank, group.num_failures, group.num_deaths = summary, rank, 0, 0

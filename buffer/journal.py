@@ -80,7 +80,7 @@ class Value(Head, frozen=True, kw_only=True):
 
 
 class Decided(Head, frozen=True, kw_only=True):
-    """Commands, each with the ledger's decision about it (the outcome)."""
+    """A record of commands and their outcomes. An outcome is the ledger's decision about a command."""
 
     decided: tuple[tuple[AnyCommand, AnyOutcome], ...]
 
@@ -126,7 +126,7 @@ class AppendOnlyFile:
         if os.fstat(self._descriptor).st_size:
             with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as data:
                 magic = data[: len(_MAGIC)]
-                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # reserved bytes are zeros until they are written
+                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # a reserved byte is zero until it is written
                     raise ValueError(
                         f"{self.path} is not a journal of format {FORMAT}: it begins with {magic!r}; use the release "
                         "that wrote it, or another buffer.directory"
@@ -142,7 +142,7 @@ class AppendOnlyFile:
         self.cut(end)
 
     def _record_at(self, data: mmap.mmap, start: int) -> tuple[Any, int, int] | None:
-        """Return a record's head, the start of its frames, and its end; None for an incomplete or damaged record."""
+        """Return a record's (head, start of frames, end) tuple, or None if the record is incomplete or damaged."""
         if start + _HEADER.size > len(data):
             return None
         checksum, head_bytes, frames_bytes = _HEADER.unpack_from(data, start)
@@ -186,7 +186,7 @@ class AppendOnlyFile:
         return written
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve disk space for ``num_bytes`` more bytes, and some for later records. Raises `OSError` on failure."""
+        """Reserve ``num_bytes`` more bytes on the disk, and space for later records. Raises `OSError` on failure."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -282,7 +282,7 @@ class Contents:
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
     """Update ``places``, a map from (kind, key) to the place of the frames (their number in the journal).
 
-    A reference with place 0 removes its (kind, key) from ``places``. Returns one place per reference.
+    A reference with place 0 removes its (kind, key) from ``places``. Returns the place of each reference.
     """
     for name, key, place, _ in references:
         if place:
@@ -439,9 +439,9 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the state of an earlier server, which the files held when this journal opened them.
+        """Return the state of an earlier server, as the files contained it when this journal opened them.
 
-        Call this only once, because the first call drops the state from memory. A later call returns an empty state.
+        Call this method only once, because it drops the state from memory. A later call returns an empty state.
         """
         recovered, self._recovered = self._recovered, Recovered()
         return recovered
@@ -457,8 +457,8 @@ class Journal:
     def begin_from(self, recovered: Recovered) -> None:
         """Begin this new journal with a copy of ``recovered``, the contents of another journal.
 
-        Returns when the copy is on the disk. Unreadable frames are logged as lost. Raises `ReplayBufferError` if the
-        copy cannot be written.
+        The call waits until the copy is on the disk, and logs unreadable frames as lost. Raises `ReplayBufferError` if
+        the copy cannot be written.
         """
         references: list[Reference] = []
         self._places = {}
@@ -554,7 +554,7 @@ class Journal:
         return FramesOnDisk(self._log.path, written, map(len, read), place=self._places[kind, key])
 
     def _write_log(self, records: list[tuple[Head, Frames]]) -> Written:
-        """Write one record with all delayed commands of `record`, then ``records``.
+        """Write one record with all commands that `record` delayed. Then write ``records``.
 
         Returns the position of the frames of the last record.
         """
@@ -648,7 +648,7 @@ class Journal:
     def is_grown(self, *, is_urgent: bool = True) -> bool:
         """Return whether the files are so large that `compact` should be called. Returns False during compaction.
 
-        ``is_urgent=False`` halves the size limit. Use it when compacting is cheap.
+        ``is_urgent=False`` halves the size limit. Use False when compaction is cheap.
         """
         num_bytes = self._log.num_bytes + self._frames.num_bytes
         is_busy = self._is_compacting or (self._retiring is not None and self._retiring.is_alive())
@@ -719,7 +719,7 @@ class Journal:
                 file.sync()
             descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(descriptor)  # the new files must keep their names after a power failure
+                os.fsync(descriptor)  # otherwise a power failure may remove the names of the new files
             finally:
                 os.close(descriptor)
             for file in reversed(old):
@@ -756,8 +756,8 @@ def _read_records(file: AppendOnlyFile, by_place: dict[int, _FramesInFile]) -> I
 def _write(file: AppendOnlyFile, writes: Sequence[_Write]) -> list[OSError | None]:
     """Add the frames of all ``writes`` to the file. Return one error per write, or None for a successful write.
 
-    One call adds all frames in memory. If this call fails, each of the ``writes`` is tried alone. Frames on disk are
-    copied one at a time, to save memory.
+    One call of `AppendOnlyFile.append` adds all frames that are in memory. If this call fails, one call per write
+    follows. Frames on disk are copied one at a time, to save memory.
     """
     new = [(write, place, frames) for write in writes for place, frames in write.frames if not _is_on_disk(frames)]
     try:
@@ -784,7 +784,7 @@ def _is_on_disk(frames: Frames) -> TypeGuard[FramesOnDisk]:
 
 
 def _copy(file: AppendOnlyFile, frames: FramesOnDisk, place: int) -> None:
-    """Copy ``frames`` to ``file``. Later reads use the copy. Log unreadable frames as lost."""
+    """Copy ``frames`` to ``file``. Later reads use the copy. Unreadable frames are logged as lost."""
     try:
         read = frames.read()
     except OSError as error:

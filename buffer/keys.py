@@ -1,11 +1,11 @@
-"""The CURVE key pairs (ZMQ's encryption) of a run: of the ledger's server, of the store servers, and of each role.
+"""The CURVE keys (ZMQ's encryption) of a run. The ledger's server, the store servers and each role have a key pair.
 
-The run makes the keys at its start. Only the owner of the key files can read them.
+The run makes the keys when it starts. Only the owner of the key files can read the files.
 
 A directory holds ``server.json``, ``store.json`` for the store servers, and one file per role, such as
 ``rollout.json``. Copy to each host only the files of the servers and roles that run there. A server refuses a client
-with an unknown key, and operations that the client's role may not send. The roles' keys can be replaced while the
-servers run. The servers' own keys stay, because only the servers' hosts have the servers' secret keys.
+with an unknown key, and operations that the client's role must not send. The roles' keys can be replaced while the
+servers run. The servers' own keys are never replaced, because only the servers' hosts have the servers' secret keys.
 """
 
 import json
@@ -48,7 +48,7 @@ class ServerKeys:
 class ClientKeys:
     """A client's key pair, and the public keys of the ledger's server and of the store servers, as Z85 text.
 
-    ``path`` is the file with these keys; None if they were not read from a file.
+    ``path`` is the file with these keys; None if the keys were not read from a file.
     """
 
     public: str
@@ -64,7 +64,7 @@ class ClientKeys:
     def newest(self) -> "ClientKeys":
         """Return a copy of these keys with the key pair that the file ``path`` holds now.
 
-        If there is no file, or the file cannot be read, the keys are returned unchanged.
+        If there is no file, or if the file cannot be read, the method returns the keys unchanged.
         """
         if self.path is None:
             return self
@@ -95,7 +95,8 @@ def make_keys(directory: Path) -> None:
     for name, values in files.items():
         path = directory / name
         try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)  # ``O_EXCL`` also refuses a link
+            # ``O_EXCL`` makes `os.open` fail if the path is a file or a symbolic link.
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         except FileExistsError:
             raise ValueError(f"{path} exists; keys are made once per run, so use a new directory") from None
         with os.fdopen(descriptor, "w") as file:
@@ -106,7 +107,7 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# The next three functions are the steps that replace the roles' keys. After a crash, begin with the first step again.
+# To replace the roles' keys, call the next three functions in order. After a crash, begin with `add_keys` again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
@@ -134,7 +135,10 @@ def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
 
 
 def retire_keys(directory: Path) -> None:
-    """Remove the roles' old keys from the servers' files. The servers must then read their files again."""
+    """Remove the roles' old keys from the servers' files.
+
+    A server accepts the old keys until it reads its file again, which `ControlClient.renew_keys` causes.
+    """
     for name, read in ((SERVER_KEYS, server_keys), (STORE_KEYS, store_keys)):
         _replace(directory / name, asdict(replace(read(directory), former_publics={})))
 
@@ -156,7 +160,7 @@ def _pair() -> tuple[str, str]:
 
 
 def ensure_keys(directory: Path) -> None:
-    """Make the key pairs of a run, unless the directory holds key pairs already."""
+    """Make the key pairs of a run if the directory has no key pairs yet."""
     if not any((directory / f"{name}.json").exists() for name in ("server", *BufferRole)):
         make_keys(directory)
 
@@ -256,7 +260,7 @@ class KeyGate:
         return self._roles.get(public)
 
     def is_newest(self, public: str) -> bool:
-        """Return whether this is the newest public key of a role."""
+        """Return whether ``public`` is the newest public key of a role."""
         return public in self._newest
 
     def close(self) -> None:

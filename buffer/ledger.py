@@ -1,4 +1,4 @@
-"""The ledger tracks the state of every prompt group, and counts tokens. It has no sockets, clock or trajectories.
+"""The ledger tracks the state of every prompt group, and counts tokens. It uses neither sockets nor a clock.
 
 A group moves ``queued → leased → stored → planned → consumed``. A worker generates a leased group. The trajectories of
 a stored group are complete. A planned group is in a batch for the learner, which then consumes the group. A group can
@@ -46,7 +46,7 @@ class CommandLog(Protocol):
 
 
 class Call(NamedTuple):
-    """Who sent a command, and when the command arrived.
+    """The sender of a command, and the time when the command arrived.
 
     ``sender`` is a client id, or None if it is unknown. ``now`` is in seconds on the buffer server's clock.
     """
@@ -76,8 +76,8 @@ class Ledger:
         history: Attempts and groups that ended.
         marks: The checkpoints that the learner may go back to.
         options: Options that must stay the same if a later server continues the journal of this ledger.
-        log: Records each command before the command changes the state, if its outcome `is_recorded`. None records
-            nothing.
+        log: Records each command whose outcome `is_recorded`, before the command changes the state. If None, nothing
+            is recorded.
         on_applied: Called with every command and its outcome, after the outcome was applied.
     """
 
@@ -118,8 +118,8 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        # A group is a suspect if this many workers died or fell silent while they held a lease on the group. One more
-        # death drops a suspect; ``max_deaths=1`` drops a group at its first death. 0 makes no group a suspect.
+        # A group is a suspect if ``suspect_deaths`` workers died or fell silent while they held a lease on the group.
+        # The next such death drops a suspect. With ``max_deaths=1``, the first death drops a group.
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(
@@ -141,7 +141,7 @@ class Ledger:
 
         Raises:
             ReplayBufferError: The command is refused, and nothing has changed.
-            LeaseExpired: The sender has lost the lease. The tokens of a put count as dropped, unless they were counted
+            LeaseExpired: The sender has lost the lease. The tokens of a put count as dropped if they were not counted
                 before. A saved prefix is not stored.
             VersionTooOld: A token is too old. The tokens of a put count as dropped, and the group's prompt is queued
                 again. A saved prefix is not stored, and the lease stays. A repeated put changes nothing.
@@ -186,7 +186,10 @@ class Ledger:
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Return whether a group is known. A rewind forgets the groups that finished after the checkpoint."""
+        """Return whether a group is known.
+
+        When the learner goes back to a checkpoint, the ledger forgets the groups that finished after the checkpoint.
+        """
         return group_id in self.groups or group_id in self.history.finished
 
     def check_engine_version(self, engine_version: int) -> None:
@@ -206,9 +209,9 @@ class Ledger:
             )
 
     def check_plan(self, version: int) -> None:
-        """Check that the batch of ``version`` is planned, or may be planned next.
+        """Raise `ReplayBufferError` if the batch of ``version`` is not planned and cannot be the next planned batch.
 
-        The version may be at most one step ahead of the learner. Raises `ReplayBufferError` otherwise.
+        The next planned batch must be at most one step ahead of the learner.
         """
         if version not in self.groups.plans and (version != self.next_plan or version > self.learner_version + 1):
             raise ReplayBufferError(
@@ -230,15 +233,16 @@ class Ledger:
     def missing(self) -> list[int]:
         """Return how many running (leased) groups the next batch must take, as ``max_lag + 1`` numbers by deadline.
 
-        A group's deadline is the last version that may consume the group. The numbers 0 … k together count the groups
-        with the deadline ``next_plan + k`` or earlier.
+        A group's deadline is the last version that may consume the group. The sum of the numbers 0 … k counts the
+        groups with the deadline ``next_plan + k`` or earlier.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
     def cannot_hold_batch(self, group_id: int) -> bool:
-        """Return whether the stores are too small for a batch. Call this after the stores refused a group's bytes.
+        """Return whether the stores are too small for a batch. Call this method when the stores refuse a group's bytes.
 
-        False if a batch is planned or can be made, or if another running group has reserved bytes or is due earlier.
+        Returns False if a batch is planned or can be made. Also returns False if another running group has reserved
+        bytes or is due earlier.
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
@@ -247,7 +251,7 @@ class Ledger:
         return not self.groups.num_planned and not self.can_plan()
 
     def batch(self, version: int) -> Plan:
-        """Return the batch that is planned for the learner step ``version``: metadata of the groups, in order."""
+        """Return the planned batch of the learner step ``version``: metadata of its groups, in the batch's order."""
         groups = map(self.groups.stored, self.groups.plans[version])
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
@@ -698,7 +702,7 @@ def _enact_commit(ledger: Ledger, command: commands.Commit, outcome: commands.Co
     ledger.marks.reach(ledger.learner_version, ledger.history, ledger.account)
 
 
-# Checkpoints, and the return to one of them
+# Checkpoints, and going back to a checkpoint
 
 
 def _decide_checkpoint(ledger: Ledger, command: commands.Checkpoint, call: Call) -> commands.Marked:
@@ -758,7 +762,7 @@ def _go_back(ledger: Ledger, version: int, outcome: commands.Rewound) -> None:
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
     lost |= dict.fromkeys(outcome.group_ids, REWOUND)
-    # Largest id first: each group goes to the head of the queue, so the smallest id is first in the queue at the end.
+    # Requeue the largest id first. Each group goes to the head of the queue, so the smallest id is then the head.
     for group_id in sorted({*lost, *outcome.revoked}, reverse=True):
         ledger.attempts.take_back(ledger.groups[group_id], lost)
     for group_id, deadline, rank in outcome.moved:

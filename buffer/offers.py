@@ -58,17 +58,17 @@ class OfferLog:
     def append(self, offer: WeightOffer) -> None:
         """Add an offer of weights. An earlier offer of the same version is replaced.
 
-        If there are too many offers, the second oldest offer without a pin is deleted.
+        If there are too many offers, the second oldest offer that is not pinned is deleted.
         """
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            # Engines may be loading the weights of the oldest offer or of the pinned offer, so both stay.
+            # Keep the oldest offer and the pinned offer, because engines may be loading their weights.
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]
 
     def pin(self, version: int, num_engines: int) -> bool:
         """Keep ``num_engines`` engines on ``version``: the first engines that request weights and accept this version.
 
-        Returns whether this changes the current pin.
+        Returns whether the call changes the current pin.
         """
         is_new = (version, num_engines) != (self._pin, self._num_wanted)
         if is_new:
@@ -111,7 +111,7 @@ class OfferLog:
         return newest
 
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
-        """Return the offer that an engine should load next, of version ``at_least`` or newer; None if there is none.
+        """Return the offer that an engine should load next, or None if no offer has version ``at_least`` or newer.
 
         Until enough engines are pinned, an engine that gets the pinned version becomes a pinned engine. Raises
         `WeightsError` if a publish failed.
@@ -132,7 +132,7 @@ class OfferLog:
         return self._offers[newest] if newest >= at_least else None
 
     def oldest(self) -> int:
-        """Return the oldest version in the log; 0 without offers."""
+        """Return the oldest version in the log, or 0 if the log has no offers."""
         return min(self._offers, default=0)
 
     def check(self) -> None:
@@ -198,7 +198,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """The offers, and the requests that wait for offers. A journal keeps the offers, if there is one.
+    """The offers, and the requests that wait for offers. If the server has a journal, the journal keeps the offers.
 
     Attributes:
         log: The offers.
@@ -236,7 +236,7 @@ class OfferRequests:
     def show(self) -> None:
         """Answer the held requests for weights and for pins, if the newest version that engines may load has changed.
 
-        A failed publish counts as no version.
+        After a failed publish, engines may load no version.
         """
         newest = None if self.log.failure else self.log.newest(self._ledger.learner_version)
         if newest != self._shown:
@@ -259,7 +259,7 @@ class OfferRequests:
     def note_loaded(self, client: bytes, loaded: operations.Loaded) -> None:
         """Record the version that the engine of a worker serves.
 
-        A report about weights of a replaced learner is ignored.
+        The call ignores a report about weights that the learner made before it went back to a checkpoint.
         """
         if self.is_current(loaded):
             self.log.loaded(client, loaded.version, loaded.seconds, loaded.engine)
@@ -280,7 +280,10 @@ class OfferRequests:
         self._write()
 
     def is_current(self, message: operations.Loaded | operations.Offer | operations.NextOffer) -> bool:
-        """Return whether a message names the current incarnation of the learner."""
+        """Return whether a message names the learner's current incarnation.
+
+        The incarnation counts how often the learner has gone back to a checkpoint.
+        """
         return message.incarnation == self._ledger.incarnation
 
     def add(self, offer: WeightOffer) -> None:
@@ -301,7 +304,10 @@ class OfferRequests:
             self._journal.write(_JOURNALED_AS, [self._ledger.incarnation, self.log.snapshot()])
 
     def answer_receiver(self, request: Message) -> Answer | None:
-        """Return the answer to `NextOffer`; None if no offer is new enough. Raises `WeightsError` after a failure."""
+        """Return the answer to `NextOffer`, or None if no offer is new enough.
+
+        Raises `WeightsError` if a publish failed.
+        """
         at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 accepts any version
         num_pinned = self.log.num_pinned
         offer = self.log.next_for(request.client, at_least, self._ledger.learner_version)
@@ -310,7 +316,7 @@ class OfferRequests:
         return None if offer is None else operations.Offered(offer)
 
     def answer_follower(self, request: Message) -> Answer | None:
-        """Return the answer to `Served`; None if too few engines serve a version that is new enough."""
+        """Return the answer to `Served`, or None if the request must wait longer."""
         served = self.log.served(request.body.num_engines)
         return None if served is None or served[0] < request.body.at_least else operations.Serving(*served)
 
@@ -334,7 +340,7 @@ class OfferRequests:
             self.receivers.answer(self.answer_receiver)
 
     def answer_evaluator(self, request: Message) -> Answer | None:
-        """Return the answer to `Pin`; None while the pinned engines are those that the controller knows.
+        """Return the answer to `Pin`, or None if the controller already knows the set of pinned engines.
 
         Raises `WeightsGone` if `OfferLog.is_pin_lost` is true.
         """

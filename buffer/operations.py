@@ -1,11 +1,12 @@
 """The operations that the ledger does not decide, their answers, and the pushes.
 
-An operation is a request of a client. A push is a message from a server that no request asked for. `buffer.commands`
+An operation is a request of a client. A push is a message from a server that answers no request. `buffer.commands`
 has the operations that the ledger decides.
 
-A new operation touches three files: its record and its answer stand here, its handler ``on_<name>`` in
-`buffer.service`, and the method that sends it in `buffer.role_clients`. `buffer.store_servers` handles the operations
-that the ledger's server sends, and `buffer.store_links` and `buffer.checkpoint_parts` send them.
+To add an operation, change three files. Define its answer and its record here, the handler ``on_<name>`` in
+`buffer.service`, and a method that sends the operation in `buffer.role_clients`. The ledger's server itself sends some
+operations to the store servers, in `buffer.store_links` and `buffer.checkpoint_parts`. `buffer.store_servers` handles
+these operations.
 """
 
 from typing import Annotated, Any
@@ -83,7 +84,7 @@ class Space(Push, frozen=True):
     """Bytes have become free. The client may repeat the requests that did not fit."""
 
 
-# Operations, each after its answer
+# Operations: the class of each operation follows the class of its answer
 
 
 class Connected(Answer, frozen=True):
@@ -116,8 +117,8 @@ class Welcome(Answer, frozen=True):
 class Hello(Operation[Welcome], frozen=True):
     """Request the server's settings for clients.
 
-    The request of a producer (a client that generates groups) also registers the producer. A registered producer must
-    send heartbeats.
+    If ``produces``, the request also registers the client as a rollout worker. A registered worker must send
+    heartbeats.
     """
 
     roles = EVERY_ROLE
@@ -161,7 +162,7 @@ class Loaded(Operation[Done], frozen=True, kw_only=True):
 
 
 class Beat(Operation[Welcome], frozen=True, kw_only=True):
-    """A producer's heartbeat, with the version that the engine serves and the number of tokens generated so far."""
+    """A rollout worker's heartbeat. ``generated`` is the number of tokens that the worker has generated so far."""
 
     roles = ROLLOUT
     serves: Loaded | None = None
@@ -294,7 +295,7 @@ class StoreWanted(Operation[Names], frozen=True):
 
 
 class Payloads(Answer, frozen=True):
-    """The answer to `Fetch` from a server that holds the trajectories. Their frames follow the record.
+    """The answer to `Fetch` from a server that holds the trajectories. Their encoded frames follow the record.
 
     ``counts`` has the number of frames of each group.
     """
@@ -391,10 +392,11 @@ class Missing(Answer, frozen=True):
 
 
 class Reconcile(Operation[Missing], frozen=True, kw_only=True):
-    """Ask which of the ``attempts`` a store lacks. Drop the payloads of ``finished`` groups and ``ended`` attempts.
+    """Ask a store which payloads of ``attempts`` the store lacks.
 
-    ``attempts`` and ``ended`` hold (group id, attempt number) pairs. ``finished`` holds ranges of group ids. ``part``
-    is the path of the store's files in a checkpoint, or empty. The store first loads missing payloads from these files.
+    The store drops the payloads of ``finished`` groups and of ``ended`` attempts. ``attempts`` and ``ended`` hold
+    (group id, attempt number) pairs. ``finished`` holds ranges of group ids. ``part`` is the path of the store's files
+    in a checkpoint, or empty. The store first loads missing payloads from these files.
     """
 
     roles = LEDGER

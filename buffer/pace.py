@@ -1,16 +1,16 @@
-"""The pace and the last message of each worker, and the running groups that faster workers take over.
+"""Measures the pace of each worker, and chooses running groups that a faster worker takes over. Finds silent workers.
 
-A worker's *pace* is its seconds per token. A *place* is a worker's capacity for one group. A worker is *slow* if even
-the fastest of its latest groups took at least twice as long per token as another worker's median group. The fastest
-group counts, because tools and long answers slow down single groups only, but a slow engine slows down all groups.
+A worker's *pace* is its seconds per token. A worker is *slow* if even the fastest of its latest groups took at least
+twice as long per token as another worker's median group. The fastest group decides, because a slow engine slows down
+all groups. Tools and long answers slow down only single groups.
 
-A worker with a free place takes over a slow worker's group in two cases:
+A faster worker that has capacity for another group takes over a slow worker's group in two cases:
 
 - No new prompt may begin on the faster worker.
 - The next plan waits for that group, and a new prompt would be due later.
 
-A group changes workers at most twice. A slow worker still gets new groups. With n groups and workers, a call costs
-O(log n).
+A group changes workers at most twice. A slow worker still gets new groups. Each call takes O(log n) time for n groups
+and workers.
 """
 
 from bisect import bisect_left, insort
@@ -47,7 +47,7 @@ class _Worker:
     """The measured pace and the groups of a worker.
 
     Attributes:
-        since: Latest time when the worker ended a group, or got a group while the worker had no other group.
+        since: Time when the worker last ended a group, or got a group while the worker had no other group.
         paces: Seconds per token of the worker's latest groups.
         took: Seconds that the worker's latest groups took. For a group that the worker took over, this is an estimate
             of the whole time.
@@ -112,7 +112,7 @@ class WorkerPaces:
     # Events
 
     def granted(self, lease: GrantedLease, now: float) -> None:
-        """Record that a worker got ``lease`` at the time ``now``, and begins or continues the group."""
+        """Record that a worker got ``lease`` at the time ``now``. The worker begins or continues the group."""
         self._begin(lease, self._num_saved.get(lease.group_id) if lease.num_inherited else 0, now)
 
     def recover(self, lease: Group, now: float) -> None:
@@ -176,7 +176,7 @@ class WorkerPaces:
         self._longest_tokens = max(self._longest_tokens, num_tokens)
         worker.took.append(max(took_s, min(worker.paces) * (num_tokens or self._longest_tokens)))
         self._judge(worker)
-        if fastest is None or usual < fastest:  # other workers may be slow compared with the new fastest worker
+        if fastest is None or usual < fastest:  # other workers may now be slow compared with this fastest worker
             for other_usual, other in reversed(self._by_usual):
                 if other_usual < _SLOWER * usual:
                     break
@@ -184,8 +184,8 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # ``_longest_s`` is the longest time of a group that ended since the last reset. Short groups end first. So the
-        # longest time counts as known only when the number of ended groups has reached the number of running groups.
+        # ``_longest_s`` is the longest time of a group that ended since the last reset.
+        # Short groups end first, so use ``_longest_s`` only after as many groups have ended as are running.
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
@@ -234,9 +234,10 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker, or when a reservation for a takeover expires.
+        """Return the next time when `look` may find a slow worker, or when a worker stops keeping capacity free.
 
-        Returns None if no check is scheduled and no reservation exists.
+        A worker keeps capacity free for a group that it takes over (`take_over`). Returns None if no check is
+        scheduled and no worker keeps capacity free.
         """
         moments = [until for kept in self._kept.values() for _, until in kept if until > now]
         if self._looks:
@@ -246,8 +247,8 @@ class WorkerPaces:
     def usual_pace(self, name: bytes, now: float) -> float:
         """Return a worker's median seconds per token.
 
-        For an unknown worker, return the fastest worker's median, or 0 if no worker was measured. The pace of an idle
-        worker is forgotten after a long time, so a slow worker is measured again.
+        For an unknown worker, return the fastest worker's median, or 0 if no worker was measured. If a worker has been
+        idle for a long time, the call forgets its pace, so a slow worker is measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -263,7 +264,7 @@ class WorkerPaces:
     def is_slow(self, name: bytes, usual: float) -> bool:
         """Return whether a worker is slow compared with a median of ``usual`` seconds per token.
 
-        True if the worker's fastest group took at least 2 times ``usual`` seconds per token. A long time without an
+        A worker is slow if its fastest group took at least 2 times ``usual`` seconds per token. A long time without an
         ended group counts as a slowdown (`_Worker.slowdown`).
         """
         worker = self._workers.get(name)
@@ -279,9 +280,9 @@ class WorkerPaces:
         return None
 
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
-        """Record that the worker ``taker`` takes over ``running``, a result of `first_on_offer`.
+        """Record that the worker ``taker`` takes over the group ``running``, a result of `first_on_offer`.
 
-        The worker ``taker`` keeps capacity free for the group, for at most ``_PLACE_KEPT_S`` seconds.
+        The worker ``taker`` keeps capacity free for the group for at most ``_PLACE_KEPT_S`` seconds.
         """
         heappop(self._on_offer)
         running.is_asked = True
@@ -289,7 +290,7 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return the number of groups that a worker will take over. The worker keeps capacity free for these groups."""
+        """Return the number of groups that a worker will take over. The worker keeps capacity free for them."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -369,7 +370,7 @@ class _Producer:
 
 
 class Heartbeats:
-    """The producers (clients that generate groups). A producer without a message for ``silent_s`` seconds is gone."""
+    """The rollout workers that send heartbeats. A worker is gone if it sends no message for ``silent_s`` seconds."""
 
     def __init__(self, silent_s: float) -> None:
         self._silent_s = silent_s
@@ -377,45 +378,45 @@ class Heartbeats:
         self._num_generated: dict[bytes, int] = {}
 
     def enter(self, client: bytes, now: float) -> None:
-        """Register a client as a producer (a worker that sends heartbeats)."""
+        """Register a client as a rollout worker, which sends heartbeats."""
         if client not in self._producers:
             self._producers[client] = _Producer(last_heard=now)
         self.hear(client, now)
 
     def hear(self, client: bytes, now: float) -> None:
-        """Record that a client sent a message at the time ``now``. Clients that did not `enter` are ignored."""
+        """Record that a client sent a message at the time ``now``. Clients that are not registered are ignored."""
         producer = self._producers.pop(client, None)
         if producer is not None:
             producer.last_heard = now
             self._producers[client] = producer
 
     def count_put(self, client: bytes, num_tokens: int) -> None:
-        """Count a group of ``num_tokens`` policy tokens that a producer stored."""
+        """Count a group of ``num_tokens`` policy tokens that a worker stored."""
         producer = self._producers.get(client)
         if producer is not None:
             producer.num_puts += 1
             producer.num_tokens += num_tokens
 
     def count_generated(self, client: bytes, num_tokens: int) -> None:
-        """Set the number of tokens that a producer has generated since it started."""
+        """Set the number of tokens that a worker has generated since the worker started."""
         self._num_generated[client] = num_tokens
 
     def num_generated(self, client: bytes) -> int:
-        """Return the number of generated tokens in a producer's last heartbeat; 0 if there was none."""
+        """Return the number of generated tokens in a worker's last heartbeat, or 0 if the worker sent no heartbeat."""
         return self._num_generated.get(client, 0)
 
     def leave(self, client: bytes) -> None:
-        """Forget a producer that left or is dead."""
+        """Forget a worker that left or is dead."""
         self._producers.pop(client, None)
         self._num_generated.pop(client, None)
 
     def next_silence(self) -> float | None:
-        """Return the time when the next producer counts as gone if it stays silent; None without producers."""
+        """Return the earliest time when a worker counts as gone if all workers stay silent; None without workers."""
         longest_ago = next(iter(self._producers.values()), None)
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 
     def take_silent(self, now: float) -> list[bytes]:
-        """Remove the producers that were silent for ``silent_s`` seconds, and return their client ids."""
+        """Remove the workers that have been silent for ``silent_s`` seconds, and return their client ids."""
         gone = []
         for client, producer in self._producers.items():
             if producer.last_heard + self._silent_s > now:
@@ -426,9 +427,9 @@ class Heartbeats:
         return gone
 
     def describe(self, now: float, num_leases: Mapping[bytes, int]) -> list[dict[str, Any]]:
-        """Return one JSON object per producer, for `asyncrl inspect`.
+        """Return one JSON object per worker, for `asyncrl inspect`.
 
-        ``num_leases`` maps client ids to numbers of leases.
+        ``num_leases`` maps each client id to the number of leases that the client holds.
         """
         return [
             {

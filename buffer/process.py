@@ -1,4 +1,4 @@
-"""The buffer server as a child process: its start, its address, its restarts and its end."""
+"""Runs the buffer server as a child process: starts it, reads its address, restarts it, and stops it."""
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ class BufferProcess:
             self.read_address()
 
     def read_address(self) -> None:
-        """Wait until the server announces its address. Stop the server if this fails.
+        """Wait until the server announces its address. If the address does not come, stop the server.
 
         Raises:
             DeadlineError: The address did not come in time.
@@ -112,7 +112,7 @@ class BufferProcess:
 
     @property
     def connection(self) -> BufferConnection:
-        """What a client needs to connect to the server: the address, the folder of keys, and the run's name."""
+        """The data that a client needs to connect to the server: address, folder of keys, and name of the run."""
         return BufferConnection(
             address=self.address,
             request_timeout_s=self._config.request_timeout_s,
@@ -123,8 +123,9 @@ class BufferProcess:
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
         """Wait until the server has ended. Return a text that says how the server ended.
 
-        With ``notices_silence``, send requests with the key of ``role``, and kill a server that does not answer. The
-        kill comes within two thirds of the clients' deadline, so a restarted server can still answer the clients.
+        If ``notices_silence``, send requests with the key of ``role``, and kill a server that does not answer. The
+        method kills such a server within two thirds of the clients' deadline, so a restarted server can still answer
+        the clients.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -193,8 +194,8 @@ class BufferSupervisor:
     A restarted server keeps its address and continues its journal. Its clients reconnect and repeat unacknowledged
     requests. Without a journal, a buffer server is not restarted, and a restarted store server is empty.
 
-    Make this object on a thread that ends after the server, because the kernel kills the server when the thread
-    that started it ends.
+    Make this object on a thread that ends after the server. When the thread that started the server ends, the kernel
+    kills the server.
 
     Args:
         config: Options of the server. Arguments that are not described here are those of `BufferProcess`.
@@ -244,7 +245,7 @@ class BufferSupervisor:
         """
         self._server.read_address()
         self.connection = self._server.connection
-        # A restarted store server without a journal does not know its earlier port.
+        # Keep the port, because a restarted store server without a journal does not know its earlier port.
         if self._store is not None and self._config.host:
             self._config = replace(self._config, port=int(self._server.address.rpartition(":")[2]))
         return self._server.address
@@ -300,7 +301,7 @@ class BufferSupervisor:
 
 
 class StoreServers:
-    """``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
+    """Runs ``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
 
     Make this object on a running loop. A store server that dies or hangs is restarted at its address, up to
     ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. The index in ``addresses`` is

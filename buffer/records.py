@@ -1,7 +1,7 @@
 """Base classes of the messages between the clients and servers of the buffer.
 
-The messages are operations (requests), answers, and pushes (messages that no request asked for). `buffer.commands`
-and `buffer.operations` define them.
+The messages are operations (requests), answers, and pushes (messages that answer no request). `buffer.commands` and
+`buffer.operations` define them.
 """
 
 import re
@@ -57,7 +57,7 @@ class Answer(Row, frozen=True, tag=_wire_name):
 class LedgerOutcome(Answer, frozen=True):
     """The ledger's decision about a command. Some outcomes are also answers to clients.
 
-    Every subclass declares `is_recorded`. Raises `TypeError` at the definition of a subclass without it.
+    Every subclass declares `is_recorded`. The definition of a subclass without `is_recorded` raises `TypeError`.
     """
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -67,7 +67,7 @@ class LedgerOutcome(Answer, frozen=True):
 
     @property
     def is_recorded(self) -> bool:
-        """Whether the journal records the command, because a restarted server must apply this outcome."""
+        """True if the journal must record the command, because a restarted server must apply this outcome."""
         raise NotImplementedError
 
 
@@ -79,7 +79,7 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
     """A request of a client to a server. ``Reply`` is the type of the answer.
 
     Attributes:
-        roles: Roles that may send the operation; empty if no client may.
+        roles: Roles that may send the operation; empty if no client may send the operation.
         is_held: Whether the server may let the request wait. After half of the request's deadline, the server answers
             `NothingYet`.
         has_large_answer: Whether the answer may be large. A large answer comes on the bulk connection.
@@ -96,7 +96,7 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
 
     @property
     def num_parts(self) -> int:
-        """How many requests this operation counts as in the rate limit: one per lease, at least 1."""
+        """Number of requests that the rate limit counts for this operation: one per lease, at least 1."""
         return max(1, len(getattr(self, "leases", ())))
 
 
@@ -105,6 +105,6 @@ class Command(Operation[Reply], Generic[Result, Reply], frozen=True):
 
 
 def leaves(base: type) -> list[Any]:
-    """Return the subclasses of a class that have no subclasses themselves."""
+    """Return all direct and indirect subclasses of ``base`` that have no subclasses."""
     subclasses = base.__subclasses__()
     return [leaf for kind in subclasses for leaf in leaves(kind)] if subclasses else [base]

@@ -65,14 +65,15 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        # Whether store servers hold the trajectories; None before the server's first `Welcome`.
+        # The value is True if store servers hold the trajectories, and None until the first `Welcome` message arrives.
         self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
         self._serves: operations.Loaded | None = None
         self._held: set[tuple[int, int]] = set()
         self._prefixes: dict[tuple[int, int], TrajectoryGroup] = {}
-        self._begun_afresh: set[tuple[int, int]] = set()  # leases whose saved prefix was evicted or lost
+        # ``_begun_afresh`` holds the leases whose saved prefix was evicted or lost.
+        self._begun_afresh: set[tuple[int, int]] = set()
         self._revocations: deque[tuple[int, int]] = deque()
         self._pushed = asyncio.Event()
         self._hand_on: asyncio.Queue[list[Key]] = asyncio.Queue()
@@ -89,8 +90,8 @@ class WorkerClient:
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
         """Wait for leases: prompts that this worker may generate with an engine that serves ``engine_version``.
 
-        Returns at most ``max_groups`` leases, or none if the server's time limit ends first. If the call is cancelled,
-        the groups that the buffer leased to this call go back to the queue.
+        Returns at most ``max_groups`` leases, or no lease if the server's time limit ends first. If the call is
+        cancelled, the groups that the buffer leased to this call go back to the queue.
         """
         link = await self._entered("lease")
         request_id = link.next_id()
@@ -102,7 +103,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(operations.Cancel(request_id))
             raise
-        if self._client.is_closed:  # the client was closed during the call; `close` gives the leases back
+        if self._client.is_closed:  # the client was closed during the call, and `close` returns the leases
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
@@ -142,7 +143,7 @@ class WorkerClient:
         self._begun_afresh.discard(key)
 
     def _has_continued(self, key: Key) -> bool:
-        """Return whether the worker continues the prefix of its lease. True if the lease has no prefix."""
+        """Return whether the worker continues the prefix of its lease. Returns True if the lease has no prefix."""
         return key not in self._prefixes and key not in self._begun_afresh
 
     async def renew(self, leases: Sequence[Lease]) -> None:
@@ -299,7 +300,10 @@ class WorkerClient:
         return link
 
     def _say_beat(self) -> None:
-        """Send a heartbeat. Each reconnect also calls this, because a restarted server does not know this worker."""
+        """Send a heartbeat.
+
+        The client also calls this method after a reconnect, because a restarted server does not know this worker.
+        """
         if self._beat_s and not self._client.is_closed:
             beat = operations.Beat(serves=self._serves, host=self._client.host, generated=self.count_generated())
             self._client.link.post(beat, partial(self._client.note_clock, time.monotonic_ns()))
@@ -536,14 +540,14 @@ class ControlClient:
     async def store_wanted(self, known: Collection[str]) -> str:
         """Wait until a rollout worker connects from a host that is not in ``known``. Return the name of the host.
 
-        Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
+        Raises `ReplayBufferError` if ``buffer.stores_on`` is not ``hosts``.
         """
         return (await self._client.link.call(operations.StoreWanted(tuple(sorted(known))))).names[0]
 
     async def add_store(self, address: str, host: str) -> int:
         """Add a store server that the workers of ``host`` prefer. Return the store's number.
 
-        A repeated call has no effect. Raises `ReplayBufferError` unless ``buffer.stores_on`` is ``hosts``.
+        A repeated call has no effect. Raises `ReplayBufferError` if ``buffer.stores_on`` is not ``hosts``.
         """
         return (await self._client.link.call(commands.AddStore(address, host))).store
 
@@ -574,7 +578,7 @@ class ControlClient:
         await self._client.link.call(commands.LoseGroups(group_ids=tuple(group_ids)))
 
     async def rewind(self, version: int, *, incarnation: int) -> None:
-        """Take the buffer back to the checkpoint of ``version``, from which a new learner continues.
+        """Make the buffer go back to the checkpoint of ``version``. A new learner continues from this checkpoint.
 
         ``incarnation`` counts the learner's returns to a checkpoint, including this one. A repeated number has no
         effect.
@@ -582,7 +586,7 @@ class ControlClient:
         await self._client.link.call(commands.Rewind(version=version, incarnation=incarnation))
 
     async def resume(self, version: int, *, key: str, tokens_generated: int) -> None:
-        """Take the buffer of a resumed run back to the checkpoint ``key`` of ``version``.
+        """Make the buffer of a resumed run go back to the checkpoint ``key`` of ``version``.
 
         Afterwards, the steps before ``version`` count as committed. ``tokens_generated`` is the number of policy tokens
         that the run generated up to the checkpoint.
@@ -592,8 +596,8 @@ class ControlClient:
     async def checkpoint(self, folder: Path, version: int, *, key: str) -> operations.Checkpointed:
         """Write the state for a resumed run to ``folder``, an absolute path. Wait until the folder is complete.
 
-        ``key`` is a random name of the checkpoint. Returns the numbers of groups, saved prefixes and bytes in the
-        checkpoint.
+        ``key`` is a random name of the checkpoint. Returns how many groups, saved prefixes and bytes the checkpoint
+        has.
         """
         return await self._client.link.call(commands.Checkpoint(folder=str(folder), version=version, key=key))
 
@@ -611,7 +615,7 @@ class ControlClient:
     async def inspect(self, group_id: int = -1) -> dict[str, Any]:
         """Return a JSON object that describes the buffer: its leased, stored and planned groups, and its workers.
 
-        A ``group_id`` of 0 or more describes only this group.
+        If ``group_id`` is 0 or more, the object describes only this group.
         """
         return (await self._client.link.call(operations.Inspect(group_id))).values
 
@@ -626,7 +630,7 @@ class ControlClient:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConnection:
-    """The address of a buffer, without secrets. Each process opens its own client with it.
+    """The address of a buffer, without secrets. Each process makes its own client from this record.
 
     Attributes:
         keys: Directory with the key of ``role``; empty if the server has no keys.

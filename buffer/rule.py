@@ -108,7 +108,7 @@ class StalenessRule:
         """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take.
 
         ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k counts running groups
-        due at w + k or earlier that the batch must take. Groups of the entries 0 … k - 1 do not count again.
+        due at w + k or earlier that the batch must take. It does not count the groups of earlier entries again.
         """
         num_ready = num_missing = 0
         missing = []
@@ -141,7 +141,7 @@ class Room:
         return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
-        """Return whether one more group fits beside the held bytes and the expected bytes of the running groups.
+        """Return whether one more group fits, in addition to all stored bytes and the running groups' expected bytes.
 
         The caller will grant ``num_granted`` leases before this group's lease, so ``num_granted`` more groups count as
         running. ``num_freed_bytes`` is the size of the saved prefixes that the buffer deletes with these leases.
@@ -177,11 +177,11 @@ class Room:
         return self._max_bytes - num_held
 
     def reserve(self, group: Group, num_bytes: int, *, host: str, may_evict: bool) -> tuple[int, tuple[int, ...]]:
-        """Choose the store for ``num_bytes`` bytes of a running group's trajectories, and the groups to evict there.
+        """Choose a store for a running group's trajectories of ``num_bytes`` bytes. Nothing is reserved or evicted yet.
 
-        The store on ``host`` comes first. If the bytes do not fit there, choose the store with the most free bytes.
-        Evict groups only if ``may_evict``. This method only decides: it reserves and evicts nothing. Returns the number
-        of the store, and the ids of the groups to evict.
+        The store on ``host`` comes first. If the bytes do not fit there, choose the store with the most free bytes. If
+        the bytes fit in no store and ``may_evict``, choose groups to evict. Returns a pair: the number of the store,
+        and the ids of the groups to evict.
 
         Raises:
             StoreFull: The bytes do not fit now.
@@ -210,7 +210,7 @@ class Room:
         )
 
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
-        """Return groups to evict from the store, to free ``num_bytes`` bytes; None if too few bytes can be freed.
+        """Return the groups to evict so that ``num_bytes`` bytes become free, or None if too few bytes can be freed.
 
         Groups that wait for a further use come first, because the learner has already trained on their tokens.
         """
@@ -229,9 +229,9 @@ class Room:
         return None
 
     def check_prefix(self, group: Group, num_bytes: int) -> None:
-        """Check that ``num_bytes`` bytes are free for a new saved prefix (tokens so far) of a running group.
+        """Raise `StoreFull` if ``num_bytes`` bytes of a running group's new saved prefix (tokens so far) do not fit.
 
-        The bytes of the group's earlier prefix count as free. Raises `StoreFull` if too few bytes are free.
+        The bytes of the group's earlier prefix count as free.
         """
         if not self._max_bytes:
             return
@@ -289,7 +289,7 @@ def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> floa
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Return a dict from each name to its filter, in order. Raises `ValueError` if a filter does not exist."""
+    """Return a dict that maps each name to its filter, in order. Raises `ValueError` if a filter does not exist."""
     return {name: _find(FILTERS, name) for name in names}
 
 
@@ -318,8 +318,8 @@ class Window:
     """The deadlines of the groups that a partly filled batch may still take.
 
     w is the batch's version. The batch must take some groups that are due early. So the batch may take a group due at
-    w + k only if enough seats remain for the required groups with an earlier deadline. An excluded deadline stays
-    excluded, so filling a batch costs O(B·max_lag).
+    w + k only if enough seats (positions in the batch) remain for the required groups with an earlier deadline. An
+    excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -328,7 +328,7 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Largest k such that the batch may take a group due at w + k now."""
+        """Largest k such that the batch may now take a group due at w + k."""
         return self._last
 
     def take(self, k: int) -> None:
@@ -370,9 +370,9 @@ def choose_batch(
 
 
 def _find(registry: Registry[Any], name: str) -> Any:
-    """Return the function ``name``. If it is a user's function, its errors become `ReplayBufferError`.
+    """Return the function ``name``. Errors of a user's function become `ReplayBufferError`.
 
-    Such an error fails one request, but not the server.
+    A `ReplayBufferError` fails one request. It does not end the server.
     """
     function = registry.get(name)
     if name in registry.names():

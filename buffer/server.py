@@ -1,7 +1,7 @@
-"""The buffer server: the ledger, and the payloads or connections to store servers. Run as ``python -m buffer.server``.
+"""Runs the ledger's server or a store server: ``python -m buffer.server``.
 
 The server announces its address in one line on stdout, or on ``--announce-fd``. It ends on SIGTERM, SIGINT or SIGUSR1,
-and when its parent ends. The server of a run blocks SIGTERM and SIGINT, so its owner sends SIGUSR1.
+and when its parent process ends. The server of a run blocks SIGTERM and SIGINT, so the run sends SIGUSR1.
 """
 
 import argparse
@@ -85,7 +85,7 @@ class RateLimit:
     def check(self, client: bytes, num_parts: int) -> None:
         """Add ``num_parts`` to the number of requests that a client has sent in this second.
 
-        A request that names leases counts as one request per lease. Raises `RateExceeded` if the client is above the
+        A request that names leases counts as one request per lease. Raises `RateExceeded` if the client exceeds the
         limit.
         """
         now = time.monotonic()
@@ -128,7 +128,7 @@ class ServerSocket:
 
     Args:
         config: Options of the buffer.
-        make_service: Builds the object that answers the requests.
+        make_service: Function that makes the object that answers the requests.
         journal: Keeps the epoch and the addresses on disk, so a restarted server has the same address.
         store: Number of this store server; None for the ledger's server.
 
@@ -163,7 +163,8 @@ class ServerSocket:
         self.epoch = config.epoch or known or uuid.uuid4().hex[:16]
         if journal is not None and self.epoch != known:
             journal.write("epoch", self.epoch)
-            for name in ("address", "bulk_address"):  # another process may use the earlier run's addresses
+            # Forget the addresses of an earlier run, because another process may use these addresses now.
+            for name in ("address", "bulk_address"):
                 if journal.read(name):
                     journal.write(name, "")
         self._own_folder = ""
@@ -286,7 +287,8 @@ class ServerSocket:
             peer = self._peer(client)
             peer.last_heard = time.monotonic()
             if chunk.count:
-                request_id = chunk.request_id  # acknowledge also a refused chunk: otherwise the client waits
+                # Acknowledge even a refused chunk, because the client waits for the acknowledgement.
+                request_id = chunk.request_id
                 self._send_bulk(client, Chunk(request_id=request_id, index=chunk.index).to_frames())
                 whole = peer.receiver.add(chunk)
                 if whole is not None:
@@ -374,7 +376,9 @@ class ServerSocket:
                     "belongs to another run and must end"
                 )
             if role is not None and role not in operation.roles:
-                raise NotAllowed(f"a client with the key of role {role!r} may not {name}; use the key of another role")
+                raise NotAllowed(
+                    f"a client with the key of role {role!r} must not send {name}; use the key of another role"
+                )
             if isinstance(operation, Connect):
                 connected = Connected(self.epoch, self.bulk_port)
                 self.send(request.client, Message(request_id=request.request_id, body=connected))
@@ -402,7 +406,7 @@ class ServerSocket:
         try:
             self._service.settle()
         except Exception as error:  # noqa: BLE001 - the next burst of messages repeats the work
-            self._failure("settling pending requests failed", error)
+            self._failure("answering pending requests", error)
         self._flush()
 
     # Replies
@@ -481,7 +485,7 @@ class BufferServer:
     Attributes:
         address: Address of the server.
         bulk_port: Port of large payloads; 0 for a Unix socket.
-        counters: Returns counts of refused and undelivered messages.
+        counters: Function that returns the counts of refused and undelivered messages.
         lost: A future whose result is the error after which this server cannot continue.
         service: The object that answers the requests.
     """
@@ -531,7 +535,7 @@ class BufferServer:
         self._stores.close()
 
     def _check_stores(self, *numbers: int) -> None:
-        """Reconcile the stores ``numbers`` with the ledger. Without arguments, reconcile all stores."""
+        """Ask stores which groups they lack, and queue these groups again. Without ``numbers``, ask all stores."""
         for number in numbers or [n for n, address in enumerate(self._links.addresses) if address]:
             check = asyncio.get_running_loop().create_task(self._requeue_missing(number))
             self._checks.add(check)

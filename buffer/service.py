@@ -3,9 +3,9 @@
 The handler of an operation is the method ``on_<name>`` of a class in this file. `buffer.server` itself handles only
 `Connect` and `RenewKeys`. `buffer.store_servers` handles the operations of the store servers.
 
-A request that cannot be answered yet is held. After each burst of messages, `settle` answers the held requests that can
-be answered now. If a request waits too long, a timer answers the request with `NothingYet`. Other timers revoke expired
-leases, and find silent producers (clients that generate groups).
+The service holds a request that it cannot answer yet. After each burst of messages, `settle` answers the held requests
+that can be answered now. If a request waits too long, a timer answers the request with `NothingYet`. Other timers
+revoke expired leases, and find silent rollout workers.
 """
 
 import logging
@@ -56,12 +56,12 @@ class BufferService:
     Args:
         config: Options of the buffer.
         groups_per_step: B, the number of prompt groups per learner step.
-        send: Sends one message to one client.
-        on_rewound: Called after a rewind of the learner, because finished groups may be queued again.
-        counters: Returns the socket's counts of refused and undelivered messages.
-        links: Connections to the store servers. None keeps the payloads in this process.
-        journal: The journal that this server continues; None keeps nothing on disk.
-        clock: Measures deadlines. None makes a new `LoopClock` on the running loop.
+        send: Function that sends one message to one client.
+        on_rewound: Called after the buffer has gone back to a checkpoint, because finished groups may be queued again.
+        counters: Function that returns the socket's counts of refused and undelivered messages.
+        links: Connections to the store servers. If None, this process keeps the payloads.
+        journal: The journal that this server continues. If None, the server keeps nothing on disk.
+        clock: Measures deadlines. If None, the service makes a `LoopClock` on the running loop.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class BufferService:
                     self._intake.num_waiting,
                 )
             ):
-                # Queued groups with a saved prefix are leased first, because a batch may wait for such a group.
+                # Lease queued groups with a saved prefix first, because a batch may wait for such a group.
                 self._admission.grant_saved()
                 self._batches.make()
                 self._forget_finished()
@@ -289,7 +289,7 @@ class BufferService:
                 self._offers.forget(client)
                 self._admission.take_from(client)
         except ReplayBufferError as error:
-            logger.error("leases of silent producers are not revoked before they expire: %s", error)
+            logger.error("leases of silent workers are not revoked before they expire: %s", error)
         self.settle()
 
     # Prompts and results
@@ -424,10 +424,11 @@ class BufferService:
         committed = self.ledger.apply(commit)
         self._forget_finished()
         if committed.group_ids:
-            self._admission.answer_outdated(except_for=self._offers.receivers.clients)  # they get newer weights
-            self._compact(is_urgent=False)  # compacting is cheap after a commit, because the buffer holds few groups
+            # Leave out the workers that have requested newer weights, because they will get an offer.
+            self._admission.answer_outdated(except_for=self._offers.receivers.clients)
+            self._compact(is_urgent=False)  # compaction is cheap after a commit, because the buffer holds few groups
         self._replies.answer(request, operations.Totals(self._totals()))
-        self._offers.show()  # sent after the reply to the commit, because offers may go to many engines
+        self._offers.show()  # send the offers after the reply to the commit, because they may go to many engines
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
         """Undo planned batches, because the learner's ranks did not find some of the groups in the stores.
@@ -438,8 +439,9 @@ class BufferService:
         return Done()
 
     def on_rewind(self, request: Message, rewind: commands.Rewind) -> Answer:
-        """Take the buffer back to a checkpoint. The learner has died, and continues from this checkpoint."""
-        self._forget_finished()  # before the rewind, which may queue finished groups again
+        """Make the buffer go back to a checkpoint, because the learner has died and continues from this checkpoint."""
+        # Drop the data of finished groups first. When the buffer goes back, it may queue these groups again.
+        self._forget_finished()
         rewound = self.ledger.apply(rewind)
         if rewound.is_new:
             self._take_back(rewound)
@@ -447,7 +449,7 @@ class BufferService:
         return Done()
 
     def on_resume(self, request: Message, resume: commands.Resume) -> Answer:
-        """Take the buffer back to the checkpoint from which the run was resumed."""
+        """Make the buffer go back to the checkpoint from which the run was resumed."""
         self._forget_finished()
         self._take_back(self.ledger.apply(resume))
         self._joins.leave_earlier()
@@ -461,7 +463,10 @@ class BufferService:
         self._checkpoints.note_marks()
 
     def on_checkpoint(self, request: Message, checkpoint: commands.Checkpoint) -> None:
-        """Write a checkpoint, and answer after the write. A repeated request waits for the same write."""
+        """Begin to write a checkpoint. The server answers when the checkpoint is complete.
+
+        If the client repeats the request, the repeated request waits for the same write.
+        """
         self.ledger.apply(checkpoint)
         self._checkpoints.note_marks()
         self._checkpoints.begin(request)
@@ -483,8 +488,7 @@ class BufferService:
     def on_inspect(self, request: Message, inspect: operations.Inspect) -> Answer:
         """Answer with a description of the buffer, or of the one group that the request names.
 
-        The description of the buffer has options, counts, all leased, stored and planned groups, and all producers
-        (workers that send heartbeats).
+        The buffer's description has its options and counts, all leased, stored and planned groups, and all workers.
         """
         now = self._clock.time()
         if inspect.group_id >= 0:
@@ -519,7 +523,7 @@ class WorkerRequests:
     def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
         """Answer with the server's settings for clients.
 
-        A client that produces groups is registered, and must send heartbeats from then on.
+        If ``hello.produces``, the client is registered as a rollout worker, and must send heartbeats from then on.
         """
         if hello.produces:
             self._enter(request.client, hello.host)
@@ -528,7 +532,7 @@ class WorkerRequests:
     def on_beat(self, request: Message, beat: operations.Beat) -> Answer:
         """Record a heartbeat. Answer with the server's settings for clients.
 
-        The heartbeat also registers a producer that a restarted server does not know yet.
+        The heartbeat also registers a worker that a restarted server does not know yet.
         """
         self._enter(request.client, beat.host)
         self._admission.heartbeats.count_generated(request.client, beat.generated)
@@ -602,7 +606,7 @@ class ControlRequests:
         self._admission, self._offers, self._joins = admission, offers, joins
 
     def on_offer(self, request: Message, offer: operations.Offer) -> Answer:
-        """Add the learner's offer. Answer with the oldest version in the log of offers; 0 without offers.
+        """Add the learner's offer. Answer with the oldest version in the log of offers, or 0 if there is no offer.
 
         If the message reports a failed publish, all waiting requests fail with this failure. Raises `WrongEpoch` if
         another learner has replaced the sender.
@@ -642,9 +646,9 @@ class ControlRequests:
         return Done()
 
     def on_bury(self, request: Message, bury: operations.Bury) -> Answer:
-        """Declare a worker dead, at the request of the controller that started it.
+        """Declare a worker dead, because the controller requested this.
 
-        Answers with the number of tokens that the worker generated.
+        The answer has the number of tokens that the worker generated.
         """
         dead = bytes.fromhex(bury.worker)
         answer = operations.Number(self._admission.bury(dead, bury.generated))
@@ -678,9 +682,9 @@ class ControlRequests:
 
 
 def check_counts(summary: GroupSummary) -> None:
-    """Check that every count in a group's metadata is in range, so that sums of counts fit into 63 bits.
+    """Raise `WireError` if a count in a group's metadata is out of range.
 
-    Raises `WireError` otherwise.
+    The range is so small that sums of counts fit into 63 bits.
     """
     lists = summary.response_lengths, summary.branch_tokens, summary.num_branches
     versions = summary.oldest_version, summary.newest_version

@@ -64,7 +64,7 @@ _monitors = itertools.count()
 
 
 class LoopClock:
-    """A monotonic clock of the running loop that stops while the loop stalls.
+    """A monotonic clock of the running event loop. The clock stops while the loop stalls.
 
     After a stall, the loop fires its timers before it reads the messages that have arrived. With an ordinary clock, all
     clients would then count as silent. ``stalled_s`` is the total length of the stalls in seconds.
@@ -233,7 +233,7 @@ class Chunk:
 
     @classmethod
     def parse(cls, frames: Sequence[Any]) -> "Chunk":
-        """Return the chunk that was encoded as ``frames``. Raises `WireError` if they are not a chunk."""
+        """Return the chunk that was encoded as ``frames``. Raises `WireError` if ``frames`` is not a chunk."""
         head = memoryview(frames[0]) if frames else memoryview(b"")
         if head.nbytes != _CHUNK.size:
             raise WireError(f"the first frame of a chunk must have {_CHUNK.size} bytes, got {head.nbytes}")
@@ -262,7 +262,7 @@ class ChunkSender:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the peer acknowledged every chunk."""
+        """True if the peer has acknowledged every chunk."""
         return not self._queue and not self._unacknowledged
 
     def push(self, request_id: int, frames: Sequence[Any]) -> None:
@@ -315,18 +315,18 @@ class ChunkReceiver:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every received message is complete."""
+        """True if every received message is complete."""
         return not self._messages
 
     def add(self, chunk: Chunk) -> list[Any] | None:
-        """Add a chunk. Return all frames of its message if the message is complete, else None.
+        """Add a chunk. Return all frames of the chunk's message if the message is complete, else None.
 
         If earlier chunks are missing, or if the incomplete messages are too large, drop the message and raise
         `WireError`.
         """
         message = self._messages.pop(chunk.request_id, None) or _IncompleteMessage()
         self._num_bytes -= message.num_bytes
-        if chunk.index == 0:  # a new message, or the first chunk of a message that the peer sends again
+        if chunk.index == 0:  # index 0 begins a new message, or a message that the peer sends again
             message = _IncompleteMessage()
         if chunk.index != message.num_chunks:
             raise WireError(f"expected chunk {message.num_chunks} of request {chunk.request_id}, got {chunk.index}")
@@ -356,7 +356,7 @@ class ChunkReceiver:
         self._num_bytes = 0
 
 
-_FILES_PER_CLIENT = 2  # one for the control connection and one for the bulk connection
+_FILES_PER_CLIENT = 2  # a client has a control connection and a bulk connection
 _FILES_PER_LINK = 8
 _SOCKETS_PER_LINK = 6
 """ZMQ sockets per link to a server: two connections, each with its socket and both ends of its monitor."""
@@ -367,7 +367,7 @@ def client_context() -> zmq.Context[Any]:
     """Return the ZMQ context of this process. It allows more sockets than ZMQ's default of 1023."""
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
-        context.set(zmq.MAX_SOCKETS, most)  # has no effect after the first socket of the context
+        context.set(zmq.MAX_SOCKETS, most)  # this limit has no effect if the context already has a socket
     return context
 
 
@@ -398,7 +398,7 @@ def make_socket_folder() -> str:
 
 
 def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
-    """Return a copy of the options that names a folder for the Unix sockets, and the path of this folder.
+    """Return a pair: a copy of the options that names a folder for Unix sockets, and the path of this folder.
 
     The path is empty if the options need no new folder. Otherwise the caller must remove the folder.
     """
@@ -409,7 +409,7 @@ def with_socket_folder(config: BufferConfig) -> tuple[BufferConfig, str]:
 
 
 def remove_socket_folder(folder: str) -> None:
-    """Remove a folder and its sockets. A missing folder or an empty name is ignored."""
+    """Remove a folder and its sockets. Do nothing if the folder is missing or the name is empty."""
     if folder:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -455,8 +455,8 @@ class PortListener:
         own_host = _address_of(host)
         family = socket.AF_INET6 if ":" in own_host else socket.AF_INET
         self._listener = socket.create_server((own_host, port), family=family, backlog=_BACKLOG)
-        # ZMQ's thread and the thread of `_Refusals` both call accept(). A blocking accept() of ZMQ's thread could wait
-        # for a connection that the other thread has taken.
+        # Make accept() non-blocking, because ZMQ's thread and the thread of `_Refusals` both call accept().
+        # If one thread takes the only connection, a blocking accept() would block the other thread.
         self._listener.setblocking(False)
         self._bound = bound
         name = f"[{own_host}]" if family == socket.AF_INET6 else own_host
@@ -536,7 +536,7 @@ class _Connections:
 
 
 def _bytes_received(connection: socket.socket) -> int:
-    """Return ``tcpi_bytes_received`` of tcp(7); 0 if the kernel does not report this value."""
+    """Return the connection's ``tcpi_bytes_received`` (see tcp(7)), or 0 if the kernel does not report this value."""
     info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     return _BYTES_RECEIVED.unpack_from(info, _BYTES_RECEIVED_AT)[0] if len(info) >= _TCP_INFO_BYTES else 0
 
@@ -575,7 +575,7 @@ class _Refusals(threading.Thread):
         with socket.socket(fileno=self._listening) as listener:
             while self.wanted.wait() and not self._is_closed:
                 self.wanted.clear()
-                with suppress(OSError):  # no connection is pending
+                with suppress(OSError):  # accept() raises an error if no connection is pending
                     while True:
                         listener.accept()[0].close()
                         self._loop.call_soon_threadsafe(self._note)

@@ -32,7 +32,8 @@ class StoreLinks:
 
     Attributes:
         addresses: Addresses of the stores, by number; empty for a lost store.
-        disk_bytes: Bytes of payloads that each store has only on disk, by number, in the store's latest report.
+        disk_bytes: Size in bytes of the payloads that each store has only on disk, by number. The values come from the
+            stores' latest reports.
     """
 
     def __init__(self, config: BufferConfig, *, on_connected: Callable[[int], None], may_join: bool) -> None:
@@ -48,7 +49,7 @@ class StoreLinks:
     def connect(self, address: str, number: int | None = None) -> None:
         """Connect to the store at ``address``.
 
-        ``number`` is the store's number; None takes the next free number. An empty address only reserves a number.
+        ``number`` is the store's number, by default the next free number. An empty address only reserves a number.
         """
         link, number = None, len(self._links) if number is None else number
         if address:
@@ -111,10 +112,10 @@ class StoreJoins:
 
     Args:
         shared: The objects that the service shares.
-        links: Connections to the store servers, if these hold the trajectories.
+        links: Connections to the store servers, if store servers hold the trajectories.
 
     Attributes:
-        wanted: The controller's requests for the name of a worker's host without a store.
+        wanted: The controller's requests for the name of a host that has a worker but no store.
     """
 
     def __init__(self, shared: Collaborators, links: StoreLinks | None) -> None:

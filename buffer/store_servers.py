@@ -1,6 +1,6 @@
 """A server that holds payloads (encoded trajectories).
 
-It runs beside the ledger's server, or on a host of rollout workers.
+A store server runs on the host of the ledger's server, or on a host of rollout workers.
 
 A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove.
 A restarted store may lack acknowledged payloads, or hold removed payloads. So after each connection the ledger tells
@@ -43,7 +43,7 @@ class StoreService:
         self._by_group: dict[int, set[Key]] = {}
         self._fetches = FetchReplies(self._replies, self._limit)
         self._finished = IdSet()
-        self._ended: dict[int, int] = {}  # the latest ended attempt of each unfinished group
+        self._ended: dict[int, int] = {}  # maps each unfinished group to its latest ended attempt
         self._unwritten_removals: set[int] = set()
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)
@@ -60,7 +60,7 @@ class StoreService:
                     logger.error("group %d is lost: %s", number >> 16, error)
 
     def handle(self, request: Message) -> None:
-        """Run the operation of a request. An `AsyncRLError` is sent as the answer."""
+        """Handle one request. If the handler raises an `AsyncRLError`, the error is the answer."""
         kind = type(request.body)
         try:
             if (handler := self._handlers.get(kind)) is None:
@@ -117,7 +117,7 @@ class StoreService:
             )
 
     def on_put_payload(self, request: Message, put: operations.PutPayload) -> Answer | None:
-        """Store the trajectories of an attempt. Ignore a repetition, and trajectories of an ended attempt."""
+        """Store the trajectories of an attempt. Ignore a repeated request, and trajectories of an ended attempt."""
         key, size = (put.group_id, put.attempt), size_of(request.payload)
         self._check_size(size)
         if not self._is_wanted(key):
@@ -132,7 +132,7 @@ class StoreService:
         return None
 
     def _refuse(self, request: Message, error: AsyncRLError) -> None:
-        """Answer a put whose payload the journal could not write with an error. Its reserved bytes become free."""
+        """Answer a put with an error, because the journal cannot write the payload. Free the put's reserved bytes."""
         self._reserved.pop((request.body.group_id, request.body.attempt), None)
         self._replies.fail(request, error)
 
@@ -140,7 +140,7 @@ class StoreService:
         return not self._max_memory_bytes or self._payloads.memory_bytes + size <= self._max_memory_bytes
 
     def _is_wanted(self, key: Key) -> bool:
-        """Return whether the store needs the attempt's payload. False for an ended attempt and for a stored payload."""
+        """Return whether the store needs an attempt's payload: the attempt has not ended, and is not stored yet."""
         is_over = key[0] in self._finished or key[1] <= self._ended.get(key[0], -1)
         return not is_over and key not in self._payloads
 
@@ -153,7 +153,7 @@ class StoreService:
         self._replies.answer(request, Done())
 
     def _keep(self, key: Key, payload: Frames) -> None:
-        """Keep a payload. Read a payload on disk if it fits in memory. Raises `OSError` if the read fails."""
+        """Keep a payload. A payload on disk is read into memory if it fits. Raises `OSError` if the read fails."""
         self._payloads.put(key, in_memory(payload) if self._fits_in_memory(size_of(payload)) else payload)
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))

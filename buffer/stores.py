@@ -51,13 +51,13 @@ class FrameTable(Generic[Key]):
         return ((key, frames) for key, (frames, _) in self._frames.items())
 
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
-        """Store the frames of a key, and drop earlier frames. ``size`` overrides the counted size in bytes."""
+        """Store the frames of a key, and drop the key's earlier frames. ``size`` replaces the counted size in bytes."""
         self.remove(key)
         self._frames[key] = frames, size_of(frames) if size is None else size
         self._count(*self._frames[key], 1)
 
     def get(self, key: Key) -> Frames:
-        """Return the frames of a key; an empty sequence for an unknown key."""
+        """Return the frames of a key, or an empty sequence if the key is unknown."""
         return self._frames.get(key, ((), 0))[0]
 
     def remove(self, key: Key) -> None:
@@ -84,8 +84,8 @@ class PayloadWriter:
 
     Args:
         journal: The server's journal, or None.
-        fits_in_memory: Returns whether another payload of this number of bytes fits within the bound on memory.
-        refuse: Answers a request with an error.
+        fits_in_memory: Function that returns whether a payload of this number of bytes fits within the memory bound.
+        refuse: Function that answers a request with an error.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class PayloadStore:
 
     @property
     def held_bytes(self) -> int:
-        """Size of all stored trajectories and saved prefixes in bytes, including those on store servers."""
+        """Size of all stored trajectories and saved prefixes in bytes, including trajectories on store servers."""
         return self.prefixes.num_bytes + self.payloads.num_bytes
 
     @property
@@ -172,7 +172,7 @@ class PayloadStore:
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether store servers hold the trajectories."""
+        """True if store servers hold the trajectories."""
         return self._remove_elsewhere is not None
 
     def trajectories(self, group_id: int) -> Frames:
@@ -215,8 +215,8 @@ class PayloadStore:
     def keep_payload(self, group_id: int, payload: Frames, size: int) -> None:
         """Store the trajectories of a group, and remove the group's saved prefix.
 
-        ``size`` is the size of the trajectories in bytes. Trajectories on disk are read if they fit into memory. Raises
-        `OSError` if they cannot be read.
+        ``size`` is the size of the trajectories in bytes. Trajectories on disk are read into memory if they fit there.
+        Raises `OSError` if the trajectories cannot be read.
         """
         self.prefixes.remove(group_id)
         self.payloads.put(group_id, in_memory(payload) if self.fits_in_memory(size) else payload, size)
@@ -244,7 +244,10 @@ class PayloadStore:
         return True
 
     def check_prompts(self, size: int, *, num_waiting_bytes: int) -> None:
-        """Check that prompts of ``size`` bytes fit beside the held and the waiting prompts.
+        """Raise an error if new prompts of ``size`` bytes exceed the bound on prompts.
+
+        The bound also covers the prompts of groups that are not stored yet, and the prompts that wait for room in the
+        queue. ``num_waiting_bytes`` is the size of the waiting prompts in bytes.
 
         Raises:
             StoreFull: The prompts do not fit now.

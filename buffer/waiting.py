@@ -58,7 +58,7 @@ class Replies:
         self.answer(request, failure_of(error))
 
     def push(self, client: bytes, push: Push) -> None:
-        """Send a client a message that does not answer a request."""
+        """Send a client a message that answers no request."""
         self._send(client, Message(request_id=PUSH_ID, body=push))
 
 
@@ -85,7 +85,7 @@ class HeldRequests:
     Args:
         replies: Sends the answers.
         hold_s: Longest time in seconds that a request waits.
-        late: Returns the answer to a request that has waited for this time, or raises an error.
+        late: Function that returns the answer to a request that has waited for this time. It may raise an error.
     """
 
     def __init__(self, replies: Replies, hold_s: float, late: Callable[[Message], Answer] = nothing_yet) -> None:
@@ -115,7 +115,7 @@ class HeldRequests:
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
-        """Hold a request until it is answered or its time is over.
+        """Hold a request until the request is answered or has waited for the longest time.
 
         A repeated request with the same id replaces the held request. Raises `ReplayBufferError` if too many requests
         are held.
@@ -133,7 +133,7 @@ class HeldRequests:
         self.num_bytes += size_of(request.payload)
 
     def remove(self, client: bytes, request_id: int) -> Message | None:
-        """Remove a held request, and return the request; None if the request is not held."""
+        """Remove a held request. Return the request, or None if the request is not held."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
@@ -184,8 +184,8 @@ class PendingWrites:
     def wait(self, request: Message, begin: Callable[[], Awaitable[Checkpointed]]) -> None:
         """Answer a request when its write is complete.
 
-        ``begin`` returns the coroutine that writes. ``begin`` is not called if an earlier copy of the request has begun
-        the write.
+        ``begin`` is a function that returns the coroutine of the write. If a request with the same ``key`` has begun
+        the write before, ``begin`` is not called.
         """
         key = request.body.key
         if key not in self._writes:
@@ -242,7 +242,7 @@ class WaitingWorkers(HeldRequests):
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
-        """Return (place in the order of arrival, request) pairs of the requests at an engine version."""
+        """Return (position in the order of arrival, request) pairs of the requests at an engine version."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
@@ -252,7 +252,7 @@ class WaitingWorkers(HeldRequests):
         self._by_version.setdefault(request.version, {})[request.client, request.request_id] = self._next_place
 
     def remove(self, client: bytes, request_id: int) -> Any:
-        """Remove a held request from the list and the index. Return the request, or None if it is not held."""
+        """Remove a held request from the list and the index. Return the request, or None if the request is not held."""
         request: Any = super().remove(client, request_id)
         if request is not None:
             del self._by_version[request.version][client, request_id]
@@ -264,9 +264,9 @@ class WaitingWorkers(HeldRequests):
 class FairQueue:
     """The order in which waiting workers get leases.
 
-    Start-time fair queueing (Goyal et al., SIGCOMM 1996). Each worker has a number, its turn. The worker with the
-    lowest turn comes first, and each lease adds 1 to the turn of its worker. A worker that returns after a pause has
-    at least the turn of the worker that got the latest lease.
+    This is start-time fair queueing (Goyal et al., SIGCOMM 1996). Each worker has a number. The worker with the lowest
+    number comes first, and each lease adds 1 to its worker's number. After a pause, a worker's number is at least the
+    number of the worker that got the latest lease.
     """
 
     def __init__(self) -> None:
@@ -274,7 +274,7 @@ class FairQueue:
         self._serving = 0
 
     def turn_of(self, client: bytes) -> int:
-        """Return a worker's turn, the number that decides its position."""
+        """Return the number that decides when a worker gets its next lease. The lowest number comes first."""
         return max(self._next.get(client, 0), self._serving)
 
     def take(self, client: bytes) -> None:
@@ -298,7 +298,7 @@ class Collaborators:
     def held(self, late: Callable[[Message], Answer] = nothing_yet) -> HeldRequests:
         """Return an empty collection for the held requests of one operation.
 
-        ``late`` returns the answer to a request that has waited too long.
+        ``late`` is a function that returns the answer to a request that has waited too long.
         """
         return HeldRequests(self.replies, self.config.request_timeout_s / 2, late)
 
@@ -310,7 +310,7 @@ class PromptIntake:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
-        self._outcomes: deque[GroupSummary] | None = None  # None before the first request with ``wants_outcomes``
+        self._outcomes: deque[GroupSummary] | None = None  # stays None until a request sets ``wants_outcomes``
         self.close = self._held.close
 
     def keep_finished(self) -> None:
@@ -358,7 +358,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # only after the journal's write, because prompts of a failed write must stay held
+            for _ in chosen:  # remove the prompts after the journal's write, because they must stay if the write fails
                 request.body.popleft()
             if request.body:
                 return
@@ -417,12 +417,12 @@ class Admission:
             self.heartbeats.enter(lease.owner, self.clock.time())
 
     def describe(self) -> list[dict[str, Any]]:
-        """Return one JSON object per producer (worker with heartbeats), for `asyncrl inspect`."""
+        """Return one JSON object per worker that sends heartbeats, for `asyncrl inspect`."""
         num_leases = Counter(lease.owner for lease in self._ledger.groups.leases.all())
         return self.heartbeats.describe(self.clock.time(), num_leases)
 
     def answer_again(self, request: Message) -> bool:
-        """Answer a repeated request with the leases that were granted before. Return False for a new request."""
+        """Answer a repeated request with the leases granted before. Return whether the request was repeated."""
         granted = self._granted.get((request.client, request.request_id))
         if granted is not None:
             self._answer(request, granted)
@@ -459,8 +459,8 @@ class Admission:
     def grant(self) -> None:
         """Let faster workers take over running groups of slow workers. Then grant leases until no group may begin.
 
-        Slow workers come last. Among the other workers, the worker with the fewest groups comes first. Workers with
-        equally many groups take turns.
+        Slow workers come last. Among the other workers, the worker with the fewest groups comes first. If workers have
+        equally many groups, `FairQueue` decides.
         """
         now = self.clock.time()
         self.paces.look(now)
@@ -505,7 +505,7 @@ class Admission:
         finally:  # if the journal's write of a lease fails, the leases that were granted before still reach the workers
             for request in served:
                 self._held.remove(request.client, request.request_id)
-                # Remember the leases: the answer may be lost, and then the worker repeats the request.
+                # Remember the leases, because the answer may be lost. The worker then repeats the request.
                 self._granted[request.client, request.request_id] = request.granted
                 if len(self._granted) > _MAX_REMEMBERED:
                     self._granted.popitem(last=False)
@@ -618,7 +618,7 @@ class Admission:
         self._held.withdraw(client)
         self.paces.forget(client)
         if taken := self._ledger.apply(commands.TakeBack(owner=client)).group_ids:
-            logger.warning("producer %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
+            logger.warning("worker %s is silent; %d leases were revoked", client.hex()[:8], len(taken))
 
     def bury(self, client: bytes, num_generated: int) -> int:
         """Revoke the leases of a dead worker, and count its unreported tokens as lost.
@@ -631,9 +631,7 @@ class Admission:
             num_generated = max(num_generated, self.heartbeats.num_generated(client))
             taken = self._ledger.apply(commands.TakeBack(owner=client, num_generated=num_generated))
             name, num_leases = client.hex()[:8], len(taken.group_ids)
-            logger.warning(
-                "producer %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0
-            )
+            logger.warning("worker %s has ended; %d leases, and %d tokens lost", name, num_leases, taken.num_lost or 0)
         self._held.withdraw(client)
         self.heartbeats.leave(client)
         self.paces.forget(client)

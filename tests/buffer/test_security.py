@@ -97,7 +97,7 @@ async def test_a_role_may_not_make_the_calls_of_another_role(tmp_path: Path):
         await control.enqueue([prompt(0)])
         theirs = worker.offer(bare_offer(0)), worker.pin(0, 1), worker.unpin(), worker.served(0, 1)
         for call in (worker.plan(0), worker.commit(0), worker.enqueue([prompt(1)]), worker.fetch([0]), *theirs):
-            with pytest.raises(NotAllowed, match="the key of role 'rollout' may not"):
+            with pytest.raises(NotAllowed, match="the key of role 'rollout' must not send"):
                 await call
         for call in (
             inspector.plan(0),
