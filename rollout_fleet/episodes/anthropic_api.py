@@ -42,7 +42,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
     ``key`` is the request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
 
-    Raises `ValueError` if a field is not supported or wrong. The message has the field and its valid values.
+    Raises `ValueError` if a field is not supported or wrong. The error names the field and its valid values.
     """
     check_fields(body, _FIELDS)
     messages: list[dict[str, Any]] = []

@@ -50,13 +50,13 @@ class Access:
 
 @dataclass(kw_only=True)
 class EndpointCounts:
-    """Numbers of calls and errors of an endpoint.
+    """Counters of the calls and errors of an endpoint.
 
     Attributes:
-        requests: Calls with a key of a running episode.
-        unknown_keys: Calls with an unknown key.
-        closed_keys: Calls with the key of an ended episode.
-        lost: Answers that were not delivered, because the client had disconnected.
+        requests: Number of calls with a key of a running episode.
+        unknown_keys: Number of calls with an unknown key.
+        closed_keys: Number of calls with the key of an ended episode.
+        lost: Number of answers that were not delivered, because the client had disconnected.
         errors: Number of error answers by HTTP status.
     """
 
@@ -355,7 +355,7 @@ def _read(reader: Callable[..., A], body: Mapping[str, Any], request: web.Reques
 def _parent_of(body: Mapping[str, Any]) -> int:
     parent = body.get("parent")
     if parent is not None and type(parent) is not int:
-        raise ValueError(f"parent must be the index of a turn, or null for a new root, got {parent!r}")
+        raise ValueError(f"parent must be the index of a turn, or null to begin a new sequence, got {parent!r}")
     return ROOT if parent is None else parent
 
 

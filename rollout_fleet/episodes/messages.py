@@ -149,7 +149,7 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
     with suppress(TypeError):  # orjson refuses invalid Unicode
         if "tool_calls" not in message:
             return orjson.dumps(form)
-    return json.dumps(form, sort_keys=True).encode()  # unlike orjson: large integers are allowed, NaN is not null
+    return json.dumps(form, sort_keys=True).encode()  # unlike orjson, `json` keeps large integers and NaN
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:

@@ -107,7 +107,7 @@ class EpisodePlayer:
             run.outcome = outcome
         except EpisodeFailure as failure:
             run.failure = failure
-            # the errors of most clients have no code, so the session records an overflow
+            # Most clients' errors lack the code of an overflow, so ask the session whether the episode overflowed.
             if failure.kind is FailureKind.environment and session.overflow:
                 run.failure = EpisodeFailure(FailureKind.overflow, f"{failure}; its last request: {session.overflow}")
             self._processes.counts[EpisodeCount(f"failed_{run.failure.kind}")] += 1
