@@ -252,7 +252,7 @@ class Session:
     Args:
         sampling: The run's sampling options.
         refuses: Whether to refuse requests with options other than the run's. Otherwise the run's options replace them.
-        on_calls: Function that is called for each answer to messages, with the names of the tools that the answer calls.
+        on_calls: Function that is called for each answer to messages. It gets the names of the tools that are called.
         images: Reads the images in messages; None if the policy takes no images.
     """
 
