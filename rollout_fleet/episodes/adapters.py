@@ -237,7 +237,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation, which is chat messages or text. Text joins the last message if the user wrote that message."""
+    """Append an observation, which is a list of chat messages, or text. Text joins a last message of the user."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
