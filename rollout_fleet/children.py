@@ -42,9 +42,9 @@ class _Scratch:
         # A sandboxed program may run as another user, who must be able to enter the folders inside this folder.
         os.chmod(new, 0o711)
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # some file systems have no locks
+        with suppress(OSError):  # ignore that some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-        # Give the folder its final name last: other processes remove folders with such names that are not locked.
+        # Rename the folder last. Other processes remove every folder with the new prefix that is not locked.
         os.rename(new, self.path)
 
     def remove(self) -> None:

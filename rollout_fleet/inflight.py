@@ -440,7 +440,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # number of episodes in each state (`EpisodeRun.place`)
+        free = Counter[LevelName]()  # counts the episodes in each state (`EpisodeRun.place`)
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

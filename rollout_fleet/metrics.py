@@ -28,8 +28,8 @@ class EpisodeCount(StrEnum):
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
     failed_infrastructure = "failed_infrastructure"
-    processes_killed = "processes_killed"  # counts processes killed because of a blocked event loop or too much memory
-    processes_ended = "processes_ended"  # counts processes replaced because they had ended or were killed
+    processes_killed = "processes_killed"  # counts processes that were killed: blocked event loop, or too much memory
+    processes_ended = "processes_ended"  # counts processes that were replaced because they had ended or were killed
     processes_retired = "processes_retired"  # counts processes replaced for too many threads or tasks of ended episodes
     leftovers = "leftovers"  # counts programs and tasks that still ran after their episodes had ended
 

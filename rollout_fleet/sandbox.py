@@ -369,7 +369,7 @@ class _Output:
             self._process.stdin.close()
         await self._process.wait()
         # If the process ended early, closing its standard input fails.
-        # Await this failure here, because Python < 3.11.4 would log it otherwise.
+        # Await the failed close of standard input here, because Python < 3.11.4 would log it otherwise.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -424,7 +424,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
         return 2 if kind is SandboxKind.namespaces else 1
-    count = 2  # the sandbox's first process, and the thread of asyncrl that waits for the sandbox
+    count = 2  # counts the sandbox's first process, and the thread of asyncrl that waits for the sandbox
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             count += len(os.listdir(entry / "task")) if entry.stat().st_uid == os.geteuid() else 0

@@ -36,8 +36,8 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# The kernel's ids of the refused system calls. These calls concern sockets, messages between processes, mounts,
-# namespaces and keys, access the memory of other processes, or allocate memory that no limit counts.
+# The filter refuses the system calls with these ids. Most concern sockets, messages, mounts, namespaces or keys.
+# Some refused system calls access memory of other processes, or allocate memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "setsockopt": 54, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155,

@@ -131,7 +131,7 @@ class RolloutWorker(Worker):
             if not self._engine.has_failed:
                 raise
             if not isinstance(error, AsyncRLError):
-                logger.exception("rollout worker %d: an error beside the failure of its engine", self.rank)
+                logger.exception("rollout worker %d: an error in addition to the failure of its engine", self.rank)
             raise EngineLost(str(error)) from error
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)

@@ -28,9 +28,9 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # fraction of `silence_timeout_s` that the probe of a silent engine may take
+PROBE_SHARE = 0.25  # the probe of a silent engine may take this fraction of `silence_timeout_s`
 MAX_SILENT_PERIODS = 3
-STREAM_END_S = 1.0  # limit in seconds for the end of an HTTP stream after its last sample
+STREAM_END_S = 1.0  # an HTTP stream must end within this number of seconds after its last sample
 TAIL_TOKENS = 8
 """To find a stop text of c characters, the newest c + `TAIL_TOKENS` tokens are decoded.
 
@@ -567,7 +567,7 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
 
         try:
             fast = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the library tokenizers raises no narrower exception
+        except Exception as error:  # the library `tokenizers` raises only plain `Exception`
             raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
         return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
     from transformers import AutoTokenizer

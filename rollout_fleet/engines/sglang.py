@@ -47,10 +47,10 @@ from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # length of each warm-up prompt, in tokens
+WARM_UP_PROMPTS = (1, 16)  # the warm-up prompts have these lengths, in tokens
 WARM_UP_TOKENS = 4
-STREAM_INTERVAL = 32  # number of tokens in each streamed chunk after the first
-LOADERS_SHARE = 0.9  # fraction of `load_timeout_s` for `server_hooks.load`; the rest is for its report
+STREAM_INTERVAL = 32  # each streamed chunk after the first has this number of tokens
+LOADERS_SHARE = 0.9  # `server_hooks.load` may take this fraction of `load_timeout_s`; its report gets the rest
 
 DEATH_GRACE_S = 2.0
 # The client must close idle connections before the server does: a request on a closing connection is lost.

@@ -35,7 +35,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # the server closes an idle connection after this many seconds; SGLang's default is 5
 CPU_KV_TOKENS = 32768
 COMMON_HEAD_DIMS = (64, 128, 256)
 """Head sizes that all attention backends of SGLang support."""
@@ -55,7 +55,7 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Because the warm-up is skipped, SGLang calls its own server before the server listens, and logs three tracebacks.
+    # Hide three tracebacks: without the warm-up, SGLang calls its own server before the server listens.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
@@ -93,7 +93,7 @@ class SGLangServer:
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # hexadecimal, because the key must not begin with a dash
+        self._api_key = secrets.token_hex(24)  # use a hexadecimal key, because the key must not begin with a dash
         self._guard: Process | None = None
         self._scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -177,7 +177,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server with all its processes, and wait until its memory and temporary files are removed."""
         self._stopping = True
-        async with self._launching:  # wait for the end of a running launch
+        async with self._launching:  # wait until a running launch has ended
             guard = self._guard
         if guard is None:
             return
@@ -262,7 +262,7 @@ class SGLangServer:
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
                     # Make the guard record the server's files of shared memory now, while the server runs.
-                    # After the server's death, the guard could not find them.
+                    # The guard cannot find these files of shared memory after the server's death.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
@@ -323,7 +323,7 @@ class SGLangServer:
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
-            # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
+            # Replace SGLang's default, a TCPStore, which would listen on all addresses and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
             # SGLang uses the next two values in the names of its shared memory
             "MASTER_ADDR": "127.0.0.1",

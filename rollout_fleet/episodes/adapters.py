@@ -530,7 +530,7 @@ class McpEnvironment:
 
     async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
-            offered: list[tuple[str, Any, Any]] = []  # name of each server, session with it, one of its tools
+            offered: list[tuple[str, Any, Any]] = []  # each entry: name of a server, its session, one of its tools
             for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
                 try:

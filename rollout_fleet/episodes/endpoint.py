@@ -29,7 +29,7 @@ from .session import ChatRequest, SampledAnswer, Session, TextRequest
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
 MAX_CLOSED_KEYS = 100_000
-RETRY_COUNT = "x-stainless-retry-count"  # header in which OpenAI's and Anthropic's clients count retries
+RETRY_COUNT = "x-stainless-retry-count"  # OpenAI's and Anthropic's clients count retries in this header
 _PREFIX = "asyncrl-"
 A = TypeVar("A", ChatRequest, TextRequest)
 logger = logging.getLogger(__name__)

@@ -270,7 +270,7 @@ class Policy:
         except (ToolError, EpisodeFailure):
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():  # not the tool's own error
+            if isinstance(error, TimeoutError) and deadline.expired():  # else the tool itself raised `TimeoutError`
                 raise ToolError(
                     f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
                     f"{self._tool_timeout_s:g} s; make it faster or raise the option"

@@ -56,7 +56,7 @@ EPISODE = "ASYNCRL_EPISODE"
 """Name of the environment variable that marks the programs that an episode started."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
-_SHUTTING_DOWN = frozenset({410, 503})  # the policy's endpoint answers these HTTP statuses after an episode's end
+_SHUTTING_DOWN = frozenset({410, 503})  # the policy's endpoint answers with these HTTP statuses after an episode's end
 
 
 class _Traces:
@@ -267,7 +267,8 @@ class EnvironmentChild:
             prompt = _prompt(question["prompt"])
             environment = self._environment(question["name"], question["options"])
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
-            body.add_done_callback(lambda body: body.cancelled() or body.exception())  # then asyncio logs no error
+            # Read the exception, so that asyncio does not log it as an exception that nobody retrieved.
+            body.add_done_callback(lambda body: body.cancelled() or body.exception())
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
         except BaseException as error:  # the user's code raised an error, or the parent cancels the episode
