@@ -1,4 +1,4 @@
-"""What a rollout worker needs to answer prompts: its inference engine, rewards, environments and image reader."""
+"""The parts of a rollout worker that answer prompts: the inference engine, rewards, environments and image reader."""
 
 from __future__ import annotations
 

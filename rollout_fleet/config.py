@@ -38,7 +38,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """When a worker saves the tokens of its unfinished prompt groups. Another worker can continue a saved group."""
+    """Says when a worker saves the tokens of unfinished prompt groups. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -101,7 +101,7 @@ class SamplingConfig:
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
     def greedy(self) -> "SamplingConfig":
-        """Copy these options for greedy decoding: temperature 0, without ``top_p``, ``top_k``, ``min_p``."""
+        """Return a greedy copy of these options: temperature 0, without ``top_p``, ``top_k`` and ``min_p``."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class SGLangConfig:
         check_bounds("rollout_fleet.sglang.", self, max_total_tokens=">= 0", **dict.fromkeys(at_least_1, ">= 1"))
 
     def dtype_on(self, device: EngineDevice) -> str:
-        """Return the name of the dtype that a server on ``device`` uses; never ``auto``.
+        """Return the name of the dtype that a server on ``device`` uses. The result is never ``auto``.
 
         Raises `ValueError` for float32 on CUDA.
         """
@@ -382,7 +382,10 @@ class RolloutFleetConfig:
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """The weight of each reward in the sum, by the reward's name, for data sources not in ``rewards_by_source``."""
+        """The weight of each reward in the sum, by the reward's name.
+
+        Data sources in ``rewards_by_source`` have weights of their own.
+        """
         return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
 
     @property

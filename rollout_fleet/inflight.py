@@ -61,7 +61,7 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """Why a worker gives an unfinished prompt group back to the buffer."""
+    """The reason why a worker gives an unfinished prompt group back to the buffer."""
 
     revoked = "revoked"
     handed_on = "handed_on"
@@ -315,9 +315,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """Limits how many prompt groups are on one engine at once, between ``lowest`` and ``highest``.
 
-    The limit adapts to the load that the engine reports. After a slow start like TCP, it has additive increase and
-    multiplicative decrease (Chiu and Jain, 1989). It shrinks while samples wait inside the engine, or while the KV
-    cache is nearly full.
+    The limit adapts to the load that the engine reports. First it doubles (slow start, as in TCP). After it has shrunk
+    once, it grows by one (additive increase, multiplicative decrease; Chiu and Jain, 1989). It shrinks while samples
+    wait inside the engine, or while the KV cache is nearly full.
 
     Attributes:
         value: The current limit.

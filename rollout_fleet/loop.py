@@ -192,8 +192,8 @@ class RolloutLoop:
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait until weights newer than the policy version ``after`` are published, and load them into the engine.
 
-        ``after`` is -1 for any version. After the load, the method tells the replay buffer which version the engine
-        serves. With ``keeps_on``, it continues with each newer version until `run` of this loop ends.
+        If ``after`` is -1, any version is new enough. After the load, the method tells the replay buffer which version
+        the engine serves. With ``keeps_on``, it continues with each newer version until `run` of this loop ends.
 
         Raises the errors of `Engine.load_weights`, and `WeightsError` if the learner could not publish a version.
         """

@@ -28,7 +28,7 @@ class Rollout:
     """One finished rollout: the input of reward functions.
 
     Attributes:
-        text: The text to score, without special tokens: `Outcome.answer`, or the last sampled turn if that is empty.
+        text: Text to score, without special tokens: `Outcome.answer`, or the last sampled turn if `answer` is empty.
         turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
         num_tokens: Number of tokens that the policy wrote in all turns; None if they were not counted.
         is_truncated: Whether the last turn ended because it reached its largest length.
@@ -146,8 +146,8 @@ class BoundReward:
     ) -> AsyncIterator[Answer]:
         """Score the rollouts of one prompt. Yields one `Answer` per rollout, in order.
 
-        If a rollout cannot be scored, its answer is a text with the cause. The scoring ends after this answer, except
-        if ``may_fail`` is true.
+        If a rollout cannot be scored, its answer is a text with the cause. If ``may_fail`` is false, the scoring ends
+        after this answer.
         """
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):

@@ -59,7 +59,7 @@ class SandboxKind(StrEnum):
 
 
 class EndedBy(StrEnum):
-    """Why a program ended: it exited, a signal killed it, or it exceeded a limit."""
+    """The reason why a program ended: it exited, a signal killed it, or it exceeded a limit."""
 
     exit = "exit"
     signal = "signal"

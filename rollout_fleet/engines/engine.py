@@ -144,7 +144,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the tokens sampled so far whose policy version is known, as an unfinished sample.
+        """Return an unfinished sample with those of its tokens whose policy version is already known.
 
         If the engine fails, only these tokens are kept. This base class returns no tokens.
         """

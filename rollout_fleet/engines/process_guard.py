@@ -147,7 +147,7 @@ class Guard:
 
 
 def main() -> int:
-    """Run the server's command from ``sys.argv``, and clean up after the server. Returns its exit status."""
+    """Run the server's command from ``sys.argv``, and clean up after the server. Returns the server's exit status."""
     owner_pid, scratch_dir, *command = sys.argv[1:]
     for signum in LEFT_TO_OWNER:
         signal.signal(signum, signal.SIG_IGN)

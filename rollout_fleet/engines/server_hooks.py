@@ -164,7 +164,7 @@ def arrangement_of_experts(model: Any) -> str | None:
     """Return a JSON text that says which experts of a mixture-of-experts model this rank holds, and in which places.
 
     Returns None if SGLang does not report the places. The text may change between calls, because SGLang moves experts
-    ranks while it serves (``--enable-eplb``).
+    between ranks while it serves (``--enable-eplb``).
     """
     try:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata

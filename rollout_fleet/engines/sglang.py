@@ -233,7 +233,7 @@ class SGLangEngine(Engine):
             raise EngineError(f"{self._name} answered GET /v1/loads with {str(answer)[:500]}: {error!r}") from error
 
     async def stop(self) -> None:
-        """Close the connections to the server and stop it (`Engine.stop`)."""
+        """Close the connections to the server and stop the server (`Engine.stop`)."""
         self._go_down()
         await self._client.close()
         await self.server.stop()

@@ -237,7 +237,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation, which is a list of chat messages, or text. Text joins a last message of the user."""
+    """Append an observation: chat messages, or text. Text continues the last message if the user wrote that message."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -421,7 +421,7 @@ class OpenEnvEnvironment:
 
 
 async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:
-    """Run a tool with `Policy.run_tool`. An `_InvalidAction` of the call is raised, but is not a tool's error."""
+    """Run a tool with `Policy.run_tool`. An `_InvalidAction` is raised, but not counted as an error of the tool."""
 
     async def result() -> Any:
         try:

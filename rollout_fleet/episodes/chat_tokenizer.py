@@ -1,4 +1,4 @@
-"""A model folder's tokenizer and chat template, without transformers' tokenizers and without torch."""
+"""The tokenizer and the chat template of a model folder. Needs neither transformers' tokenizers nor torch."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class ChatTokenizer:
         )
 
     def __call__(self, text: str, **_: Any) -> dict[str, Any]:
-        """Encode a text to tokens with their character offsets."""
+        """Encode a text. Returns the ids of the tokens, and the character offsets of the tokens in the text."""
         encoding = self._fast.encode(text, add_special_tokens=False)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 

@@ -1,4 +1,4 @@
-"""The HTTP server through which environments call the policy, with OpenAI's and Anthropic's routes.
+"""The HTTP server that environments use to call the policy, with OpenAI's and Anthropic's routes.
 
 The server runs in the rollout worker. The API key of a call identifies the episode. An answer is sent when the policy
 has sampled the whole answer. Until then, the server writes comment lines into a streamed answer (server-sent events).
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The address and the API key with which the environment of one episode calls the policy.
+    """The address and the API key that the environment of one episode uses to call the policy.
 
     Attributes:
         base_url: URL of the `Endpoint`, for OpenAI's clients. Example: ``"http://127.0.0.1:41001/v1"``. Anthropic's

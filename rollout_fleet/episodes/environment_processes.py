@@ -66,7 +66,7 @@ class HasAccess(Protocol):
 
     @property
     def base_url(self) -> str:
-        """URL at which the episode's environment reaches the policy, for OpenAI's clients."""
+        """URL that the episode's environment uses to call the policy, for OpenAI's clients."""
         ...
 
     @property
@@ -116,7 +116,7 @@ class _EnvironmentProcess:
             await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
-        """Return why the process must be killed; an empty text if it may continue.
+        """Return why the process must be killed; an empty text if the process may continue.
 
         The process gets ``late_s`` more seconds to answer: the seconds for which the worker's event loop was blocked.
         """
@@ -174,7 +174,7 @@ class EnvironmentProcesses:
     """Child processes that run the environments of one rollout worker.
 
     Attributes:
-        counts: How often each event of `EpisodeCount` has happened so far, by the event's name. Events that the HTTP
+        counts: Number of events of each kind so far, by the kind's name (`EpisodeCount`). Events that the HTTP
             endpoint counts are missing here.
     """
 

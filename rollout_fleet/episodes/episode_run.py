@@ -38,7 +38,7 @@ class Player(Protocol):
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each event of `EpisodeCount` has happened so far, by the event's name."""
+        """Number of events of each kind so far, by the kind's name (`EpisodeCount`)."""
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
@@ -143,7 +143,7 @@ class EpisodeRun:
         self.episode.forget()
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the environment gets an answer of the policy, with calls of the tools ``names`` (or none)."""
+        """Record that the environment gets an answer of the policy. The answer calls the tools ``names``, if any."""
         self.times.called(names)
         self._on_place()
 

@@ -105,7 +105,7 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
-    """Return the sampling options in the JSON body of a request, which has OpenAI's field names.
+    """Read the sampling options from the JSON body of a request. The body has OpenAI's field names.
 
     A caller may add the field ``hosted_tools`` to ``body``. This field lists the types of the tools that the servers of
     an API provider would run.

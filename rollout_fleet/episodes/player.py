@@ -65,7 +65,7 @@ class EpisodePlayer:
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each event of `EpisodeCount` has happened so far, by the event's name (`Player.counts`)."""
+        """Number of events of each kind so far, by the kind's name in `EpisodeCount` (`Player.counts`)."""
         endpoint = self._endpoint.counts
         of_endpoint = {
             EpisodeCount.unknown_keys: endpoint.unknown_keys,

@@ -413,7 +413,7 @@ class TemplateRenderer(ChatRenderer):
         return super().self_test()
 
     def _find_tool_parser(self) -> ToolCallParser | None:
-        """Return the first parser that reads a tool call in the form in which the template writes it.
+        """Return the first parser that reads tool calls in the form of the template.
 
         If no parser does and the model knows the tag ``<tool_call>``, returns the parser of JSON in these tags.
         Otherwise returns None.

@@ -67,7 +67,7 @@ class TurnSampler(Protocol):
 
     @property
     def episode(self) -> Episode:
-        """The episode of the turns."""
+        """The episode whose turns are sampled."""
         ...
 
     async def sample(
@@ -288,7 +288,7 @@ class Session:
 
     @property
     def renderer(self) -> ChatRenderer:
-        """Converts the model's chat messages to tokens, and tokens to messages."""
+        """The renderer, which converts the model's chat messages to tokens, and tokens to messages."""
         return self._renderer
 
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
