@@ -306,8 +306,8 @@ def _tell_all(told: Sequence[Callable[[], None]]) -> None:
 def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | None]:
     if progress.num_trajectories != num_samples:
         raise ReplayBufferError(
-            f"the saved progress of prompt group {progress.group_id} has {progress.num_trajectories} samples, this run "
-            f"takes {num_samples}; start this run with a new buffer.directory"
+            f"the saved progress of prompt group {progress.group_id} has {progress.num_trajectories} samples, but this "
+            f"run takes {num_samples}; start this run with a new buffer.directory"
         )
     return [*progress.trajectories()]
 

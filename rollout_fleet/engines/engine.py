@@ -641,7 +641,7 @@ def check_output(
         raise EngineError(f"{where}: token ids, log-probs and versions must agree in length, got {lengths}")
     if lengths[0] == 0:
         if output.finish_reason is not None:
-            raise EngineError(f"{where}: the engine finished ({output.finish_reason}) without a single token")
+            raise EngineError(f"{where}: the engine finished the response ({output.finish_reason}) without a token")
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")

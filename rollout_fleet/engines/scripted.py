@@ -97,7 +97,7 @@ class ScriptedEngine(Engine):
     async def release_memory(self) -> None:
         """Set `released` to true until the next `load_weights`. Raises `EngineError` if requests run."""
         if self._running:
-            raise EngineError(f"memory was released while {sorted(self._running)} ran")
+            raise EngineError(f"the memory was released while the requests {sorted(self._running)} ran")
         self.released = True
 
     async def load_weights(self, offer: WeightOffer) -> float:

@@ -277,7 +277,7 @@ class SGLangEngine(Engine):
                     num_unanswered -= len(finished)
                     answers.put_nowait(finished)
             if num_unanswered:
-                raise EngineError(f"{self._name} left {num_unanswered} of {len(samples)} samples unanswered")
+                raise EngineError(f"{self._name} gave no answer to {num_unanswered} of {len(samples)} samples")
         except RequestRefused as error:
             answers.put_nowait(error)
         except Exception as error:  # noqa: BLE001 - the engine has failed
@@ -447,7 +447,9 @@ class SGLangEngine(Engine):
             if "error" in report:
                 raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}. {report['error']}")
             if report["order"] != number:
-                raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its report is old")
+                raise EngineError(
+                    f"{self._name}: rank {rank} did not load {offer.manifest}; its report is from an earlier load"
+                )
             num_values += report["num_values"]
         return num_values
 

@@ -123,8 +123,8 @@ class CommandEnvironment:
             )
         if cwd and not Path(cwd).is_dir():
             raise ValueError(
-                f"rollout_fleet.environment.options.cwd must be an existing folder, got {cwd!r}; make it, or leave the "
-                "option out for a new folder per episode"
+                f"rollout_fleet.environment.options.cwd must be an existing folder, got {cwd!r}; create the folder, or "
+                "leave the option out for a new folder per episode"
             )
         self._words = [str(Path(word).absolute()) if os.sep in word and Path(word).exists() else word for word in words]
         self._words[1:] = [str(Path(word).absolute()) if Path(word).is_file() else word for word in self._words[1:]]
@@ -193,7 +193,7 @@ def _outcome_of(path: Path, output: str) -> Any:
     if not os.path.lexists(path):
         return Outcome(answer=output)
     if not path.is_file():  # reading a special file such as a FIFO would block the event loop
-        raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON, got no regular file")
+        raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON, but is not a regular file")
     written = path.read_text(errors="replace")
     try:
         return json.loads(written)

@@ -51,7 +51,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
     for place, message in enumerate(list_of(body, "messages")):
         messages += _read_message(message, f"messages[{place}]")
     if messages and messages[-1]["role"] == "assistant":
-        raise ValueError("the last message must be of the user, got one of the assistant: a prefill is not supported")
+        raise ValueError("the last message must have the role user, got assistant: answers cannot be prefilled")
     tools, hosted = split_tools(body, "custom")
     choice, config = body.get("tool_choice") or {}, body.get("output_config") or {}
     named = {

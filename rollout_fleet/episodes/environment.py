@@ -322,7 +322,7 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
         status_line, _, lines = head.partition(b"\r\n")
         headers = http.client.parse_headers(io.BytesIO(lines + b"\r\n\r\n"))
         if len(content) < int(headers.get("Content-Length", 0)) or not status_line:
-            raise EOFError("the connection was closed within an answer")
+            raise EOFError("the connection was closed in the middle of an answer")
         return int(status_line.split()[1]), json.loads(content)
     except ValueError as error:
         raise http.client.HTTPException(f"no answer in JSON ({error})") from error

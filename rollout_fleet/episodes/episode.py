@@ -304,7 +304,7 @@ class Episode:
         self._check_parent(parent)
         depth = self.depth(parent) + len(new_tokens)
         if depth == 0:
-            raise ValueError(f"episode {self.name}: a new root needs at least one token")
+            raise ValueError(f"episode {self.name}: a new sequence needs at least one token")
         known = self._given.get(_given_key(parent, _int32(new_tokens), images))
         above = parent if known is None or not self._nodes[known].is_live else known
         return self._room(depth, above, sampling.max_new_tokens, num_turns)

@@ -101,7 +101,7 @@ def read_content(content: Any, where: str) -> str:
     for place, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS:
-            raise ValueError(f"{where}[{place}] must be of the types {', '.join(_TEXT_PARTS)}, got {kind!r}")
+            raise ValueError(f"{where}[{place}].type must be one of {', '.join(_TEXT_PARTS)}, got {kind!r}")
         texts.append(str(part.get("refusal" if kind == "refusal" else "text") or ""))
     return "".join(texts)
 

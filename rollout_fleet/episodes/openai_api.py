@@ -76,7 +76,7 @@ def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False)
             raise ValueError(f"tools[{place}] must be {{'type': 'function', 'function': …}}, got {tool!r}")
     if body.get("top_logprobs"):
         raise ValueError(
-            f"top_logprobs must be 0, got {body['top_logprobs']}: engines report the sampled token's log-prob only"
+            f"top_logprobs must be 0, got {body['top_logprobs']}: engines report only the log-prob of the sampled token"
         )
     max_tokens = body.get("max_completion_tokens")
     options = read_options(

@@ -560,7 +560,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
         except Exception as error:
             raise ValueError(
                 f"rollout_fleet.environment.renderer.name={config.name} does not fit {tokenizer.name_or_path}: "
-                f"{error!r}; {AUTO} and {TEMPLATE} follow the model's chat template"
+                f"{error!r}; use {AUTO} or {TEMPLATE}, which follow the model's chat template"
             ) from error
     first = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
     for name in sorted(names, key=lambda name: name != first):
@@ -588,7 +588,7 @@ def _check_markers(tokenizer: ChatTokenizer) -> None:
         if tokenizer.unk_token_id in tokenizer.encode(f"<|{role}|>"):
             raise ValueError(
                 f"{tokenizer.name_or_path} has no chat template, and its tokenizer has no tokens for <|{role}|> of the "
-                "plain template; add a chat_template to its tokenizer_config.json, or the markers to its tokens"
+                "plain template; add a chat_template to its tokenizer_config.json, or add the markers to its tokens"
             )
 
 

@@ -335,7 +335,7 @@ class Session:
         Raises the errors of `TurnSampler.sample` and `Episode.sample`, and `ValueError` for an unsupported option.
         """
         if options.n != 1:
-            raise ValueError(f"n must be 1 for token ids, got {options.n}; send one request per turn")
+            raise ValueError(f"n must be 1 in a request with token ids, got {options.n}; send one request per turn")
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
 
