@@ -1,4 +1,4 @@
-"""What a rollout worker needs to answer prompts: its inference engine, rewards, environments and image reader."""
+"""The parts of a rollout worker that answer prompts: the inference engine, rewards, environments and image reader."""
 
 from __future__ import annotations
 
@@ -98,8 +98,8 @@ class AnsweringParts:
         await self.rewards.start(variables)
 
     async def close(self) -> None:
-        """Stop the engine and its helpers, even if some of them fail to stop. Raises an error of one of these."""
-        async with AsyncExitStack() as stack:  # the stack calls the last function first
+        """Stop the engine and its helpers. If some fail to stop, stop the others, then raise one of the errors."""
+        async with AsyncExitStack() as stack:  # the stack calls the functions below in reverse order
             if self.player is not None:
                 stack.push_async_callback(self.player.close)
             if self.judge is not None:
@@ -111,8 +111,8 @@ class AnsweringParts:
 def _judge(config: RolloutFleetConfig, *, rank: int, log_dir: str, seed: int) -> SGLangServer:
     if resolve_device(config) is not EngineDevice.cpu:
         raise ValueError(
-            f"rollout_fleet.judge_model must be empty with engines on GPUs, got {config.judge_model!r}: the engine "
-            "uses their memory; serve the model elsewhere (python -m sglang.launch_server), and set "
+            f"rollout_fleet.judge_model must be empty if the engines run on GPUs, got {config.judge_model!r}: the "
+            "engines use the memory of the GPUs; serve the model elsewhere (python -m sglang.launch_server), and set "
             "reward_options.judge.url"
         )
     own = replace(config, engine=EngineKind.sglang, sglang=SGLangConfig(tokenizer=True))

@@ -25,7 +25,7 @@ _ROUNDS = 20
 
 
 def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
-    """Prepare this child process, and return two pipes: one with the parent's requests, and one for the answers.
+    """Prepare this child process, and return a pair: the pipe with the parent's requests, and the pipe for the answers.
 
     This process is killed when its parent, the process ``parent_pid``, ends. User code gets an empty standard input.
     Output that user code prints goes to the worker's log.
@@ -39,7 +39,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # A closed pipe tells the parent that this process has ended. Close the copies of the pipes in forked processes.
+    # The parent takes a closed pipe as the end of this process, so forked processes must not keep the pipes open.
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers

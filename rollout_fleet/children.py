@@ -32,8 +32,8 @@ _THIS_HOST = ("127.0.0.1", "localhost")
 class _Scratch:
     """A folder for a child's temporary files. The name of the folder ends with ``mark``.
 
-    This process holds a lock on the folder until `remove`. If this process is killed, the lock is released. Then
-    `clear_up_unlocked` in another process removes the folder.
+    This process holds a lock on the folder until it calls `remove`. If this process is killed, the lock is released.
+    Then `clear_up_unlocked` in another process removes the folder.
     """
 
     def __init__(self, mark: str) -> None:
@@ -42,9 +42,10 @@ class _Scratch:
         # A sandboxed program may run as another user, who must be able to enter the folders inside this folder.
         os.chmod(new, 0o711)
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # some file systems have no locks
+        with suppress(OSError):  # ignore that some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-        os.rename(new, self.path)  # rename last: other processes remove a folder with this name if it has no lock
+        # Rename the folder last. Other processes remove every folder with the new prefix that is not locked.
+        os.rename(new, self.path)
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
@@ -91,7 +92,7 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
-        await asyncio.to_thread(_Scratch.clear_up_unlocked)  # in a thread: to remove large folders takes seconds
+        await asyncio.to_thread(_Scratch.clear_up_unlocked)  # removing large folders takes seconds
         mark = uuid.uuid4().hex
         scratch = _Scratch(mark)
         try:
@@ -140,7 +141,7 @@ class ChildProcess:
         return json.loads(await self._process.stdout.readexactly(length))
 
     async def exit_status(self) -> int | None:
-        """Wait up to a second for the child to exit, and return its exit status: negative for a signal.
+        """Wait up to a second for the child to exit, and return its exit status, which is negative after a signal.
 
         Call this when the child's pipe has closed. A child that does not exit within the second is killed.
         """
@@ -150,7 +151,7 @@ class ChildProcess:
         return self._process.returncode
 
     def signal(self, signum: int) -> None:
-        """Send the signal ``signum`` to the child, but not to its descendants. A child that has ended is ignored."""
+        """Send the signal ``signum`` to the child, but not to its descendants. Does nothing if the child has ended."""
         with suppress(ProcessLookupError):
             self._process.send_signal(signum)
 
@@ -160,7 +161,7 @@ class ChildProcess:
         await asyncio.shield(self._clearing_up)
 
     async def _clear_up(self) -> None:
-        """Kill the descendants as soon as the child exits, because its process id may be reused later."""
+        """Kill the descendants as soon as the child exits, because the child's process id may be reused later."""
         await self._process.wait()
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
@@ -171,8 +172,8 @@ class ChildProcess:
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
     """Return the environment variables for a child process that runs a user's code.
 
-    The child sees no GPUs. It gets only the secrets of this process that ``rollout_fleet.pass_secrets`` names.
-    ``no_proxy`` includes this host, so connections to this host do not use a proxy.
+    The child sees no GPUs. It gets a secret of this process only if the option ``rollout_fleet.pass_secrets`` names the
+    secret. ``no_proxy`` includes this host, so connections to this host do not use a proxy.
     """
     known = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     direct = known if known == "*" else ",".join(filter(None, (known, *_THIS_HOST)))
@@ -180,10 +181,10 @@ def child_environment(config: RolloutFleetConfig) -> dict[str, str]:
 
 
 def with_remedy(message: str, config: RolloutFleetConfig, *, who: str) -> str:
-    """Return an error message with a hint, if a child process may have failed because it lacks a secret.
+    """Return the error ``message``. Add a hint if the child process possibly failed because it lacks a secret.
 
-    The hint is added if ``message`` contains the name of a secret variable that children do not get. The hint names the
-    option that passes the variable. ``who`` names the kind of processes. Example: ``"environments"``.
+    The hint is added if ``message`` contains the name of a secret environment variable that children do not get. The
+    hint names the option that passes the variable. ``who`` names the kind of processes. Example: ``"environments"``.
     """
     withheld = sorted(os.environ.keys() - without_secrets(config.pass_secrets).keys())
     missed = next((name for name in withheld if name in message), None)

@@ -12,7 +12,7 @@ from asyncrl.weights.carriers import load_limit_s
 from .episodes.config import EnvironmentConfig
 
 CLEANUP_S = 2.0
-"""Longest time, in seconds, to clean up after a killed inference server, or to close its log."""
+"""Largest number of seconds to clean up after a killed inference server, or to close its log."""
 _BY_SOURCE = frozenset({"max_new_tokens", "stop", "stop_token_ids"})
 FLOAT32_NAMES = ("float32", "float")
 """The names that SGLang accepts for the dtype float32."""
@@ -38,7 +38,7 @@ class EngineDevice(StrEnum):
 
 
 class SaveProgress(StrEnum):
-    """When a worker saves the tokens of its unfinished prompt groups. Another worker can continue a saved group."""
+    """Says when a worker saves the tokens of unfinished prompt groups. Another worker can continue a saved group."""
 
     never = "never"
     at_stop = "at_stop"
@@ -46,7 +46,7 @@ class SaveProgress(StrEnum):
 
 
 class OnUpdate(StrEnum):
-    """Whether the KV cache of unfinished samples is computed again at a weight update, or kept."""
+    """What happens to the KV cache of unfinished samples at a weight update: it is computed again, or kept."""
 
     recompute = "recompute"
     keep = "keep"
@@ -73,8 +73,8 @@ class SamplingConfig:
         temperature: Softmax temperature of sampling and of behavior log-probs.
         top_p: Nucleus mass; 1.0 keeps all tokens. Evaluation only.
         top_k: Number of most probable tokens to sample from; -1 keeps all tokens. Evaluation only.
-        min_p: Smallest probability of a token, as a share of the largest probability; 0.0 keeps all tokens. Evaluation
-            only.
+        min_p: Smallest probability of a token, as a fraction of the largest probability; 0.0 keeps all tokens.
+            Evaluation only.
         max_new_tokens: Longest response, in tokens.
         stop: Texts that end a response. The tokens of the stop text stay in the response.
         stop_token_ids: Token ids that end a response, in addition to the model's end-of-sequence tokens.
@@ -101,7 +101,7 @@ class SamplingConfig:
         return [f"{name}={getattr(self, name)}" for name, value in whole.items() if getattr(self, name) != value]
 
     def greedy(self) -> "SamplingConfig":
-        """Return a copy of these options for greedy decoding: temperature 0, no ``top_p``, ``top_k`` and ``min_p``."""
+        """Return a greedy copy of these options: temperature 0, without ``top_p``, ``top_k`` and ``min_p``."""
         return replace(self, temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
 
     def __post_init__(self) -> None:
@@ -160,7 +160,7 @@ class SGLangConfig:
         check_bounds("rollout_fleet.sglang.", self, max_total_tokens=">= 0", **dict.fromkeys(at_least_1, ">= 1"))
 
     def dtype_on(self, device: EngineDevice) -> str:
-        """Return the name of the dtype that a server on ``device`` uses; ``auto`` is resolved.
+        """Return the name of the dtype that a server on ``device`` uses. The result is never ``auto``.
 
         Raises `ValueError` for float32 on CUDA.
         """
@@ -168,7 +168,7 @@ class SGLangConfig:
         if on_cuda and self.dtype in FLOAT32_NAMES:
             raise ValueError(
                 f"rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got "
-                f"{self.dtype}: SGLang's attention kernels support half types only; use auto, which is bfloat16 there"
+                f"{self.dtype}: SGLang's attention kernels support half types only; use auto, which is bfloat16 on CUDA"
             )
         if self.dtype == "auto":
             return "bfloat16" if on_cuda else "float32"
@@ -196,7 +196,7 @@ class TransformersConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplesConfig:
-    """Which samples are saved as text, in the folder ``samples/`` of the run. ``asyncrl samples RUN`` shows them.
+    """Selects the samples that are saved as text in the run's folder ``samples/``. ``asyncrl samples RUN`` shows them.
 
     Attributes:
         every_steps: Learner steps between two sets of training samples; 0 saves none. Evaluations save all their
@@ -221,8 +221,8 @@ class RolloutFleetConfig:
         engine: Kind of the engines.
         device: Where the engines compute. ``auto``: on CUDA if there are enough GPUs for learner and engines, else on
             the CPU.
-        num_engines: Rollout workers, one engine each. ``{min: 2, max: 8}`` is an elastic fleet. The run starts when
-            ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
+        num_engines: Number of rollout workers; each has one engine. ``{min: 2, max: 8}`` is an elastic fleet. The run
+            starts when ``min`` engines are ready. Later, engines may join (up to ``max``) and leave.
         min_engines: The run ends if failed engines are not replaced and fewer engines than this are left. An elastic
             fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
@@ -358,31 +358,34 @@ class RolloutFleetConfig:
 
     @property
     def needs_server_tokenizer(self) -> bool:
-        """Whether an SGLang server must load the tokenizer: for stop texts, JSON schemas or environments."""
+        """Whether an SGLang server must load the tokenizer. Stop texts, JSON schemas and environments need it."""
         samplings = [self.sampling, *map(self.sampling_for, self.sampling_by_source)]
         asks = any(sampling.stop or sampling.json_schema for sampling in samplings)
         return bool(self.sglang.tokenizer or self.environment.name or asks)
 
     @property
     def server_stop_timeout_s(self) -> float:
-        """Seconds that killing an inference server and cleaning up after it may take."""
+        """Time limit to kill an inference server and to clean up after it, in seconds."""
         return self.stop_timeout_s + CLEANUP_S
 
     @property
     def worker_stop_timeout_s(self) -> float:
-        """Seconds that stopping a rollout worker, including its server, may take."""
+        """Time limit to stop a rollout worker, including its server, in seconds."""
         return 2 * self.stop_timeout_s + self.server_stop_timeout_s + CLEANUP_S
 
     def update_timeout_s(self, num_bytes: int) -> float:
-        """Return the seconds that a worker may take to load new weights of ``num_bytes`` bytes.
+        """Return the time limit for a worker to load new weights of ``num_bytes`` bytes, in seconds.
 
-        This time includes the copy of the weights to the worker's machine, and the wait for running samples.
+        The limit includes the copy of the weights to the worker's machine, and the wait for running samples.
         """
         return 2 * load_limit_s(self.load_timeout_s, num_bytes) + self.drain_timeout_s
 
     @property
     def reward_weights(self) -> dict[str, float]:
-        """Maps the name of each reward to its weight in the sum, for data sources not in ``rewards_by_source``."""
+        """The weight of each reward in the sum, by the reward's name.
+
+        Data sources in ``rewards_by_source`` have weights of their own.
+        """
         return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
 
     @property
@@ -471,12 +474,12 @@ class RolloutFleetConfig:
         if isinstance(self.groups_in_flight, Mapping) and self.engine is EngineKind.transformers:
             raise ValueError(
                 f"rollout_fleet.groups_in_flight must be a number with rollout_fleet.engine=transformers, got "
-                f"{self.groups_in_flight}: the engine reports no load"
+                f"{self.groups_in_flight}: this engine does not report its load"
             )
         if not 1 <= self.min_engines <= self.fewest_engines:
             raise ValueError(
-                f"rollout_fleet.min_engines must be in 1..{self.fewest_engines}, the engines that the run starts with "
-                f"(rollout_fleet.num_engines={self.num_engines}), got {self.min_engines}"
+                f"rollout_fleet.min_engines must be in 1..{self.fewest_engines}, because the run starts with "
+                f"{self.fewest_engines} engines (rollout_fleet.num_engines={self.num_engines}), got {self.min_engines}"
             )
         check_bounds("rollout_fleet.", self, restarts=">= 0; 0 replaces nothing")
         check_bounds("rollout_fleet.", self, **{name: "> 0 seconds" for name in vars(self) if name.endswith("_s")})

@@ -31,9 +31,9 @@ from .reward_protocol import Rollout
 from .rewards import Scores
 
 FULL_CACHE = 0.9
-"""The limit on groups shrinks if at least this share of the KV cache is used."""
+"""The limit on groups shrinks if at least this fraction of the KV cache is used."""
 ROOMY_CACHE = 0.75
-"""The limit on groups may grow if less than this share of the KV cache is used."""
+"""The limit on groups may grow if less than this fraction of the KV cache is used."""
 DECREASE = 0.75
 READINGS_TO_SHRINK = 2
 """The limit shrinks after this number of load reports in a row that show a full engine.
@@ -61,7 +61,7 @@ class GroupPhase(Enum):
 
 
 class GroupEnd(StrEnum):
-    """Why a worker gives an unfinished prompt group back to the buffer."""
+    """The reason why a worker gives an unfinished prompt group back to the buffer."""
 
     revoked = "revoked"
     handed_on = "handed_on"
@@ -149,22 +149,22 @@ class InflightGroup:
 
     @property
     def trained(self) -> list[Episode]:
-        """The G episodes that the learner trains on: all but the greedy baseline."""
+        """All episodes of the group except the greedy baseline. The learner trains on these G episodes."""
         return self.episodes[: len(self.episodes) - self.num_baselines]
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that the policy has sampled in the episodes of `trained`, including earlier attempts.
+        """Number of sampled tokens in the episodes that the learner trains on, including tokens of earlier attempts.
 
-        Tokens of the greedy baseline are not counted.
+        Tokens of the greedy baseline, which the learner does not train on, are not counted.
         """
         return sum(episode.num_held for episode in self.trained)
 
     @property
     def num_own_tokens(self) -> int:
-        """Number of sampled tokens of the group without the tokens of an earlier attempt.
+        """Number of tokens that this attempt has sampled. Tokens of earlier attempts are not counted.
 
-        Tokens of the greedy baseline are not counted.
+        Tokens of the greedy baseline, which the learner does not train on, are not counted either.
         """
         return self.num_tokens - self.num_inherited
 
@@ -202,7 +202,7 @@ class InflightGroup:
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of the group's unanswered requests, except requests of the greedy baseline."""
+        """Ids of the group's unanswered requests, without requests of the greedy baseline, which is not trained on."""
         num_trained = len(self.trained)
         return [request_id for request_id, index in self._outstanding.items() if index < num_trained]
 
@@ -243,8 +243,8 @@ class InflightGroup:
     def progress(self) -> TrajectoryGroup | None:
         """Return the tokens so far as an unfinished group without rewards, so that the caller can save them.
 
-        The group consists of the episodes of `trained`, which omits the greedy baseline. Returns None if the policy has
-        not sampled a token of these episodes yet.
+        The group has all episodes except the greedy baseline. Returns None if the policy has not sampled a token of
+        these episodes yet.
         """
         trajectories = [episode.progress() for episode in self.trained]
         if not any(turn.sampled and len(turn.token_ids) for each in trajectories for turn in each.turns):
@@ -280,7 +280,7 @@ class InflightGroup:
         """Return the finished group with rewards, as the buffer stores it.
 
         ``chosen`` are the indices of the episodes to keep. ``scores`` has one entry per chosen episode, in the same
-        order. If the run has several rewards, each reward becomes a metric ``reward.NAME`` of its trajectory.
+        order. If the run has several rewards, each reward becomes a metric ``reward.NAME`` of the trajectory.
         """
         trajectories = []
         for place, index in enumerate(chosen):
@@ -306,8 +306,8 @@ def _tell_all(told: Sequence[Callable[[], None]]) -> None:
 def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | None]:
     if progress.num_trajectories != num_samples:
         raise ReplayBufferError(
-            f"the saved progress of prompt group {progress.group_id} has {progress.num_trajectories} samples, this run "
-            f"takes {num_samples}; start this run with a new buffer.directory"
+            f"the saved progress of prompt group {progress.group_id} has {progress.num_trajectories} samples, but this "
+            f"run takes {num_samples}; start this run with a new buffer.directory"
         )
     return [*progress.trajectories()]
 
@@ -315,9 +315,9 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 class GroupLimit:
     """Limits how many prompt groups are on one engine at once, between ``lowest`` and ``highest``.
 
-    The limit adapts to the load that the engine reports. After a slow start like TCP, it has additive increase and
-    multiplicative decrease (Chiu and Jain, 1989). It shrinks while samples wait inside the engine, or while the KV
-    cache is nearly full.
+    The limit adapts to the load that the engine reports. First it doubles (slow start, as in TCP). After it has shrunk
+    once, it grows by one (additive increase, multiplicative decrease; Chiu and Jain, 1989). It shrinks while samples
+    wait inside the engine, or while the KV cache is nearly full.
 
     Attributes:
         value: The current limit.
@@ -332,7 +332,7 @@ class GroupLimit:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether the limit never changes: its lower and upper bound are equal."""
+        """Whether the limit never changes, because its lower and upper bound are equal."""
         return self._lowest == self._highest
 
     def note(self, load: EngineLoad, *, num_held: int) -> bool:
@@ -353,7 +353,7 @@ class GroupLimit:
 
 
 class InflightGroups:
-    """The groups of one rollout worker by (group id, attempt number), and how many more groups the worker may lease.
+    """Holds the groups of one rollout worker, and computes how many more groups the worker may lease.
 
     Args:
         limit: Limit of groups on the engine.
@@ -392,14 +392,14 @@ class InflightGroups:
         self.note_places()
 
     def in_phase(self, *phases: GroupPhase) -> list[InflightGroup]:
-        """Return the groups whose phase is one of ``phases``; by default, the groups with requests on the engine."""
+        """Return the groups in one of ``phases``; by default, the groups that may have requests on the engine."""
         return [group for group in self._groups.values() if group.phase in (phases or ON_ENGINE)]
 
     @property
     def num_on_engine(self) -> int:
         """Number of groups that count for the limit: groups on the engine, and groups paused for a weight update.
 
-        Groups with running environments count by their unfinished turns: ``samples_per_group`` turns are one group.
+        Groups with environments count by their unfinished turns: ``samples_per_group`` turns count as one group.
         """
         groups = self.in_phase(*ON_ENGINE, GroupPhase.parked)
         num_turns = sum(group.num_running for group in groups if group.is_playing)
@@ -417,7 +417,7 @@ class InflightGroups:
 
     @property
     def outstanding_policy(self) -> list[str]:
-        """Ids of the unanswered requests of all groups, except requests of greedy baselines."""
+        """Ids of the unanswered requests of all groups, without requests of greedy baselines (not trained on)."""
         return [request_id for group in self._groups.values() for request_id in group.outstanding_policy]
 
     def moved(self) -> None:
@@ -425,7 +425,7 @@ class InflightGroups:
         self._meter.running(sum(not group.is_playing or bool(group.outstanding) for group in self.in_phase()))
         self.note_places()
 
-    # Records for the run's profile
+    # The methods below write to the run's profile.
 
     def note_capacity(self) -> None:
         """Record in the run's profile how many samples may be on the engine now."""
@@ -440,7 +440,7 @@ class InflightGroups:
     def _note_places(self) -> None:
         self._is_noting = False
         running = tail = settling = parked = 0
-        free = Counter[LevelName]()  # number of episodes per `EpisodeRun.place`
+        free = Counter[LevelName]()  # counts the episodes in each state (`EpisodeRun.place`)
         for group in self._groups.values():
             if group.phase is GroupPhase.settling:
                 settling += len(group.episodes)

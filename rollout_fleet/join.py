@@ -48,9 +48,10 @@ def leave(arguments: Sequence[str] | None = None) -> int:
 
 
 def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
-    """Send a request about engines to a running run, and return its answer: a message, and whether it was refused.
+    """Send a request about engines to a running run, and return the run's answer, a message for the user.
 
-    ``run`` is the run's folder, or the address of its Ray cluster.
+    The answer also says whether the run refused the request. ``run`` is the run's folder, or the address of its Ray
+    cluster.
 
     Raises:
         ValueError: the run does not exist, has ended, or has a fleet of a fixed size.
@@ -60,11 +61,11 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     found = _read_address(folder) if folder.is_dir() else {"address": run}
     expected = f"--run {run} must be the folder of a run, or the address of its Ray cluster (auto, or host:port)"
     if found["address"] != "auto" and not _is_served(found["address"]):
-        raise ValueError(f"{expected}; no process listens there")  # otherwise `ray.init` tries to connect for minutes
+        raise ValueError(f"{expected}; no process listens there")  # otherwise `ray.init` would try for minutes
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
             os.environ[variable] = found[key]  # Ray reads these variables when it is imported
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # retries of `ray.init` with a refused token
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # Ray retries this often if the cluster refuses its token
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 
@@ -74,7 +75,7 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     except (ConnectionError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{expected}; Ray says: {str(error).splitlines()[0]}; if the cluster requires a token, set "
-            f"{AUTH_MODE}=token and {AUTH_TOKEN} as for the run"
+            f"{AUTH_MODE}=token, and set {AUTH_TOKEN} to the token of the run"
         ) from None
     try:
         desk = _desk_of(str(folder.resolve()) if folder.is_dir() else "", run)

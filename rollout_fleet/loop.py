@@ -152,7 +152,7 @@ class RolloutLoop:
         pumps = [self._keep_renewing, self._engine.wait_failed] + ([] if self._limit.is_fixed else [self._keep_fitting])
         obeying = (self._spawn(self._obey, end) for end in (GroupEnd.revoked, GroupEnd.handed_on))
         pump_tasks = {leasing, *(self._spawn(pump) for pump in pumps), *obeying}
-        # The task of `load_next` is not in `pump_tasks`: a stop cancels these tasks, and a weight load must finish.
+        # A stop cancels `pump_tasks`, but must wait for a running weight load. So `load_next` is not in `pump_tasks`.
         self._spawn(partial(self.load_next, self._engine.version, keeps_on=True))
         try:
             await self._until(lambda: self._state is LoopState.stopping or self._failure is not None)
@@ -192,8 +192,8 @@ class RolloutLoop:
     async def load_next(self, after: int, *, keeps_on: bool = False) -> None:
         """Wait until weights newer than the policy version ``after`` are published, and load them into the engine.
 
-        ``after`` is -1 for any version. After the load, the method tells the replay buffer which version the engine
-        serves. With ``keeps_on``, it continues with each newer version until `run` of this loop ends.
+        If ``after`` is -1, any version is new enough. After the load, the method tells the replay buffer which version
+        the engine serves. With ``keeps_on``, it continues with each newer version until `run` of this loop ends.
 
         Raises the errors of `Engine.load_weights`, and `WeightsError` if the learner could not publish a version.
         """
@@ -215,7 +215,7 @@ class RolloutLoop:
         """Return the offer that replaces ``offer``, whose weights were removed.
 
         Raises ``gone`` if the buffer still offers the removed weights after ``load_timeout_s``. If the learner has
-        restarted, wait for its next offer without a deadline.
+        restarted, this method waits for the learner's next offer without a deadline.
         """
         with suppress(TimeoutError):
             async with asyncio.timeout(self._config.load_timeout_s):
@@ -256,7 +256,7 @@ class RolloutLoop:
         except TimeoutError:
             raise missed(
                 f"{self._name} did not load policy version {offer.version} within {timeout_s:g} s; raise "
-                "rollout_fleet.load_timeout_s if it is only slow"
+                "rollout_fleet.load_timeout_s if the load is only slow"
             ) from None
         finally:
             self._is_loading = False
@@ -324,12 +324,12 @@ class RolloutLoop:
                 )
 
     def counters(self) -> FleetCounters:
-        """Return this worker's numbers of tokens, groups and seconds up to now."""
+        """Return this worker's counters of tokens, groups and seconds up to now."""
         counters = self._meter.counters()
         return counters if self._player is None else replace(counters, episodes=self._player.counts)
 
     def count_generated(self) -> int:
-        """Return how many policy tokens the engine has generated for training so far, including running samples."""
+        """Return how many tokens the engine has sampled for training so far, including running samples."""
         return self._meter.counters().tokens_generated + self._engine.num_written(self._groups.outstanding_policy)
 
     # Tasks
@@ -361,7 +361,7 @@ class RolloutLoop:
     # Leases
 
     async def _keep_leasing(self) -> None:
-        """Keep one lease request outstanding while the engine has room for a group.
+        """Keep one request for leases (rights to generate groups) open while the engine has room for a group.
 
         If the policy version changes or the limit on groups shrinks, cancel the request and send a new request.
         """
@@ -508,12 +508,12 @@ class RolloutLoop:
                 await self._end(group, end)
             await self._engine.abort([request_id for group in chosen for request_id in group.outstanding])
 
-    # The phases of a group
+    # The methods below move groups from phase to phase.
 
     async def _generate(self, groups: Sequence[InflightGroup], *, apart: bool = False, pause_s: float = 0.0) -> None:
         """Send the new requests of ``groups`` to the engine, after a pause of ``pause_s`` seconds.
 
-        All requests go in one call; with ``apart``, each request gets its own call. If the group has no unanswered
+        All requests go in one call; with ``apart``, each request gets its own call. If a group has no unanswered
         requests and its environments can send no more requests, the engine has finished the group. Then `_leave_engine`
         begins the next phase of the group.
         """
@@ -555,7 +555,7 @@ class RolloutLoop:
                 group.refuse(left, refused)
                 await self._leave_if_done(group)
         except Exception:
-            for group in groups:  # also end groups without a request on the engine, which `_take` does not end
+            for group in groups:  # also end groups without a running request, because `_take` does not end them
                 if self._engine.has_failed and group.phase in ON_ENGINE:
                     group.end = group.end or GroupEnd.engine_failed
                     await self._leave_engine(group)
@@ -566,7 +566,7 @@ class RolloutLoop:
             group.end = group.end or GroupEnd.engine_failed
         num_tokens = group.take(request.id, output)
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
-        if group.is_playing:  # a group needs less room between its turns, so `_notify` wakes `_keep_leasing`
+        if group.is_playing:  # the group may need less room now, so `_notify` wakes `_keep_leasing`
             if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
                 # the engine aborted the turn by itself, so request the turn again
                 pause_s = 0.0 if len(output.token_ids) else ASK_AGAIN_S
@@ -596,7 +596,7 @@ class RolloutLoop:
         await self._notify()
 
     async def _settle(self, group: InflightGroup) -> None:
-        async with self._settling_turns:  # first run the tasks that send the next requests to the engine
+        async with self._settling_turns:  # let the tasks that send the next requests to the engine run first
             await asyncio.sleep(0)
         await self._settlement.settle(group, engine_failure=self._failure)
         self._groups.remove(group)
@@ -632,7 +632,7 @@ class RolloutLoop:
             logger.warning("%d prompt groups were not aborted within %g s; they continue", len(uncut), timeout_s)
         for group in uncut:
             group.phase = GroupPhase.generating
-        if uncut:  # during the wait, turns were aborted, or environments requested turns: request these turns again
+        if uncut:  # send requests for the turns that were aborted or requested during the wait
             self._spawn(self._generate, uncut)
         return not uncut
 

@@ -106,7 +106,7 @@ class Member:
         """
         return epoch == self.epoch and self.state not in (MemberState.fenced, MemberState.backoff, *ENDED)
 
-    # Reports of the member's progress
+    # The methods below record the member's progress.
 
     def unplaced(self, epoch: int) -> None:
         """Record that the cluster has no resources (such as GPUs) for the member yet. State: ``pending``."""
@@ -133,13 +133,14 @@ class Member:
         if self._is_leaving and not self.has_ended:
             self._enter(MemberState.left)
 
-    # Reports of faults, and requests to leave
+    # The methods below record faults of the member, and requests that it leaves the run.
 
     def fault(self, epoch: int, now: float) -> bool:
         """Record that the member died, hangs, or holds weights that could not be verified. State: ``fenced``.
 
-        This begins the next epoch, so later reports with ``epoch`` have no effect. ``now`` is a time in seconds, of the
-        same clock for all faults. Returns whether the fault was recorded; False if ``epoch`` had already ended.
+        The fault begins the member's next epoch, so later reports with this ``epoch`` have no effect. ``now`` is the
+        time in seconds; all faults use the same clock. Returns whether the fault was recorded; False if ``epoch`` had
+        already ended.
         """
         if not self.accepts(epoch):
             return False
@@ -181,7 +182,7 @@ class Member:
         if self.state is MemberState.ready:
             self._enter(MemberState.draining)
         elif self.state is not MemberState.draining and not self.has_ended:
-            self.epoch += 1  # ignore reports of work that still runs
+            self.epoch += 1  # from now on, ignore reports of work that began earlier
             self._enter(MemberState.left)
 
     def _enter(self, state: MemberState) -> None:

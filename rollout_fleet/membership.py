@@ -118,12 +118,12 @@ class Roster:
         if presence is Presence.present and num_left < self._needed:
             raise MembershipRefused(
                 f"rollout worker {rank} must stay: {num_left} engines would be left, but rollout_fleet.min_engines is "
-                f"{self._needed}; let another join first"
+                f"{self._needed}; let another engine join first"
             )
         self._presence[rank] = Presence.leaving
 
     def gone(self, rank: int) -> None:
-        """Record that the engine of a rank has ended, with all its processes. The rank has no engine then."""
+        """Record that the engine of a rank has ended, with all its processes. The rank then has no engine."""
         self._presence.pop(rank, None)
 
     def _check_elastic(self, what: str) -> None:

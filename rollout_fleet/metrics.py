@@ -18,19 +18,20 @@ from .member import Member, MemberState
 class EpisodeCount(StrEnum):
     """Events that a rollout worker counts: failed episodes, refused requests, ended processes of environments."""
 
-    unknown_keys = "unknown_keys"  # requests with an API key that is not the key of any episode
-    closed_keys = "closed_keys"  # requests with the key of an episode that has ended
-    lost_answers = "lost_answers"  # answers that the client did not get, because the client had disconnected
-    error_answers = "error_answers"  # requests that were answered with an error, including those with a wrong key
-    failed_environment = "failed_environment"  # episodes that failed; this and the next four are the kinds of failure
+    unknown_keys = "unknown_keys"  # counts requests with an API key that is not the key of any episode
+    closed_keys = "closed_keys"  # counts requests with the key of an episode that has ended
+    lost_answers = "lost_answers"  # counts answers that were not delivered, because the client had disconnected
+    error_answers = "error_answers"  # counts requests that got an error as their answer, such as a wrong key
+    # Each of the next five names counts the failed episodes with one kind of failure (`FailureKind`).
+    failed_environment = "failed_environment"
     failed_tool = "failed_tool"
     failed_reward = "failed_reward"
     failed_overflow = "failed_overflow"
     failed_infrastructure = "failed_infrastructure"
-    processes_killed = "processes_killed"  # processes killed because of a blocked event loop or too much memory
-    processes_ended = "processes_ended"  # processes replaced because they had ended or were killed
-    processes_retired = "processes_retired"  # processes replaced because of too many threads or tasks of ended episodes
-    leftovers = "leftovers"  # programs and tasks that still ran after their episodes had ended
+    processes_killed = "processes_killed"  # counts processes that were killed: blocked event loop, or too much memory
+    processes_ended = "processes_ended"  # counts processes that were replaced because they had ended or were killed
+    processes_retired = "processes_retired"  # counts processes replaced for too many threads or tasks of ended episodes
+    leftovers = "leftovers"  # counts programs and tasks that still ran after their episodes had ended
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +39,8 @@ class FleetCounters:
     """Counters of one rollout worker since its start.
 
     Attributes:
-        tokens_generated: Tokens that the engine sampled, without evaluations and greedy baselines.
+        tokens_generated: Tokens that the engine sampled. Tokens of evaluations and of greedy baselines (greedy rollouts
+            that are not trained on) are not counted.
         tokens_in_flight: Generated tokens of groups that are neither stored in the buffer nor given back to it yet.
         groups_finished: Prompt groups stored in the buffer.
         groups_released: Unfinished prompt groups that were given back to the buffer.

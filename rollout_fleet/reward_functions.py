@@ -59,8 +59,8 @@ def numeric(prompt: Prompt, response_text: str, *, relative: float = 1e-4, absol
     r"""Return 1.0 if the response's number is close to the ground truth, else 0.0.
 
     The response's number is the last number in ``\boxed{…}`` or after ``Answer:``, otherwise the last number of the
-    text. Examples: ``3/4``, ``1.5e-3``. Close means: the distance is at most ``relative`` times the ground truth, or at
-    most ``absolute``.
+    text. Examples: ``3/4``, ``1.5e-3``. The number is close if its distance to the ground truth is at most ``relative``
+    times the ground truth, or at most ``absolute``.
 
     Raises `ValueError` if the ground truth has no number.
     """
@@ -102,7 +102,7 @@ class Length:
 
 @REWARDS.register("environment")
 def environment(prompt: Prompt, rollout: Rollout, *, failed: float = 0.0) -> Score:
-    """Return the environment's own rewards of the rollout, including rewards of single turns.
+    """Return the rewards that the environment gave to the rollout, including rewards of single turns.
 
     If the environment failed and ``environment.on_failure`` is ``score``, the reward is ``failed``. Raises `ValueError`
     if the environment returned no reward, or if no environment made the rollout.
@@ -170,7 +170,7 @@ class MathVerify:
 
 @REWARDS.register("code")
 class Code:
-    """Runs tests on the response's last fenced code block, or on the whole response if it has none.
+    """Runs tests on the response's last fenced code block, or on the whole response if there is no such block.
 
     The tests run in a sandbox. Tests are Python code with asserts, or pairs of standard input and expected standard
     output. Outputs are compared line by line without trailing spaces. Pairs are a list of ``{"stdin": …, "stdout": …}``
@@ -178,7 +178,7 @@ class Code:
 
     Args:
         tests: Name of the extra column of the data that has the tests; by default, the ground truth has them.
-        partial: Score the share of passed tests. Otherwise the score is 1.0 if all tests pass, else 0.0. All asserts
+        partial: Score the fraction of passed tests. Otherwise the score is 1.0 if all tests pass, else 0.0. All asserts
             together are one test.
         language: ``python`` or ``bash``.
         at_once: Number of programs that run at once in one scoring process.
@@ -258,7 +258,7 @@ run()
 def code_of(response_text: str) -> str:
     """Return the last fenced code block of a response, or the whole response if there is none."""
     code, place = response_text, 0
-    # A regular expression would be slow: its time grows with the square of the line length.
+    # Do not use a regular expression, because its time would grow with the square of the line length.
     while (opening := response_text.find(_FENCE, place)) >= 0:
         first = response_text.find("\n", opening) + 1
         closing = response_text.find(_FENCE, first) if first else -1
@@ -269,7 +269,7 @@ def code_of(response_text: str) -> str:
 
 
 def _read_tests(tests: Any) -> Sequence[tuple[str, str] | str]:
-    """Return pairs of input and output, or texts of asserts."""
+    """Return the tests as pairs of input and expected output, or as texts of asserts."""
     if isinstance(tests, str):
         try:
             parsed = json.loads(tests)

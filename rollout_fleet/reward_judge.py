@@ -108,7 +108,7 @@ class Judge:
         self._retries = retries
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self._places = asyncio.Semaphore(at_once)
-        # a wrong field of the template raises ValueError here
+        # Fill the template once now, so that a wrong field raises `ValueError` here.
         self._fill(question="", response="", ground_truth="", extra=defaultdict(str))
 
     async def __call__(self, prompt: Prompt, response_text: str) -> float:
@@ -126,7 +126,7 @@ class Judge:
             question = prompt.extra.get("question") or prompt.extra.get("prompt")
             if question is None:
                 raise ValueError(
-                    "the judge's template has {question}, and a prompt of plain text has none; name its column "
+                    "the judge's template has {question}, but a prompt of plain text has no question; name its column "
                     "(question or prompt) in data.extra_keys, or use {extra[COLUMN]}"
                 )
         headers = {}

@@ -28,9 +28,9 @@ class Rollout:
     """One finished rollout: the input of reward functions.
 
     Attributes:
-        text: The text to score, without special tokens: `Outcome.answer`, or if it is empty the last sampled turn.
+        text: Text to score, without special tokens: `Outcome.answer`, or the last sampled turn if `answer` is empty.
         turns: The text of each sampled turn by its index in the episode. Example: ``{1: "call", 3: "answer"}``.
-        num_tokens: Tokens that the policy wrote in all turns; None if they were not counted.
+        num_tokens: Number of tokens that the policy wrote in all turns; None if they were not counted.
         is_truncated: Whether the last turn ended because it reached its largest length.
         outcome: What the environment reported; None without an environment, or if the episode failed.
         failure: Why the episode failed and has no outcome; otherwise empty.
@@ -45,7 +45,7 @@ class Rollout:
 
     @classmethod
     def answer(cls, text: str, *, num_tokens: int | None = None, is_truncated: bool = False) -> Rollout:
-        """Make the rollout that consists of a single answer ``text`` to the prompt."""
+        """Make a rollout that consists of one answer to the prompt, with the text ``text``."""
         return cls(text=text, turns={FIRST_TURN: text}, num_tokens=num_tokens, is_truncated=is_truncated)
 
 
@@ -68,7 +68,9 @@ class Score:
 
 
 class Reward(Protocol):
-    """Scores one response. Built-ins that cannot hang run in the rollout worker, all others in a scoring process.
+    """Scores one response.
+
+    Built-in rewards that cannot hang run in the rollout worker. All other rewards run in a scoring process.
 
     The name of the second parameter selects what the function gets:
 
@@ -134,7 +136,7 @@ class BoundReward:
         return self._takes == "rollouts"
 
     async def start(self) -> None:
-        """Call the method ``start`` of the reward, if it has one. Must be called before `answers`."""
+        """Call the method ``start`` of the reward, if it has one. Call this method before `answers`."""
         start = getattr(self._call, "start", None)
         if start is not None:
             await start()
@@ -144,8 +146,8 @@ class BoundReward:
     ) -> AsyncIterator[Answer]:
         """Score the rollouts of one prompt. Yields one `Answer` per rollout, in order.
 
-        If a rollout cannot be scored, its answer is a text with the cause. The scoring ends after this answer, except
-        if ``may_fail`` is true.
+        If a rollout cannot be scored, its answer is a text with the cause. If ``may_fail`` is false, the scoring ends
+        after this answer.
         """
         if self.takes_group:
             for answer in await self._group_answers(prompt, rollouts):

@@ -64,7 +64,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        # Idle scoring processes. None stands for a failed process: the call that takes None starts a new process.
+        # Holds the idle scoring processes. None stands for a failed process. A call that takes None starts a new one.
         self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
@@ -84,8 +84,8 @@ class RewardProcesses:
         """Score the rollouts of one prompt with the reward function. Returns one `Score` per rollout, in order.
 
         If ``may_fail`` is true, a rollout that cannot be scored gets a message with the cause instead of a score.
-        Otherwise `RewardError` is raised. Causes are: the function raises, hangs or returns a number that is not
-        finite, or its process ends. A process that failed is replaced.
+        Otherwise `RewardError` is raised. Possible causes: the function raises an error, hangs or returns a number that
+        is not finite, or its process ends. A process that failed is replaced.
 
         Raises `RewardError` in any case if a scoring process does not start.
         """
@@ -197,7 +197,7 @@ class Scores:
 
 
 class WeightedRewards:
-    """The weighted sum of all rewards in the options. The weights depend on the data source of the prompt.
+    """Scores rollouts with the weighted sum of all rewards in the options. The weights depend on the data source.
 
     Raises `ValueError` if a function does not exist, or its options do not fit.
     """

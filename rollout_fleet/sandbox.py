@@ -1,6 +1,6 @@
 """Sandboxes for code that the policy wrote.
 
-A program cannot open sockets, and has its own scratch folder and limits. A sandbox exists for one program. All
+A program cannot open sockets, and has its own scratch folder and limits. Each program has its own sandbox. All
 processes of a sandbox end when the program ends, or when the owner of the sandbox ends. The kinds of sandboxes are:
 
 - ``bubblewrap``: ``bwrap`` isolates the program by namespaces, and makes the system read-only. Some machines allow only
@@ -59,7 +59,7 @@ class SandboxKind(StrEnum):
 
 
 class EndedBy(StrEnum):
-    """Why a program ended: it exited, a signal killed it, or it exceeded a limit."""
+    """The reason why a program ended: it exited, a signal killed it, or it exceeded a limit."""
 
     exit = "exit"
     signal = "signal"
@@ -72,7 +72,7 @@ class EndedBy(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """The limits of one program, with all processes that it starts.
+    """The limits of one program, including all processes that the program starts.
 
     A program that exceeds a limit gets an error from the system (memory, processes, disk), or is killed.
 
@@ -295,7 +295,7 @@ class Sandbox:
         if _unused_uid() is None:
             command += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
         for entry, target, source in [*self._root, ("ro-bind", _INIT_INSIDE, _INIT)]:
-            # mode 755: if asyncrl runs as root, the program runs as another user and must be able to enter the folders
+            # Mode 755 lets the program enter the folders if asyncrl is root and the program runs as another user.
             for folder in reversed(Path(target).parents[:-1]):
                 command += ["--perms", "755", "--dir", str(folder)]
             command += [f"--{entry}", source, target]
@@ -337,7 +337,7 @@ class _Output:
         ]
 
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
-        """Send the job to the sandbox and wait until it ends, exceeds ``timeout_s`` or prints too much.
+        """Send the job to the sandbox and wait until the sandbox ends, exceeds ``timeout_s`` or prints too much.
 
         Returns None if the process has ended within these limits. Otherwise returns why the process must be killed.
         """
@@ -369,7 +369,7 @@ class _Output:
             self._process.stdin.close()
         await self._process.wait()
         # If the process ended early, closing its standard input fails.
-        # Await this failure here, because Python < 3.11.4 would log it otherwise.
+        # Await the failed close of standard input here, because Python < 3.11.4 would log it otherwise.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 
@@ -382,7 +382,7 @@ class _Output:
 
 
 async def _kill(kind: SandboxKind, process: Process) -> None:
-    """Kill a sandbox. Without namespaces, the sandbox's first process kills its other processes."""
+    """Kill a sandbox. Without namespaces, the sandbox's first process kills the sandbox's other processes."""
     with suppress(ProcessLookupError):
         if kind is SandboxKind.limits:
             process.terminate()
@@ -424,7 +424,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
         return 2 if kind is SandboxKind.namespaces else 1
-    count = 2  # the sandbox's first process, and the thread that waits for this process
+    count = 2  # counts the sandbox's first process, and the thread of asyncrl that waits for the sandbox
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             count += len(os.listdir(entry / "task")) if entry.stat().st_uid == os.geteuid() else 0

@@ -36,8 +36,8 @@ CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _ALL_NAMESPACES = 0x7E020000
 
-# Numbers of refused system calls. They concern sockets, messages between processes, mounts, namespaces and keys.
-# Some access the memory of other processes, or allocate memory that no limit counts (such as memfd_create).
+# The filter refuses the system calls with these ids. Most concern sockets, messages, mounts, namespaces or keys.
+# Some refused system calls access memory of other processes, or allocate memory that no limit counts.
 _REFUSED = {
     "x86_64": {
         "socket": 41, "setsockopt": 54, "shmget": 29, "semget": 64, "msgget": 68, "ptrace": 101, "pivot_root": 155,
@@ -52,10 +52,11 @@ _REFUSED = {
         "process_vm_writev": 271, "memfd_create": 279, "bpf": 280, "userfaultfd": 282,
     },
 }  # fmt: skip
-_REFUSED_EVERYWHERE = (*range(425, 434), 438, 442, 447)  # io_uring_*, the new mount calls, pidfd_getfd, memfd_secret
+# io_uring_*, the new mount calls, pidfd_getfd and memfd_secret have these ids on x86_64 and on aarch64.
+_REFUSED_EVERYWHERE = (*range(425, 434), 438, 442, 447)
 _CLONE3 = 435
 _SOCKETPAIR = {"x86_64": 53, "aarch64": 199}
-_SOCK_STREAM, _SOCKET_FLAGS = 1, 0o2004000  # flags: SOCK_CLOEXEC | SOCK_NONBLOCK
+_SOCK_STREAM, _SOCKET_FLAGS = 1, 0o2004000  # the flags are SOCK_CLOEXEC | SOCK_NONBLOCK
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _EPERM, _ENOSYS = 1, 38
@@ -85,8 +86,8 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 def enter_namespaces(*, user: bool) -> None:
     """Move this process into new Linux namespaces: mounts, network, IPC and host name.
 
-    Later child processes also get a new process-id namespace. ``user`` also makes a new user namespace. A process
-    without root's rights needs it.
+    Later child processes also get a new process-id namespace. With ``user``, this process also gets a new user
+    namespace, which a process without root's rights needs.
     """
     uid, gid = os.geteuid(), os.getegid()
     kinds = CLONE_NEWNS | CLONE_NEWPID | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS
@@ -152,7 +153,7 @@ def refuse_system_calls() -> None:
         step(equal, 1, 0, _AUDIT_ARCH[machine]),
         step(end, 0, 0, kill),
         step(load, 0, 0, 0),
-        step(at_least, 0, 1, 0x40000000),  # system calls of the x32 interface on x86_64
+        step(at_least, 0, 1, 0x40000000),  # refuses system calls of the x32 interface on x86_64
         step(end, 0, 0, unknown),
         step(equal, 0, 1, _CLONE3),  # the filter cannot read clone3's flags; ENOSYS makes the C library call clone
         step(end, 0, 0, unknown),
@@ -182,7 +183,7 @@ class Program:
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
-        self._is_alone = is_alone  # in a process-id namespace, where all other processes belong to the program
+        self._is_alone = is_alone  # true in a process-id namespace: all its other processes belong to the program
         self._pid = -1
         self._status: int | None = None
         self._ended_by = ""
@@ -217,7 +218,7 @@ class Program:
         if self._pid == 0:
             try:
                 self._become()
-            except BaseException as error:  # noqa: BLE001 - the parent reports it
+            except BaseException as error:  # noqa: BLE001 - the parent reports the error
                 os.write(tell, f"{type(error).__name__}: {error}".encode()[:4000])
             finally:
                 os._exit(126)
@@ -227,11 +228,11 @@ class Program:
 
     def _become(self) -> None:
         job, limits, scratch = self._job, self._limits, Path(self._job["scratch"])
-        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # so that this process can write its own oom_score_adj below
+        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets this process write its own oom_score_adj below
         given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)
-        # The seals make standard input read-only. It is in memory, and no limit would count written data.
+        # The seals make standard input read-only, because it is in memory and no limit would count written data.
         fcntl.fcntl(given, _ADD_SEALS, _ALL_SEALS)
         os.dup2(given, 0)
         for number in (signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT):
@@ -320,7 +321,7 @@ class Program:
     def _scratch_use(self) -> tuple[int, int]:
         if self._is_alone:
             use = os.statvfs(self._job["scratch"])
-            # no bytes to check: the scratch file system itself is limited to ``disk_bytes``
+            # Do not count bytes, because the scratch file system itself is limited to ``disk_bytes``.
             return 0, use.f_files - use.f_ffree
         num_bytes = num_files = 0
         for folder, folders, files in os.walk(self._job["scratch"]):
@@ -368,7 +369,7 @@ def _run_in_namespaces(job: dict[str, Any], report_fd: int) -> None:
 
 
 def main() -> None:
-    """Read a job from standard input, run its program in the sandbox, and write a report on its end."""
+    """Read a job from standard input, run its program in the sandbox, and write a report on the program's end."""
     kind, owner_pid, report_fd = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     try:
         os.set_inheritable(report_fd, False)

@@ -136,8 +136,8 @@ class Settlement:
     async def release(self, group: InflightGroup, reason: str, *, max_failures: int = 0) -> bool:
         """Give an unfinished group back to the replay buffer, which queues its prompt again.
 
-        ``reason`` says why. If ``max_failures`` is not 0, the attempt counts as failed, and the buffer drops the group
-        after that many failures. Returns whether the buffer has dropped the group.
+        ``reason`` says why the group is given back. If ``max_failures`` is not 0, the attempt counts as failed, and the
+        buffer drops the group after that many failures. Returns whether the buffer has dropped the group.
         """
         is_dropped = await self._buffer.release(
             group.lease, num_tokens=group.num_tokens, reason=str(reason), max_failures=max_failures
@@ -239,7 +239,7 @@ class Settlement:
         )
 
     async def _fail_attempt(self, group: InflightGroup, reason: str, error: AsyncRLError) -> None:
-        """Release a group as failed. Raises ``error`` after too many consecutive failures."""
+        """Release a group, and count the attempt as failed. Raises ``error`` after too many consecutive failures."""
         self._meter.add(groups_failed=Counter([reason]))
         self._num_failures_in_a_row += 1
         if self._num_failures_in_a_row >= self._config.max_failures_in_a_row:

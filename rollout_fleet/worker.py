@@ -1,7 +1,7 @@
 """The rollout worker: an actor with an inference engine, a connection to the replay buffer, and the rollout loop.
 
 If the engine fails, the worker saves its unfinished prompt groups and gives them back to the buffer. Then `run` and
-`wait_failed` raise, and the run's controller starts another worker.
+`wait_failed` raise an error, and the run's controller starts another worker.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class RolloutWorker(Worker):
         await self._parts.start()
         self._buffer = self._connect_buffer(str(self.rank))
         self._loop = self._make_loop(buffer=self._buffer)
-        gc.freeze()  # keeps garbage collections short: they skip all objects loaded so far
+        gc.freeze()  # garbage collections then skip all objects loaded so far, and stay short
         return await self._buffer.enter()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -131,7 +131,7 @@ class RolloutWorker(Worker):
             if not self._engine.has_failed:
                 raise
             if not isinstance(error, AsyncRLError):
-                logger.exception("rollout worker %d: an error beside the failure of its engine", self.rank)
+                logger.exception("rollout worker %d: an error in addition to the failure of its engine", self.rank)
             raise EngineLost(str(error)) from error
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
@@ -146,7 +146,7 @@ class RolloutWorker(Worker):
             self._down = record.span(record.SpanKind.down, cause=type(error).__name__)
             if self._buffer is not None:
                 try:
-                    await self._buffer.fenced()  # the buffer must not wait until this engine loads weights
+                    await self._buffer.fenced()  # tell the buffer not to wait until this engine loads weights
                 except Exception as report:  # noqa: BLE001 - if the buffer is dead, another part of the run notices it
                     logger.warning("the buffer was not told that %s has failed: %s", self._name, report)
             if self._loop is not None:
@@ -187,12 +187,12 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def counters(self) -> FleetCounters:
-        """Return this worker's numbers of tokens, groups and seconds up to now."""
+        """Return this worker's counters of tokens, groups and seconds up to now."""
         return self._started().counters()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def drain(self) -> FleetCounters:
-        """End `run`, give all its groups back to the replay buffer, and return the final counters.
+        """End `run`, give all groups of this worker back to the replay buffer, and return the final counters.
 
         The engine stays up, so `answer` still works.
         """
@@ -211,7 +211,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
     async def stop(self) -> FleetCounters | None:
-        """End `run`, give all its groups back to the replay buffer, and stop the engine.
+        """End `run`, give all groups of this worker back to the replay buffer, and stop the engine.
 
         Returns the final counters; None if the worker was never started.
         """

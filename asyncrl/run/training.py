@@ -124,9 +124,7 @@ class Training:
                 await asyncio.shield(training)  # a signal cancels `run`, but must not cancel the training
             result = await self._controller.account()
             after = await self.evaluate(result.policy_version)
-            await (
-                self._watching.last_advice()
-            )  # compute the advice that the report shows
+            await self._watching.last_advice()  # compute the advice that the report shows
             overlap = await self.write_report()
         except asyncio.CancelledError:
             if self._all_answer():

@@ -28,9 +28,9 @@ from asyncrl.weights.carriers import SLOWEST_LOAD, load_limit_s
 from rollout_fleet.config import SamplingConfig
 
 LOGPROB_ROUNDING = 1e-4
-PROBE_SHARE = 0.25  # share of `silence_timeout_s` that the probe of a silent engine may take
+PROBE_SHARE = 0.25  # the probe of a silent engine may take this fraction of `silence_timeout_s`
 MAX_SILENT_PERIODS = 3
-STREAM_END_S = 1.0  # longest wait for an HTTP stream to end after its last sample
+STREAM_END_S = 1.0  # an HTTP stream must end within this number of seconds after its last sample
 TAIL_TOKENS = 8
 """To find a stop text of c characters, the newest c + `TAIL_TOKENS` tokens are decoded.
 
@@ -49,10 +49,10 @@ class SampleRequest:
     To continue an unfinished response, send a request with the response's tokens so far at the end of the prompt.
 
     Attributes:
-        id: Unique among the engine's running requests; without ``/``. Example: ``"4711-0-3-0"``.
+        id: Must be unique among the engine's running requests, and must not contain ``/``. Example: ``"4711-0-3-0"``.
         prompt_ids: [P] int32 token ids.
         sampling: Sampling options. The returned log-probs are computed at the temperature of these options.
-        on_first_token: Called when the first token arrives, on any thread.
+        on_first_token: Function that is called when the first token arrives, on any thread.
         images: The images of the prompt, in the order of their placeholder tokens.
         num_written: Number of tokens at the end of the prompt that belong to the unfinished response.
     """
@@ -66,7 +66,7 @@ class SampleRequest:
 
     @property
     def prompt_key(self) -> bytes:
-        """Bytes that two requests share if and only if their prompt tokens and images are the same."""
+        """Key that is equal for two requests if and only if their prompt tokens and images are the same."""
         return b"".join([self.prompt_ids.tobytes(), *(placed.image.digest.encode() for placed in self.images)])
 
 
@@ -89,7 +89,7 @@ class SampleOutput:
     num_cached: int | None = None
 
     def turn(self, parent: int) -> Turn:
-        """Convert the response to a `Turn`: one stretch of tokens in a rollout of several turns.
+        """Convert the response to a `Turn`, so that the caller can add it to a rollout of several turns.
 
         ``parent`` is the index of the turn that the response follows; 0 is the prompt.
         """
@@ -119,7 +119,7 @@ class EngineLoad:
     Attributes:
         num_running: Samples that are being decoded.
         num_waiting: Samples that wait for room in the engine.
-        cache_use: Share of the KV cache used by running samples, 0.0 to 1.0. Example: 0.83.
+        cache_use: Fraction of the KV cache used by running samples, 0.0 to 1.0. Example: 0.83.
     """
 
     num_running: int
@@ -144,7 +144,7 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return the tokens sampled so far whose policy version is known, as an unfinished sample.
+        """Return an unfinished sample with those of its tokens whose policy version is already known.
 
         If the engine fails, only these tokens are kept. This base class returns no tokens.
         """
@@ -171,7 +171,7 @@ class Engine(ABC):
     Args:
         name: Name of the engine in messages.
         silence_timeout_s: Seconds in which a running engine must produce a token or answer a probe (`SilenceWatch`).
-        log_tail: Returns the end of the engine's log, for messages.
+        log_tail: Function that returns the end of the engine's log, for messages.
         image_token_id: Id of the placeholder token of images; None if the model takes no images.
 
     Attributes:
@@ -261,7 +261,7 @@ class Engine(ABC):
                         self._running.pop(request.id, None)
                         yield request, self._kept(request, output)
             if tasks:
-                # An HTTP connection can be reused only after its stream has ended.
+                # Wait for the ends of the HTTP streams. Only then can their connections be reused.
                 await asyncio.wait(tasks, timeout=STREAM_END_S)
         finally:
             for request_id, sample in running.items():
@@ -296,11 +296,11 @@ class Engine(ABC):
         return output
 
     def decoder(self) -> Decode:
-        """Return a function that decodes token ids to text with special tokens. It is needed only for stop texts."""
+        """Return a function that decodes token ids to text with special tokens, which is needed only for stop texts."""
         raise NotImplementedError(f"{self._name} must define `decoder` to support stop texts")
 
     def _kept(self, request: SampleRequest, output: SampleOutput) -> SampleOutput:
-        """Return the tokens to keep of ``output``, which is the engine's answer to ``request``.
+        """Return ``output``, the engine's answer to ``request``, without tokens that must not be kept.
 
         An aborted sample with a JSON schema keeps no token, because no request can continue its JSON text.
 
@@ -441,7 +441,7 @@ class Engine(ABC):
             await cancel(watches)
 
     async def _probe(self) -> None:
-        """Return when the engine shows that it is alive. In this base class, the method never returns."""
+        """Ask the engine for a sign that it works, and wait for this sign. This base class waits forever."""
         await asyncio.Event().wait()
 
     @asynccontextmanager
@@ -567,7 +567,7 @@ def load_decoder(model_path: str, *, special_tokens: bool = False) -> Decode:
 
         try:
             fast = Tokenizer.from_file(str(tokenizer_file))
-        except Exception as error:  # the library tokenizers raises no narrower exception
+        except Exception as error:  # the library `tokenizers` raises only plain `Exception`
             raise ValueError(f"{tokenizer_file} must be a tokenizer, got {error}; restore it from a copy") from error
         return lambda token_ids: fast.decode(list(token_ids), skip_special_tokens=not special_tokens)
     from transformers import AutoTokenizer
@@ -596,8 +596,8 @@ def check_prompt(request: SampleRequest, vocab_size: int, image_token_id: int | 
 def _check_images(request: SampleRequest, image_token_id: int | None) -> None:
     if image_token_id is None:
         raise RequestRefused(
-            f"request {request.id} has {len(request.images)} images, but the model has no vision tower that the "
-            f"learner trains; use a model of the families {', '.join(VISION_FAMILIES)}"
+            f"request {request.id} has {len(request.images)} images, but the learner does not train this model on "
+            f"images; use a model of the families {', '.join(VISION_FAMILIES)}"
         )
     is_placeholder = request.prompt_ids == image_token_id
     is_image = np.zeros(len(request.prompt_ids), dtype=bool)
@@ -618,7 +618,7 @@ def mixed_seed(*parts: int) -> int:
 
 
 def engine_seed(seed: int, version: int, epoch: int) -> int:
-    """Return the random seed for one start of an engine, below 2^31.
+    """Return a random seed below 2^31 for one start of an engine.
 
     ``seed`` is the seed of the run, ``version`` the policy version at the start of the run, and ``epoch`` the number of
     failures of this worker so far. A restarted engine has another ``epoch``, so it draws other random numbers.
@@ -641,11 +641,11 @@ def check_output(
         raise EngineError(f"{where}: token ids, log-probs and versions must agree in length, got {lengths}")
     if lengths[0] == 0:
         if output.finish_reason is not None:
-            raise EngineError(f"{where}: the engine finished ({output.finish_reason}) without a single token")
+            raise EngineError(f"{where}: the engine finished the response ({output.finish_reason}) without a token")
         return
     if not _in_vocabulary(output.token_ids, vocab_size):
         raise EngineError(f"{where}: sampled ids must be in 0..{vocab_size - 1}, got {_range(output.token_ids)}")
-    # if a log-prob is NaN, the minimum and the maximum are NaN
+    # The minimum and the maximum are NaN if a log-prob is NaN, so the check below also finds NaN.
     smallest, largest = (float(find.reduce(output.logprobs)) for find in (np.minimum, np.maximum))
     if not -np.inf < smallest <= largest <= LOGPROB_ROUNDING:
         raise EngineError(f"{where}: log-probs must be finite numbers <= 0, got {smallest} to {largest}")

@@ -44,18 +44,18 @@ def is_secret(name: str, value: str = "...") -> bool:
 
 
 def without_secrets(passed: Collection[str], environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return a copy of the variables ``environment`` without secrets. Secrets that ``passed`` names are kept.
+    """Return a copy of the variables ``environment`` without secrets. Secrets whose names are in ``passed`` are kept.
 
     `is_secret` decides which variables are secrets.
 
-    This protects only against accidents, because a process can read the environment of other processes of the same
-    user.
+    The removal protects only against accidents, because a process can read the environment of other processes of the
+    same user.
     """
     return {name: value for name, value in environment.items() if name in passed or not is_secret(name, value)}
 
 
 def signal_at_parent_death(signum: int) -> None:
-    """Ask the kernel to send the signal ``signum`` to this process when the thread that started it ends."""
+    """Ask the kernel to send the signal ``signum`` to this process when the thread that started this process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signum)
 
 
@@ -91,7 +91,7 @@ class Guard:
         self._kill_group()
 
     def _look_until_not_asked(self) -> None:
-        """Search the processes of the server's group for shared memory, and record it.
+        """Search the processes of the server's group for files of shared memory, and record these files.
 
         If another SIGUSR1 arrives during the search, search again.
         """
@@ -147,7 +147,7 @@ class Guard:
 
 
 def main() -> int:
-    """Run the command in the arguments and clean up after it. Returns the exit status of the command."""
+    """Run the server's command from ``sys.argv``, and clean up after the server. Returns the server's exit status."""
     owner_pid, scratch_dir, *command = sys.argv[1:]
     for signum in LEFT_TO_OWNER:
         signal.signal(signum, signal.SIG_IGN)

@@ -95,15 +95,15 @@ class ScriptedEngine(Engine):
         self._come_up()
 
     async def release_memory(self) -> None:
-        """Set `released`, until the next `load_weights`. Raises `EngineError` if requests run."""
+        """Set `released` to true until the next `load_weights`. Raises `EngineError` if requests run."""
         if self._running:
-            raise EngineError(f"memory was released while {sorted(self._running)} ran")
+            raise EngineError(f"the memory was released while the requests {sorted(self._running)} ran")
         self.released = True
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """Take the offered version after ``load_delay_s`` seconds, and return the seconds that this took.
+        """Wait for ``load_delay_s`` seconds, then take the offered version. Returns the duration in seconds.
 
-        Raises `EngineError` with the text ``load_error`` if it is not empty. Then the engine has failed.
+        If ``load_error`` is not empty, the engine fails, and an `EngineError` with this text is raised.
         """
         started = time.perf_counter()
         self.released = False

@@ -109,8 +109,8 @@ def rest_while_paused(_result: None, scheduler: Any) -> None:
 def skip_known_logprobs(_result: None, request: Any) -> None:
     """Keep SGLang from computing log-probs again for tokens that a paused request has already sampled.
 
-    Requests for prompt log-probs do not change. SGLang would compute the logits of all sampled tokens again: 19 GB for
-    32,000 tokens and a vocabulary of 152,000.
+    Requests for prompt log-probs do not change. Without this function, SGLang would compute the logits of all sampled
+    tokens again: 19 GB for 32,000 tokens and a vocabulary of 152,000.
     """
     if request.logprob_start_len >= len(request.origin_input_ids):
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)
@@ -161,10 +161,10 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return a JSON text that says which experts of a mixture-of-experts model this rank holds, and where.
+    """Return a JSON text that says which experts of a mixture-of-experts model this rank holds, and in which places.
 
-    Returns None if SGLang does not report it. The text may change between calls, because SGLang moves experts between
-    ranks while it serves (``--enable-eplb``).
+    Returns None if SGLang does not report the places. The text may change between calls, because SGLang moves experts
+    between ranks while it serves (``--enable-eplb``).
     """
     try:
         from sglang.srt.eplb.expert_location import get_global_expert_location_metadata

@@ -47,10 +47,10 @@ from .sglang_server import SERVER_KEEP_ALIVE_S, SGLangServer
 
 logger = logging.getLogger(__name__)
 
-WARM_UP_PROMPTS = (1, 16)  # length of each warm-up prompt, in tokens
+WARM_UP_PROMPTS = (1, 16)  # the warm-up prompts have these lengths, in tokens
 WARM_UP_TOKENS = 4
-STREAM_INTERVAL = 32  # number of tokens in each streamed chunk after the first
-LOADERS_SHARE = 0.9  # share of a load's deadline that `server_hooks.load` may use; the rest is for its report
+STREAM_INTERVAL = 32  # each streamed chunk after the first has this number of tokens
+LOADERS_SHARE = 0.9  # `server_hooks.load` may take this fraction of `load_timeout_s`; its report gets the rest
 
 DEATH_GRACE_S = 2.0
 # The client must close idle connections before the server does: a request on a closing connection is lost.
@@ -77,7 +77,7 @@ class StreamedSample(RunningSample):
         self._num_cached: int | None = None
 
     def add(self, chunk: Any) -> SampleOutput | None:
-        """Add a chunk. Returns the sample if this was its final chunk."""
+        """Add a chunk. Returns the sample if the chunk is the last one of the sample."""
         meta = chunk["meta_info"]
         triples = meta.get("output_token_logprobs") or []
         num_new = meta["completion_tokens"] - self.num_tokens
@@ -234,7 +234,7 @@ class SGLangEngine(Engine):
             raise EngineError(f"{self._name} answered GET /v1/loads with {str(answer)[:500]}: {error!r}") from error
 
     async def stop(self) -> None:
-        """Close the connections to the server and stop it (`Engine.stop`)."""
+        """Close the connections to the server and stop the server (`Engine.stop`)."""
         self._go_down()
         await self.client.close()
         await self.server.stop()
@@ -278,14 +278,14 @@ class SGLangEngine(Engine):
                     num_unanswered -= len(finished)
                     answers.put_nowait(finished)
             if num_unanswered:
-                raise EngineError(f"{self._name} left {num_unanswered} of {len(samples)} samples unanswered")
+                raise EngineError(f"{self._name} gave no answer to {num_unanswered} of {len(samples)} samples")
         except RequestRefused as error:
             answers.put_nowait(error)
         except Exception as error:  # noqa: BLE001 - the engine has failed
             answers.put_nowait(self.fail(error))
 
     def _take(self, event: Any, samples: Sequence[StreamedSample]) -> list[tuple[SampleRequest, SampleOutput]]:
-        """Add a streamed event to its sample. Returns request and sample if the sample is complete."""
+        """Add a streamed event to its sample. If the sample is complete, returns a list with (request, sample)."""
         if "error" in event:
             raise RequestRefused(f"{self._name} answered POST /generate with {str(event['error'])[:500]}")
         try:
@@ -353,8 +353,8 @@ class SGLangEngine(Engine):
         asked = [name for name in ("stop", "json_schema") if getattr(sampling, name)]
         if asked and not self._config.needs_server_tokenizer:
             raise RequestRefused(
-                f"{self._name} has no tokenizer for {' and '.join(asked)}; set rollout_fleet.sglang.tokenizer=true, "
-                "which a run with rollout_fleet.environment.name implies"
+                f"{self._name} has no tokenizer, but a request has the options {asked}; set "
+                "rollout_fleet.sglang.tokenizer=true (rollout_fleet.environment.name also loads the tokenizer)"
             )
 
     def decoder(self) -> Decode:
@@ -395,8 +395,8 @@ class SGLangEngine(Engine):
     async def _transact(self, offer: WeightOffer, stands_still: Callable[[], None]) -> float:
         """Pause the server, load and verify the weights, set their version, and continue.
 
-        After an error the server stays paused. ``stands_still`` is called when the running model step is done. Returns
-        the seconds from this moment until the server continues.
+        After an error the server stays paused. This method calls the function ``stands_still`` when the running model
+        step is done. It returns the seconds from then until the server continues.
         """
         order, number = self.server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE
@@ -421,7 +421,7 @@ class SGLangEngine(Engine):
             await self._order("/update_weights_from_tensor", body, success=True)
             num_values = self._verified_values(offer, number)
         # The weights are verified, so answers may now have the new version.
-        # These two calls may run in any order: the server stays paused until it has confirmed both.
+        # The two calls below may run in any order, because the server stays paused until it has confirmed both.
         version = str(offer.version)
         named = {"new_version": version, "abort_all_requests": False}
         with _stage("end", offer):
@@ -449,7 +449,9 @@ class SGLangEngine(Engine):
             if "error" in report:
                 raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}. {report['error']}")
             if report["order"] != number:
-                raise EngineError(f"{self._name}: rank {rank} did not load {offer.manifest}; its report is old")
+                raise EngineError(
+                    f"{self._name}: rank {rank} did not load {offer.manifest}; its report is from an earlier load"
+                )
             num_values += report["num_values"]
         return num_values
 
@@ -459,18 +461,18 @@ def _stage(name: str, offer: WeightOffer) -> record.OpenSpan:
 
 
 def _server_id(request_id: str) -> str:
-    """Return the id of a request on the server. It ends with a slash, because the server matches ids by prefix."""
+    """Return the id of a request on the server. The id ends with a slash, because the server matches ids by prefix."""
     return f"{request_id}/"
 
 
 class SGLangClient:
     """A pool of HTTP connections to one running server. Call `open` when the server is up.
 
-    Every call raises `RequestRefused` for a status of 4xx, and `WorkerDiedError` if the server died. It raises
+    Every call raises `RequestRefused` for an HTTP status 4xx, and `WorkerDiedError` if the server died. It raises
     `EngineError` for other failures, or if the server cannot be reached.
 
     Attributes:
-        server: The server that the connections lead to.
+        server: The server at the other end of the connections.
     """
 
     def __init__(self, server: SGLangServer) -> None:
@@ -552,7 +554,7 @@ class SGLangClient:
     async def _raise_if_dead(self) -> None:
         """Wait up to `DEATH_GRACE_S` seconds for the server's exit. If the server exits, raise `WorkerDiedError`.
 
-        Connections of a dying server break before the server exits, so a failed request may mean that it is dying.
+        Connections of a dying server break before the server exits, so the server may be dying if a request fails.
         """
         try:
             async with asyncio.timeout(DEATH_GRACE_S):

@@ -35,7 +35,7 @@ READY_LINE = "Uvicorn running on"
 BIND_FAILURE = "address already in use"
 BIND_ATTEMPTS = 3
 TAIL_LINES = 40
-SERVER_KEEP_ALIVE_S = 60  # seconds until the server closes an idle connection; SGLang's default is 5
+SERVER_KEEP_ALIVE_S = 60  # the server closes an idle connection after this many seconds; SGLang's default is 5
 CPU_KV_TOKENS = 32768
 COMMON_HEAD_DIMS = (64, 128, 256)
 """Head sizes that all attention backends of SGLang support."""
@@ -55,15 +55,15 @@ _LOGGING = {
     "formatters": {"plain": {"format": "[%(asctime)s %(process)d %(levelname)s] %(message)s"}},
     "handlers": {"out": {"class": "logging.StreamHandler", "formatter": "plain", "stream": "ext://sys.stdout"}},
     "root": {"level": "WARNING", "handlers": ["out"]},
-    # Because the warm-up is skipped, SGLang calls its own server before the server listens, and logs three tracebacks.
+    # Hide three tracebacks: without the warm-up, SGLang calls its own server before the server listens.
     "loggers": {"sglang.srt.entrypoints.http_server": {"level": "ERROR"}},
 }
 
 
 class SGLangServer:
-    """One SGLang server with all its processes. After `start`, it can be called at `url` with `headers`.
+    """One SGLang server with all its processes. After `start`, the server can be called at `url` with `headers`.
 
-    Its log is ``<name>-<rank>.log``.
+    The server's log is ``<name>-<rank>.log``.
 
     Args:
         head_dim: Size of an attention head; 0 if heads differ in size.
@@ -93,7 +93,7 @@ class SGLangServer:
         self._dtype = config.sglang.dtype_on(device)
         self._seed = seed
         self._port = 0
-        self._api_key = secrets.token_hex(24)  # hexadecimal, because the key must not begin with a dash
+        self._api_key = secrets.token_hex(24)  # use a hexadecimal key, because the key must not begin with a dash
         self._guard: Process | None = None
         self.scratch: Path | None = None
         self._log_task: asyncio.Task[None] | None = None
@@ -140,9 +140,10 @@ class SGLangServer:
         return self._config.tp_size
 
     async def start(self) -> None:
-        """Start the server and wait until it accepts connections. If another process takes its port, try another port.
+        """Start the server and wait until it accepts connections.
 
-        Raises `DeadlineError` after ``start_timeout_s``, and `WorkerDiedError` if the server's process ends.
+        If another process takes the server's port, this method tries another port. Raises `DeadlineError` after
+        ``start_timeout_s``, and `WorkerDiedError` if the server's process ends.
         """
         try:
             async with asyncio.timeout(self._fleet.start_timeout_s):
@@ -176,7 +177,7 @@ class SGLangServer:
     async def stop(self) -> None:
         """Kill the server with all its processes, and wait until its memory and temporary files are removed."""
         self._stopping = True
-        async with self._launching:  # wait for the end of a running launch
+        async with self._launching:  # wait until a running launch has ended
             guard = self._guard
         if guard is None:
             return
@@ -260,8 +261,8 @@ class SGLangServer:
                 line = chunk.decode(errors="replace").rstrip()
                 self._tail.append(line)
                 if not self._ready.is_set() and guard.returncode is None:
-                    # The guard records the server's files of shared memory now, while the server runs.
-                    # After the server's death, the guard could not find them.
+                    # Make the guard record the server's files of shared memory now, while the server runs.
+                    # The guard cannot find these files of shared memory after the server's death.
                     with contextlib.suppress(ProcessLookupError):
                         guard.send_signal(signal.SIGUSR1)
                 if READY_LINE in line:
@@ -295,20 +296,20 @@ class SGLangServer:
         flags = ["--skip-server-warmup", "--sleep-on-idle", "--incremental-streaming-output"]
         if not self._fleet.needs_server_tokenizer:
             flags.append("--skip-tokenizer-init")
-        if self._has_fp32_head:  # log-probs of bfloat16 logits have errors of up to 0.06 nats
+        if self._has_fp32_head:  # log-probs of bfloat16 logits would have errors of up to 0.06 nats
             flags.append("--enable-fp32-lm-head")
         if not on_cpu and self._head_dim and self._head_dim not in COMMON_HEAD_DIMS:
             arguments["--attention-backend"] = "triton"
         if self.saves_memory:
             flags.append("--enable-memory-saver")
         if config.on_update is OnUpdate.keep:
-            # No prefix cache: it cannot be flushed while requests run, and would serve KV entries of old weights.
-            # No overlapped scheduling: the last tokens before an update would get the new version.
+            # Disable the prefix cache: it cannot be flushed while requests run, so it would serve KV of old weights.
+            # Disable overlapped scheduling, because the last tokens before an update would get the new version.
             flags += ["--disable-radix-cache", "--disable-overlap-schedule"]
         return [*(word for pair in arguments.items() for word in pair), *flags, *config.extra_args]
 
     def environment(self, scratch: Path) -> dict[str, str]:
-        """Return all environment variables of the server, by name. Secrets are left out, except ``pass_secrets``.
+        """Return all environment variables of the server, by name. Only the secrets in ``pass_secrets`` are kept.
 
         ``scratch`` is the server's folder for temporary files.
         """
@@ -317,14 +318,14 @@ class SGLangServer:
             "TMPDIR": str(scratch),
             "SGLANG_LOGGING_CONFIG_PATH": str(scratch / "logging.json"),
             "HF_HUB_OFFLINE": "1",
-            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # SGLang returns log-probs at the sampling temperature
+            "SGLANG_RETURN_ORIGINAL_LOGPROB": "false",  # makes SGLang return log-probs at the sampling temperature
             "PYTHONUNBUFFERED": "1",
             "TQDM_DISABLE": "1",
             "SGLANG_TIMEOUT_KEEP_ALIVE": str(SERVER_KEEP_ALIVE_S),
             ORDER_VARIABLE: str(scratch / "weights.json"),
-            # SGLang's default, a TCPStore, would listen on every address of the host and answer every client.
+            # Replace SGLang's default, a TCPStore, which would listen on all addresses and answer every client.
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{scratch}/rendezvous",
-            # SGLang uses these two values in the names of its shared memory
+            # SGLang uses the next two values in the names of its shared memory
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(self._port),
         }
@@ -373,7 +374,7 @@ class SGLangServer:
 
 
 async def _read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read one line, or the beginning of a very long line. Returns no bytes at the stream's end."""
+    """Read one line, or the beginning of a very long line. Returns ``b""`` at the end of the stream."""
     try:
         return await stream.readuntil(b"\n")
     except asyncio.IncompleteReadError as error:

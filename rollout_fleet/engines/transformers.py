@@ -58,8 +58,8 @@ class StepRecorder:
 
     - A row ends with one of ``eos_ids``, with its own stop token or stop text, or at its ``max_new_tokens``. An aborted
       row ends at its next token.
-    - The model generates a batch in rounds (calls of ``generate``). Each round continues the unfinished rows. With
-      ``drops_rows``, a round ends when half of its rows have ended.
+    - The model generates a batch in one or more calls of ``generate``. Each call continues the unfinished rows. With
+      ``drops_rows``, a call ends when half of its rows have ended.
     - In a row with a seed, the seed and the token's position determine the draw of each token. This does not hold if
       top-p, top-k or min-p truncates the distribution.
     - At temperature 0 (greedy), log-probs are computed at temperature 1.
@@ -103,9 +103,9 @@ class StepRecorder:
         return len(self._token_ids)
 
     def begin_round(self) -> Tensor:
-        """Begin a round (one call of ``generate``) with the rows that have not ended.
+        """Select the rows that have not ended, for the next call of ``generate``.
 
-        Returns [b] int64: the index of each of these rows in the previous round. Empty if all rows have ended.
+        Returns [b] int64: the index of each selected row in the previous call. Empty if all rows have ended.
         """
         is_left = self._is_left[self._rows]
         self._rows = self._rows[is_left]
@@ -131,8 +131,8 @@ class StepRecorder:
     def after_sampling(self, token_ids: Tensor) -> Tensor:
         """Record the [b, 1] token ids that ``generate`` has just sampled, one per row, and their log-probs.
 
-        Returns [b] bool: True for each row that ``generate`` must stop. At the end of a round (one call of
-        ``generate``), all values are True.
+        Returns [b] bool: True for each row that ``generate`` must stop. If this call of ``generate`` must end, all
+        values are True.
         """
         assert self._step_logprobs is not None
         rows, new_ids, num_rows = self._rows, token_ids.squeeze(1).cpu(), len(self._samples)
@@ -198,7 +198,7 @@ class GenerationModel:
         device: ``cpu`` or ``cuda``.
         seed: Seeds torch in this process.
         reproducible: Sample every answer from its own seed, one row at a time (`TransformersConfig`).
-        on_step: Called by the generating thread after every token of a batch.
+        on_step: Function that the generating thread calls after every token of a batch.
     """
 
     def __init__(
@@ -223,14 +223,14 @@ class GenerationModel:
         self._pixel_format: PixelFormat | None = None
         self._decode: Decode | None = None
         self._may_pad, self._cuts_cache = True, False
-        self.eos_ids: tuple[int, ...] = ()  # empty during `_check_logprobs`, so that no token ends a row
+        self.eos_ids: tuple[int, ...] = ()  # stays empty during `_check_logprobs`, so that no token ends a row
         self._held: dict[str, Tensor] = {}
         self._released: dict[torch.nn.Parameter, torch.Size] = {}
         self._adapted = AdaptedModules()
-        self._frozen = ""  # digest of the base weights of the loaded LoRA adapter; empty without an adapter
+        self._frozen = ""  # digest of the loaded LoRA adapter's base weights; empty if no adapter is loaded
 
     def load(self) -> None:
-        """Read the model from its folder onto the device, and test generation with it.
+        """Read the model from its folder onto the device, and test whether it generates correctly.
 
         Raises `EngineError` if generated log-probs differ from those of a forward pass.
         """
@@ -239,7 +239,7 @@ class GenerationModel:
         if self._facts.image_token_id is not None:
             kind, self._pixel_format = AutoModelForImageTextToText, PixelFormat.of(load_processor(self._model_path))
         model: Any = kind.from_pretrained(self._model_path, dtype=self._dtype)
-        # replace the model's own generation config, whose values transformers uses for options that a call omits
+        # Use an empty config, because transformers takes options that a call omits from the model's config.
         model.generation_config = GenerationConfig()
         self.model = model.to(self._device).eval().requires_grad_(False)
         self._check_logprobs()
@@ -296,7 +296,7 @@ class GenerationModel:
         return self._held
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return the parameters and the buffers that a checkpoint stores, such as a router's correction biases."""
+        """Return all parameters, and the buffers that a checkpoint stores, such as a router's correction biases."""
         stored = self.model.state_dict().keys()
         buffers = {name: buffer for name, buffer in self.model.named_buffers() if name in stored}
         return dict(self.model.named_parameters()) | buffers
@@ -338,7 +338,8 @@ class GenerationModel:
         """Yield the batches. Each batch is a list of indices into ``requests``.
 
         ``generate`` still computes the row of a sample that has ended, while other samples of the batch run. Therefore
-        each prompt in the batch, plus the batch's longest response, must fit into the model's positions.
+        each prompt in the batch, plus the batch's longest response, must not exceed the model's largest number of
+        positions.
         """
         if self._reproducible:
             yield from ([row] for row in range(len(requests)))
@@ -388,9 +389,9 @@ class GenerationModel:
         return recorder.outputs(version)
 
     def _seen(self, requests: Sequence[SampleRequest], mask: Tensor, *, is_first: bool) -> dict[str, Tensor]:
-        """Return the model arguments of a batch with images: positions [4, b, T], and pixels if ``is_first``.
+        """Return extra model arguments for a batch with images: positions [4, b, T], and the pixels if ``is_first``.
 
-        The first position is the token's index in its row. The other three are those of `positions_of`. Without these
+        The first position is the token's index in its row. The other three come from `positions_of`. Without these
         positions, transformers would compute its own, and would store one offset per row in the model
         (``rope_deltas``). Such offsets do not fit a batch from which rows have been dropped.
         """
@@ -488,7 +489,7 @@ class GenerationModel:
             tokens = torch.from_numpy(output.token_ids).to(self._device, torch.int64)
             prompt = torch.from_numpy(request.prompt_ids).to(self._device)
             whole, seen = torch.cat([prompt, tokens])[None], {}
-            if request.images:  # compare only tokens before a sampled placeholder: the model would need its pixels
+            if request.images:  # compare only the tokens before a sampled placeholder, which has no pixels
                 is_placeholder = tokens == self._facts.image_token_id
                 tokens = tokens[: int(is_placeholder.int().argmax()) if is_placeholder.any() else None]
                 whole = torch.cat([prompt, tokens])[None]
@@ -501,7 +502,7 @@ class GenerationModel:
         return largest
 
     def _can_cut_cache(self, request: SampleRequest) -> bool:
-        """Return whether rows of the model's cache can be dropped and copied: the cache has only keys and values."""
+        """Return whether the model's cache has only keys and values. Rows of such a cache can be dropped and copied."""
         ids, mask = self._left_padded([request.prompt_ids])
         config = self._generation_config(request.sampling, 1)
         cache = self.model.generate(ids, attention_mask=mask, generation_config=config).past_key_values
@@ -512,7 +513,7 @@ class GenerationModel:
         )
 
     def _left_padded(self, prompts: Sequence[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Return [B, P] int64 ids and mask, padded on the left."""
+        """Return a pair of [B, P] int64 tensors, padded on the left: the token ids, and the attention mask."""
         longest = max(map(len, prompts))
         ids = np.full((len(prompts), longest), self._facts.pad_id, dtype=np.int64)
         mask = np.zeros_like(ids)
@@ -522,9 +523,9 @@ class GenerationModel:
         return torch.from_numpy(ids).to(self._device), torch.from_numpy(mask).to(self._device)
 
     def _shared_prefill(self, requests: Sequence[SampleRequest]) -> Cache | None:
-        """Compute the KV cache of the prompts of [B] requests, without the last token of each prompt.
+        """Compute the KV cache of the prompts of B requests, without the last token of each prompt.
 
-        Equal prompts are computed once. Returns None if this saves little, or if the cache cannot be copied.
+        Equal prompts are computed once. Returns None if sharing saves little, or if the cache cannot be copied.
         """
         rows = {request.prompt_key: request for request in requests}
         shortest = min(len(request.prompt_ids) for request in requests)
@@ -616,7 +617,7 @@ class TransformersEngine(Engine):
         logger.info("%s: up", self._name)
 
     async def release_memory(self) -> None:
-        """Free the device memory of the weights (`Engine.release_memory`). The next weight load allocates it again."""
+        """Free the weights' memory on the device (`Engine.release_memory`). The next weight load allocates it again."""
         if self._running:
             raise EngineError(f"{self._name} cannot release its memory while it generates {len(self._running)} samples")
         async with self._idle_model:
@@ -644,7 +645,9 @@ class TransformersEngine(Engine):
 
     async def read_load(self) -> EngineLoad:
         """Raise `EngineError`: this engine does not report how many samples run and wait (`Engine.read_load`)."""
-        raise EngineError("the in-process engine reports no load; set rollout_fleet.groups_in_flight to a number")
+        raise EngineError(
+            "the in-process engine does not report its load; set rollout_fleet.groups_in_flight to a number"
+        )
 
     async def stop(self) -> None:
         """Abort all running requests and end the generating thread (`Engine.stop`)."""

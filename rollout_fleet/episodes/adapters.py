@@ -119,12 +119,12 @@ class CommandEnvironment:
         if not words or shutil.which(words[0]) is None:
             raise ValueError(
                 f"rollout_fleet.environment.options.command must begin with a program, got {command!r}, which cannot "
-                "be found; name its whole path"
+                "be found; give the full path of the program"
             )
         if cwd and not Path(cwd).is_dir():
             raise ValueError(
-                f"rollout_fleet.environment.options.cwd must be an existing folder, got {cwd!r}; make it, or leave the "
-                "option out for a new folder per episode"
+                f"rollout_fleet.environment.options.cwd must be an existing folder, got {cwd!r}; create the folder, or "
+                "leave the option out for a new folder per episode"
             )
         self._words = [str(Path(word).absolute()) if os.sep in word and Path(word).exists() else word for word in words]
         self._words[1:] = [str(Path(word).absolute()) if Path(word).is_file() else word for word in self._words[1:]]
@@ -192,8 +192,8 @@ def _read_end(stream: BinaryIO, most: int) -> str:
 def _outcome_of(path: Path, output: str) -> Any:
     if not os.path.lexists(path):
         return Outcome(answer=output)
-    if not path.is_file():  # for example a FIFO: reading it would block the event loop
-        raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON, got no regular file")
+    if not path.is_file():  # reading a special file such as a FIFO would block the event loop
+        raise EpisodeFailure(FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON, but is not a regular file")
     written = path.read_text(errors="replace")
     try:
         return json.loads(written)
@@ -237,7 +237,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages or text. Text is added to the last message if that message is the user's."""
+    """Append an observation: chat messages, or text. Text continues the last message if the user wrote that message."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -253,7 +253,7 @@ def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
 
 @ENVIRONMENTS.register("gym")
 class GymEnvironment:
-    """A game with ``reset`` and ``step``: Gymnasium's interface, in text or messages.
+    """A game with Gymnasium's methods ``reset`` and ``step``. Actions are texts; observations are texts or messages.
 
     - ``reset`` may have the parameters ``seed`` and ``options``. The options are the ``extra`` of the data row. The
       seed is the prompt's ``group_id``, so all rollouts of a group start in the same state. ``reset`` returns the
@@ -421,7 +421,7 @@ class OpenEnvEnvironment:
 
 
 async def _invalid_or_tool(policy: Policy, call: Awaitable[Any], name: str) -> Any:
-    """Run a tool with `Policy.run_tool`. Raise an `_InvalidAction` of the call; it does not count as a tool's error."""
+    """Run a tool with `Policy.run_tool`. An `_InvalidAction` is raised, but not counted as an error of the tool."""
 
     async def result() -> Any:
         try:
@@ -451,7 +451,7 @@ async def use_tools(
         policy: The policy.
         messages: The conversation so far.
         tools: JSON schemas, in the form of OpenAI's API.
-        call: Takes the name of a tool and its arguments, runs the tool, and returns its result.
+        call: Function that takes the name of a tool and its arguments, runs the tool, and returns its result.
         **options: Further fields of each request.
 
     Raises:
@@ -530,7 +530,7 @@ class McpEnvironment:
 
     async def _use_servers(self, prompt: Prompt, policy: Policy) -> Outcome:
         async with AsyncExitStack() as stack:
-            offered: list[tuple[str, Any, Any]] = []  # (name of the server, session with the server, tool)
+            offered: list[tuple[str, Any, Any]] = []  # each entry: name of a server, its session, one of its tools
             for server_name, server in self._servers.items():
                 session = await self._connect(stack, server)
                 try:
@@ -635,7 +635,7 @@ class VerifiersEnvironment:
         if type(index) is not int or not 0 <= index < len(self._tasks):
             raise ValueError(
                 f"column {self._task_key!r} must be the index of a task in 0..{len(self._tasks) - 1}, got {index!r}; "
-                f"write it into the data, and set data.extra_keys=[{self._task_key}]"
+                f"write the index into the data, and set data.extra_keys=[{self._task_key}]"
             )
         variable = f"ASYNCRL_EPISODE_{uuid.uuid4().hex}"  # verifiers reads API keys only from environment variables
         client = self._vf.EvalClientConfig(base_url=policy.base_url, api_key_var=variable)

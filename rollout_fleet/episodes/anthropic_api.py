@@ -42,7 +42,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
 
     ``key`` is the request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
 
-    Raises `ValueError` if a field is not supported or wrong. The message has the field and its valid values.
+    Raises `ValueError` if a field is not supported or wrong. The error names the field and its valid values.
     """
     check_fields(body, _FIELDS)
     messages: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ def read_request(body: Mapping[str, Any], *, key: str = "", is_retry: bool = Fal
     for place, message in enumerate(list_of(body, "messages")):
         messages += _read_message(message, f"messages[{place}]")
     if messages and messages[-1]["role"] == "assistant":
-        raise ValueError("the last message must be of the user, got one of the assistant: a prefill is not supported")
+        raise ValueError("the last message must have the role user, got assistant: answers cannot be prefilled")
     tools, hosted = split_tools(body, "custom")
     choice, config = body.get("tool_choice") or {}, body.get("output_config") or {}
     named = {

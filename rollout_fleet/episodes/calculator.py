@@ -40,7 +40,7 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """The environment. It answers up to ``max_calls`` calls of the policy, and reports the number of calls."""
+    """The task's environment. It answers up to ``max_calls`` calls of the policy, and reports the number of calls."""
 
     def __init__(self, max_calls: int = 2, needless_cost: float = 0.5) -> None:
         self._max_calls = max_calls
@@ -93,8 +93,8 @@ def make_demonstrations(
 ) -> list[tuple[str, str]]:
     """Return (prompt, response) texts for supervised training, from a teacher with two wrong habits.
 
-    The teacher answers a share ``habit_rate`` of the sums with their first number. It calls the calculator for the same
-    share of the questions that are a single number. For every sum, the texts also show how to use the calculator.
+    The teacher answers the fraction ``habit_rate`` of the sums with the sum's first number. It calls the calculator for
+    the same fraction of the single numbers. For every sum, the texts also show how to use the calculator.
     """
     shown = []
     for row in rows:

@@ -16,7 +16,7 @@ from .environment import is_usable, read_json
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-# number of tokens at the end of the prompt in which `<think>` is searched
+# `<think>` is searched in this number of tokens at the end of the prompt.
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
@@ -44,8 +44,8 @@ class ToolCallParser(Protocol):
     ) -> tuple[str, list[ToolCall], list[str]]:
         """Split a sampled answer into text and tool calls.
 
-        Returns the text outside the calls, the calls, and the texts of calls that cannot be read. ``tools`` are the
-        JSON schemas of the tools that the policy may call.
+        Returns three values: the text outside the calls, the calls, and the texts of calls that cannot be read.
+        ``tools`` are the JSON schemas of the tools that the policy may call.
         """
         ...
 
@@ -92,7 +92,7 @@ class LibraryParser:
 
 
 def split_calls(calls: Sequence[Any]) -> tuple[list[ToolCall], list[str]]:
-    """Separate the tool calls that the library ``renderers`` has parsed: usable calls, and texts of malformed calls.
+    """Split the tool calls that the library ``renderers`` has parsed into usable calls and texts of malformed calls.
 
     If an argument of an XML call is plain text such as ``Rome``, the library gives the call the status
     ``invalid_json``. Such a call is usable, and the argument stays text.
@@ -138,7 +138,7 @@ class SGLangParser:
     def split(
         self, token_ids: Sequence[int], tools: Sequence[Mapping[str, Any]]
     ) -> tuple[str, list[ToolCall], list[str]]:
-        """Split an answer into text and tool calls, like every `ToolCallParser`, with a parser of SGLang.
+        """Split an answer into text and tool calls with a parser of SGLang (`ToolCallParser.split`).
 
         SGLang drops malformed calls, and reads only calls of the given ``tools``.
         """
@@ -213,7 +213,7 @@ def all_tool_parsers(tokenizer: ChatTokenizer) -> Iterator[ToolCallParser]:
 def split_reasoning(
     tokenizer: ChatTokenizer, prompt_ids: Sequence[int], token_ids: Sequence[int]
 ) -> tuple[str, Sequence[int]]:
-    """Split a sampled answer at ``</think>``. Returns the text of the reasoning, and the token ids after it.
+    """Split a sampled answer at ``</think>``. Returns a pair: the text of the reasoning, and the token ids after it.
 
     ``token_ids`` is the answer without its stop token. The tag ``<think>`` is in the answer, or at the end of the
     prompt. Without a tag, the reasoning is empty.
@@ -222,7 +222,7 @@ def split_reasoning(
 
     ids = list(token_ids)
     is_begun = tokenizer.decode(list(prompt_ids[-PROMPT_END:])).rstrip().endswith(REASONING_BEGIN)
-    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # faster than the library's search
+    if not is_begun and REASONING_BEGIN not in tokenizer.decode(ids):  # this check is faster than the library's search
         return "", ids
     boundary = scan_reasoning(tokenizer, ids, prefilled=is_begun)
     if boundary.text is None:

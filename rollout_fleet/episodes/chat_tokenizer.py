@@ -1,4 +1,4 @@
-"""A model folder's tokenizer and chat template, without transformers' tokenizers and without torch."""
+"""The tokenizer and the chat template of a model folder. Needs neither transformers' tokenizers nor torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PLAIN_TEMPLATE = """\
 """Chat template for a model that has none. Each message becomes a marker of its role, its text, and the end token."""
 
 PLAIN_ROLES = ("system", "user", "assistant", "tool")
-_SPACE = "\u2581"  # how SentencePiece writes a space in a token
+_SPACE = "\u2581"  # SentencePiece writes a space in a token as this letter
 _SPECIAL = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -70,7 +70,7 @@ class ChatTokenizer:
         )
 
     def __call__(self, text: str, **_: Any) -> dict[str, Any]:
-        """Encode a text to tokens with their character offsets."""
+        """Encode a text. Returns the ids of the tokens, and the character offsets of the tokens in the text."""
         encoding = self._fast.encode(text, add_special_tokens=False)
         return {"input_ids": encoding.ids, "offset_mapping": encoding.offsets}
 
@@ -78,7 +78,7 @@ class ChatTokenizer:
         return self._fast.get_vocab_size()
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """Encode a text to token ids. A special token written in the text becomes its id. No tokens are added."""
+        """Encode a text to token ids. The text of a special token becomes the token's id. No tokens are added."""
         return self._fast.encode(text, add_special_tokens=False).ids
 
     def encode_rest(self, text: str) -> list[int]:
@@ -104,7 +104,7 @@ class ChatTokenizer:
         return [self.convert_tokens_to_ids(token) for token in tokens]
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the vocabulary as a dict from each token's text to its id, with added tokens."""
+        """Return the vocabulary as a dict from each token's text to its id, including added tokens."""
         return self._fast.get_vocab()
 
     def apply_chat_template(
@@ -169,7 +169,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
     if file.is_file():
         return file.read_text(encoding="utf-8")
     template = settings.get("chat_template") or ""
-    if isinstance(template, list):  # several templates, each with a name
+    if isinstance(template, list):  # the model has several templates, each with a name
         named = {entry["name"]: entry["template"] for entry in template}
         template = named.get("tool_use") or named.get("default") or ""
     return template

@@ -20,7 +20,7 @@ class OnFailure(StrEnum):
 
 
 class OnSamplingOption(StrEnum):
-    """How sampling options of a request that differ from the run's options are handled: replaced or refused."""
+    """What happens to sampling options that differ from the run's: the run's options are used, or the request fails."""
 
     override = "override"
     refuse = "refuse"

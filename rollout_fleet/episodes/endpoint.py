@@ -1,4 +1,4 @@
-"""The HTTP server through which environments call the policy, with OpenAI's and Anthropic's routes.
+"""The HTTP server that environments use to call the policy, with OpenAI's and Anthropic's routes.
 
 The server runs in the rollout worker. The API key of a call identifies the episode. An answer is sent when the policy
 has sampled the whole answer. Until then, the server writes comment lines into a streamed answer (server-sent events).
@@ -29,7 +29,7 @@ from .session import ChatRequest, SampledAnswer, Session, TextRequest
 KEEP_ALIVE_S = 5.0
 MAX_BODY_BYTES = 64 << 20
 MAX_CLOSED_KEYS = 100_000
-RETRY_COUNT = "x-stainless-retry-count"  # header in which OpenAI's and Anthropic's clients count retries
+RETRY_COUNT = "x-stainless-retry-count"  # OpenAI's and Anthropic's clients count retries in this header
 _PREFIX = "asyncrl-"
 A = TypeVar("A", ChatRequest, TextRequest)
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Access:
-    """The address and the API key with which the environment of one episode calls the policy.
+    """The address and the API key that the environment of one episode uses to call the policy.
 
     Attributes:
         base_url: URL of the `Endpoint`, for OpenAI's clients. Example: ``"http://127.0.0.1:41001/v1"``. Anthropic's
@@ -50,13 +50,13 @@ class Access:
 
 @dataclass(kw_only=True)
 class EndpointCounts:
-    """Numbers of calls and errors of an endpoint.
+    """Counters of the calls and errors of an endpoint.
 
     Attributes:
-        requests: Calls with a key of a running episode.
-        unknown_keys: Calls with an unknown key.
-        closed_keys: Calls with the key of an ended episode.
-        lost: Answers that were not delivered, because the client had disconnected.
+        requests: Number of calls with a key of a running episode.
+        unknown_keys: Number of calls with an unknown key.
+        closed_keys: Number of calls with the key of an ended episode.
+        lost: Number of answers that were not delivered, because the client had disconnected.
         errors: Number of error answers by HTTP status.
     """
 
@@ -355,7 +355,7 @@ def _read(reader: Callable[..., A], body: Mapping[str, Any], request: web.Reques
 def _parent_of(body: Mapping[str, Any]) -> int:
     parent = body.get("parent")
     if parent is not None and type(parent) is not int:
-        raise ValueError(f"parent must be the index of a turn, or null for a new root, got {parent!r}")
+        raise ValueError(f"parent must be the index of a turn, or null to begin a new sequence, got {parent!r}")
     return ROOT if parent is None else parent
 
 

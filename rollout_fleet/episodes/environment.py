@@ -28,7 +28,10 @@ T = TypeVar("T")
 OVERFLOW_CODE = "context_length_exceeded"
 """Error code that a request gets if its episode may have no more turns or tokens. OpenAI's API uses the same code."""
 OnTool = Callable[[int, str, bool], None]
-"""Called when a tool call begins and ends. Arguments: number of the call in the episode, tool, whether it begins."""
+"""Function that is called when a tool call begins, and again when the call ends.
+
+Its arguments are the number of the call in the episode, the name of the tool, and whether the call begins.
+"""
 MAX_LEVELS = 100
 """Largest allowed number of nested objects and arrays in JSON that the policy wrote."""
 _LARGEST = 3.4028234663852886e38  # the largest finite float32
@@ -67,7 +70,7 @@ class Outcome:
     """The result of an episode, which the environment returns.
 
     Attributes:
-        reward: Value of the built-in reward ``environment``; None if other reward functions shall score the episode.
+        reward: Value of the built-in reward ``environment``; None if only other reward functions score the episode.
         turn_rewards: Additional rewards of turns, by the turn's index (`AssistantMessage.turn`, `SampledTurn.turn`).
         metrics: Numbers to report. Example: ``{"guesses": 4.0}``.
         answer: The text that reward functions score. Empty or None: the text of the last sampled turn.
@@ -80,7 +83,7 @@ class Outcome:
 
     @classmethod
     def of(cls, returned: object) -> Outcome:
-        """Convert the value that an environment has returned to an `Outcome`.
+        """Make an `Outcome` from the value that an environment has returned.
 
         ``returned`` is an `Outcome`, a mapping with fields of `Outcome`, a number (the reward), or None (no reward).
 
@@ -154,7 +157,7 @@ class AssistantMessage(dict[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class SampledTurn:
-    """A sampled turn of the policy in tokens, returned by `Policy.sample`.
+    """A turn that the policy sampled, as tokens. `Policy.sample` returns this object.
 
     Attributes:
         turn: Index of the turn in the episode. Pass it as ``parent`` to continue after this turn.
@@ -170,7 +173,7 @@ class SampledTurn:
 
 
 class Policy:
-    """The policy of one episode, as a client of the episode's endpoint.
+    """The client of one episode's environment. It sends requests to the episode's endpoint, where the policy answers.
 
     Any client of OpenAI's API can be used instead, with ``base_url`` and ``api_key``.
 
@@ -267,7 +270,7 @@ class Policy:
         except (ToolError, EpisodeFailure):
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():  # else the tool raised its own TimeoutError
+            if isinstance(error, TimeoutError) and deadline.expired():  # else the tool itself raised `TimeoutError`
                 raise ToolError(
                     f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
                     f"{self._tool_timeout_s:g} s; make it faster or raise the option"
@@ -314,12 +317,12 @@ async def _post_json(url: str, api_key: str, body: Mapping[str, Any]) -> tuple[i
         )
         writer.write(head.encode() + payload)
         await writer.drain()
-        # HTTP/1.0: the server closes the connection at the end
+        # With HTTP/1.0, the server closes the connection after its answer, so read until the end.
         head, _, content = (await reader.read(-1)).partition(b"\r\n\r\n")
         status_line, _, lines = head.partition(b"\r\n")
         headers = http.client.parse_headers(io.BytesIO(lines + b"\r\n\r\n"))
         if len(content) < int(headers.get("Content-Length", 0)) or not status_line:
-            raise EOFError("the connection was closed within an answer")
+            raise EOFError("the connection was closed in the middle of an answer")
         return int(status_line.split()[1]), json.loads(content)
     except ValueError as error:
         raise http.client.HTTPException(f"no answer in JSON ({error})") from error

@@ -49,14 +49,14 @@ logger = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 GRACE_S = 1.0
-"""Seconds that the tasks of an ended episode have to end after their cancellation."""
+"""Time limit for the cancelled tasks of an ended episode to end, in seconds."""
 MOST_NAMED = 80
 """Longest reported tool name, in characters. The policy may have written the name."""
 EPISODE = "ASYNCRL_EPISODE"
 """Name of the environment variable that marks the programs that an episode started."""
 _ENVIRONMENTS_KEPT = 16
 _THREADS = 64
-_SHUTTING_DOWN = frozenset({410, 503})  # HTTP statuses of the policy's endpoint after an episode's end
+_SHUTTING_DOWN = frozenset({410, 503})  # the policy's endpoint answers with these HTTP statuses after an episode's end
 
 
 class _Traces:
@@ -71,7 +71,7 @@ class _Traces:
         self.has_programs = False
 
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
-        """Kill the programs and cancel the tasks that still run. Return their number."""
+        """Kill the programs and cancel the tasks that still run. Return how many they were."""
         killed = sum(map(_kill_fork, self.forks))
         if self.has_programs or self.forks:  # forked processes may have started programs
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
@@ -127,7 +127,7 @@ class _DefaultThreads(ThreadPoolExecutor):
 
 
 def _call_in(traces: _Traces | None, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function in this thread for the episode of ``traces``."""
+    """Call a function in this thread, so that the work counts for the episode of ``traces``."""
     token = _current.set(traces)
     try:
         return function(*args, **kwargs)
@@ -252,7 +252,7 @@ class EnvironmentChild:
         try:
             environment = self._environment(question["name"], question["options"])
             answer["replayable"] = bool(getattr(environment, "replayable", True))
-        except BaseException as error:  # noqa: BLE001 - user code
+        except BaseException as error:  # noqa: BLE001 - user code may raise any exception
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
         write_frame(self._answers, answer)
@@ -267,10 +267,11 @@ class EnvironmentChild:
             prompt = _prompt(question["prompt"])
             environment = self._environment(question["name"], question["options"])
             body = context.run(asyncio.create_task, _outcome(environment, prompt, policy))
-            body.add_done_callback(lambda body: body.cancelled() or body.exception())  # avoids a log of the exception
+            # Read the exception, so that asyncio does not log it as an exception that nobody retrieved.
+            body.add_done_callback(lambda body: body.cancelled() or body.exception())
             await asyncio.wait([body])
             answer["outcome"] = asdict(body.result())
-        except BaseException as error:  # from the user's code, or because the parent cancels the episode
+        except BaseException as error:  # the user's code raised an error, or the parent cancels the episode
             failure = _failure(error)
             answer["failure"] = (failure.kind, str(failure))
             if not isinstance(error, (asyncio.CancelledError, EpisodeFailure)):

@@ -66,7 +66,7 @@ class HasAccess(Protocol):
 
     @property
     def base_url(self) -> str:
-        """URL at which the episode's environment reaches the policy, for OpenAI's clients."""
+        """URL that the episode's environment uses to call the policy, for OpenAI's clients."""
         ...
 
     @property
@@ -76,7 +76,7 @@ class HasAccess(Protocol):
 
 
 class _EnvironmentProcess:
-    """A child process with its episodes. The keys of ``answers`` and ``listeners`` are the numbers of requests."""
+    """A child process with its episodes. The keys of ``answers`` and ``listeners`` are the ids of requests."""
 
     def __init__(self, child: ChildProcess, config: RolloutFleetConfig) -> None:
         self.answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -99,7 +99,7 @@ class _EnvironmentProcess:
         answer.add_done_callback(lambda _: self.answers.pop(number, None))
         if self._end is not None:
             answer.set_result(self._lost())
-        with suppress(ConnectionError):  # the process has ended; `_read` answers with a failure
+        with suppress(ConnectionError):  # the process has ended, so `_read` sets a failure as the answer
             await self._child.send(question)
         return await asyncio.shield(answer)
 
@@ -116,7 +116,7 @@ class _EnvironmentProcess:
             await self.end(f"did not clear up a cancelled episode within {timeout_s:g} s")
 
     def check(self, late_s: float) -> str:
-        """Return why the process must be killed; an empty text if it may continue.
+        """Return why the process must be killed; an empty text if the process may continue.
 
         The process gets ``late_s`` more seconds to answer: the seconds for which the worker's event loop was blocked.
         """
@@ -139,7 +139,7 @@ class _EnvironmentProcess:
         return ""
 
     async def end(self, why: str) -> None:
-        """Kill the process. Its episodes fail, and ``why`` is in the message."""
+        """Kill the process. Its episodes fail, with ``why`` in the error message."""
         if self._end is None:
             self._end = why
         await self._child.kill()
@@ -174,7 +174,7 @@ class EnvironmentProcesses:
     """Child processes that run the environments of one rollout worker.
 
     Attributes:
-        counts: How often each event of `EpisodeCount` has happened so far, by the event's name. Events that the HTTP
+        counts: Number of events of each kind so far, by the kind's name (`EpisodeCount`). Events that the HTTP
             endpoint counts are missing here.
     """
 
@@ -194,7 +194,9 @@ class EnvironmentProcesses:
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the child processes. If the run has an environment, one process loads it now, to find errors early.
+        """Start the child processes.
+
+        If the run names an environment, one process loads this environment now, to find errors early.
 
         Raises:
             ValueError: the environment cannot be loaded, or ``rollout_fleet.environment.python`` cannot be run.
@@ -251,8 +253,8 @@ class EnvironmentProcesses:
             sample: Index of the rollout in its group, 0..G - 1.
             name: The environment. Empty: the environment of the run.
             options: Keyword arguments of the environment from the prompt's row of the data. If the environment is that
-                of the run, they override its configured options.
-            on_tool: Called when a call of `Policy.run_tool` begins and when it ends.
+                of the run, these options override the configured options.
+            on_tool: Function that is called when a call of `Policy.run_tool` begins and when it ends.
 
         Raises:
             EpisodeFailure: the episode has no outcome.
@@ -339,9 +341,9 @@ class EnvironmentProcesses:
         self._slots[self._slots.index(process)] = None
 
     async def _process(self, slot: int) -> _EnvironmentProcess:
-        """Return the process of a slot. If the slot has no running process, start a new process.
+        """Return the child process with the index ``slot``. If no such process runs, start a new process.
 
-        The start is delayed if a process of any slot has ended or failed to start before.
+        The start is delayed if any child process has ended or failed to start before.
         """
         async with self._starting[slot]:
             process = self._slots[slot]

@@ -85,7 +85,7 @@ class _Node:
 
     @property
     def reserved_depth(self) -> int:
-        """The depth that the turn has when it reaches its maximum length."""
+        """Number of tokens on the path up to the turn's end, if the turn reaches its maximum length."""
         left = self.sampling.max_new_tokens - len(self.turn.token_ids) if self.is_running and self.sampling else 0
         return self.depth + left
 
@@ -168,9 +168,9 @@ class Episode:
 
     @property
     def live(self) -> list[int]:
-        """Indices of all turns in use (`is_known`), in ascending order. A turn comes after its parent.
+        """Indices of all turns of this attempt that are not dropped (`is_known`), in ascending order.
 
-        Turns of an earlier attempt are missing until they are replayed. Dropped turns are missing.
+        A turn comes after its parent. Turns of an earlier attempt are missing until they are replayed.
         """
         return [index for index, node in enumerate(self._nodes) if node.is_live]
 
@@ -181,7 +181,7 @@ class Episode:
         return self.turn(turns[-1]) if turns else None
 
     def is_known(self, index: int) -> bool:
-        """Return whether ``index`` belongs to a turn in use: given, sampled or replayed, and not dropped."""
+        """Return whether this attempt has given, sampled or replayed the turn ``index``, and has not dropped it."""
         return 0 <= index < len(self._nodes) and self._nodes[index].is_live
 
     def forget(self) -> None:
@@ -197,14 +197,14 @@ class Episode:
     def path(self, index: int) -> np.ndarray:
         """Return [T] int32, all token ids from the start of the sequence to the end of the turn ``index``.
 
-        The result is empty for `ROOT`, the place before the first turn.
+        The result is empty for `ROOT`, the position before the first turn.
         """
         parts: list[np.ndarray] = []
         while index != ROOT:
             parts.append(self._nodes[index].turn.token_ids)
             index = self._nodes[index].turn.parent
         parts = [part for part in parts[::-1] if len(part)]
-        if len(parts) == 1:  # no copy: requests for the same prompt share this array
+        if len(parts) == 1:  # do not copy the array, because requests for the same prompt share it
             return parts[0]
         return np.concatenate(parts, dtype=np.int32) if parts else np.empty(0, dtype=np.int32)
 
@@ -304,7 +304,7 @@ class Episode:
         self._check_parent(parent)
         depth = self.depth(parent) + len(new_tokens)
         if depth == 0:
-            raise ValueError(f"episode {self.name}: a new root needs at least one token")
+            raise ValueError(f"episode {self.name}: a new sequence needs at least one token")
         known = self._given.get(_given_key(parent, _int32(new_tokens), images))
         above = parent if known is None or not self._nodes[known].is_live else known
         return self._room(depth, above, sampling.max_new_tokens, num_turns)
@@ -440,10 +440,10 @@ class Episode:
         return limits if limits["max_tree_tokens"] else {**limits, "max_tree_tokens": sys.maxsize}
 
     def _other_paths(self, extended: int) -> int:
-        """Return the sum of the lengths of all paths to leaves, without the path to ``extended``, in tokens.
+        """Return how many tokens all branches have together, except the branch that ends with the turn ``extended``.
 
-        Tokens that paths share count once per path. A running turn counts with its maximum length. If ``extended`` is
-        not a leaf, all paths count.
+        A branch is the path from a root to a leaf. Tokens that branches share count once per branch. A running turn
+        counts with its maximum length. If ``extended`` is not a leaf, no branch is left out.
         """
         live = {index: node for index, node in enumerate(self._nodes) if node.is_live and index != PROMPT}
         inner = {node.turn.parent for node in live.values()}
@@ -503,7 +503,7 @@ class Episode:
             self._running.discard(index)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """Return the prompt, the turns ``indices`` and their ancestors, and a dict from old indices to new indices."""
+        """Return a pair: the prompt, the turns ``indices`` and their ancestors; and a dict from old to new indices."""
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:

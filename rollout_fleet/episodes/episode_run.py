@@ -38,7 +38,7 @@ class Player(Protocol):
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each event of `EpisodeCount` has happened so far, by the event's name."""
+        """Number of events of each kind so far, by the kind's name (`EpisodeCount`)."""
         ...
 
     def scores(self, failure: EpisodeFailure) -> bool:
@@ -93,9 +93,10 @@ class EpisodeRun:
             cut-off turn, or if the engine does not report how many tokens of its prompt were in the cache.
 
     Args:
-        ask: Called when a turn needs the engine. It must not wait.
+        ask: Function that is called when a turn needs the engine. It must not wait.
         vocab_size: Size of the vocabulary. Token ids must be below this number.
-        on_place: Called when the property `place` may have changed without a new turn. It must not wait.
+        on_place: Function that is called when the property `place` may have changed without a new turn. It must not
+            wait.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class EpisodeRun:
         self.episode.forget()
 
     def called(self, names: Sequence[str]) -> None:
-        """Record that the environment gets an answer of the policy, with calls of the tools ``names`` (or none)."""
+        """Record that the environment gets an answer of the policy. The answer calls the tools ``names``, if any."""
         self.times.called(names)
         self._on_place()
 
@@ -162,9 +163,10 @@ class EpisodeRun:
         ]
 
     def sampled(self) -> SampleOutput:
-        """Return the tokens of all sampled turns as one sample, turn after turn. The finish reason is the last turn's.
+        """Return the tokens of all sampled turns as one sample, turn after turn.
 
-        The sample includes tokens of unfinished turns and of replayed turns. It omits dropped turns.
+        The sample has the finish reason of the last turn. It includes tokens of unfinished turns and of replayed turns.
+        It omits dropped turns.
         """
         turns = [self.episode.turn(index) for index in self.episode.sampled]
         return SampleOutput(
@@ -191,7 +193,7 @@ class EpisodeRun:
         """Describe the episode as JSON values for people to read: its turns with texts and times, and its tools.
 
         Args:
-            decode: Converts token ids to text.
+            decode: Function that converts token ids to text.
             rewards: Rewards of turns, by their indices.
 
         Returns:

@@ -101,7 +101,7 @@ def read_content(content: Any, where: str) -> str:
     for place, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if kind not in _TEXT_PARTS:
-            raise ValueError(f"{where}[{place}] must be of the types {', '.join(_TEXT_PARTS)}, got {kind!r}")
+            raise ValueError(f"{where}[{place}].type must be one of {', '.join(_TEXT_PARTS)}, got {kind!r}")
         texts.append(str(part.get("refusal" if kind == "refusal" else "text") or ""))
     return "".join(texts)
 
@@ -149,7 +149,7 @@ def canonical(message: Message, call_places: Mapping[str, int]) -> bytes:
     with suppress(TypeError):  # orjson refuses invalid Unicode
         if "tool_calls" not in message:
             return orjson.dumps(form)
-    return json.dumps(form, sort_keys=True).encode()  # unlike orjson: large integers are allowed, NaN is not null
+    return json.dumps(form, sort_keys=True).encode()  # unlike orjson, `json` keeps large integers and NaN
 
 
 def follow(digest: bytes, message: Message, call_places: Mapping[str, int]) -> bytes:

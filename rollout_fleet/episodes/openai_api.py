@@ -67,7 +67,7 @@ def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False)
 
     ``key`` is the request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
 
-    Raises `ValueError` if a field is not supported or wrong. The message has the field and its valid values.
+    Raises `ValueError` if a field is not supported or wrong. The error names the field and its valid values.
     """
     check_fields(body, _CHAT)
     tools, hosted = split_tools(body)
@@ -76,7 +76,7 @@ def read_chat(body: Mapping[str, Any], *, key: str = "", is_retry: bool = False)
             raise ValueError(f"tools[{place}] must be {{'type': 'function', 'function': …}}, got {tool!r}")
     if body.get("top_logprobs"):
         raise ValueError(
-            f"top_logprobs must be 0, got {body['top_logprobs']}: engines report the sampled token's log-prob only"
+            f"top_logprobs must be 0, got {body['top_logprobs']}: engines report only the log-prob of the sampled token"
         )
     max_tokens = body.get("max_completion_tokens")
     options = read_options(
@@ -92,7 +92,7 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
     ``key`` is the request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
 
-    Raises `ValueError` if a field is not supported or wrong. The message has the field and its valid values.
+    Raises `ValueError` if a field is not supported or wrong. The error names the field and its valid values.
     """
     check_fields(body, {*_COMMON, "prompt"})
     prompt = body.get("prompt")
@@ -105,12 +105,12 @@ def read_completion(body: Mapping[str, Any], *, key: str = "", is_retry: bool = 
 
 
 def read_options(body: Mapping[str, Any], *, max_tokens: Any, json_schema: str = "") -> SampleOptions:
-    """Return the sampling options in the JSON body of a request, which has OpenAI's field names.
+    """Read the sampling options from the JSON body of a request. The body has OpenAI's field names.
 
     A caller may add the field ``hosted_tools`` to ``body``. This field lists the types of the tools that the servers of
     an API provider would run.
 
-    Raises `ValueError` if a field is wrong. The message has the field and its valid values.
+    Raises `ValueError` if a field is wrong. The error names the field and its valid values.
     """
     stop = body.get("stop") or []
     stop = [stop] if isinstance(stop, str) else stop
@@ -153,7 +153,7 @@ def check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 
 
 def split_tools(body: Mapping[str, Any], own_type: str = "function") -> tuple[list[Mapping[str, Any]], list[str]]:
-    """Split the tools in a request's body. Returns the client's tools, and the types of all other tools.
+    """Split the tools in a request's body. Returns a pair: the client's tools, and the types of all other tools.
 
     The client runs its own tools. They have the type ``own_type`` or no type. The API provider's servers would run the
     other tools, such as a web search. Raises `ValueError` for a tool that is not a JSON object.
@@ -214,7 +214,7 @@ def _read_format(value: Any) -> str:
 
 
 def usage_of(answers: Sequence[SampledAnswer]) -> dict[str, Any]:
-    """Return the numbers of tokens as OpenAI's field ``usage``. The prompt of several answers counts once."""
+    """Count the tokens of the answers, in the form of OpenAI's field ``usage``. Their common prompt counts once."""
     written = sum(len(answer.token_ids) for answer in answers)
     prompt = answers[0].num_prompt_tokens
     return {

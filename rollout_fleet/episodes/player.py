@@ -65,7 +65,7 @@ class EpisodePlayer:
 
     @property
     def counts(self) -> Counter[str]:
-        """How often each event of `EpisodeCount` has happened so far, by the event's name (`Player.counts`)."""
+        """Number of events of each kind so far, by the kind's name in `EpisodeCount` (`Player.counts`)."""
         endpoint = self._endpoint.counts
         of_endpoint = {
             EpisodeCount.unknown_keys: endpoint.unknown_keys,
@@ -107,7 +107,7 @@ class EpisodePlayer:
             run.outcome = outcome
         except EpisodeFailure as failure:
             run.failure = failure
-            # the errors of most clients have no code, so the session records an overflow
+            # Most clients' errors lack the code of an overflow, so ask the session whether the episode overflowed.
             if failure.kind is FailureKind.environment and session.overflow:
                 run.failure = EpisodeFailure(FailureKind.overflow, f"{failure}; its last request: {session.overflow}")
             self._processes.counts[EpisodeCount(f"failed_{run.failure.kind}")] += 1

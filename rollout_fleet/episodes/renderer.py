@@ -34,8 +34,8 @@ from .environment import read_json
 AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
-_NAMED_TOOLS = ("gpt-oss",)  # renderers that need the field ``name`` in the messages of tools
-# Renderers that download a vocabulary. Each is tried only for models with the given token.
+_NAMED_TOOLS = ("gpt-oss",)  # these renderers need the field ``name`` in the messages of tools
+# These renderers download a vocabulary. Each is tried only if the model's tokenizer has the given token.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 
@@ -50,7 +50,7 @@ class ParsedAnswer:
         content: Text after the reasoning, without tool calls. Malformed tool calls stay in the text.
         reasoning: Text of the reasoning; empty if there is none.
         calls: The tool calls, in order.
-        num_malformed: Tool calls that could not be read.
+        num_malformed: Number of tool calls that could not be read.
     """
 
     content: str
@@ -150,7 +150,7 @@ class ChatRenderer(ABC):
             except ValueError as error:
                 verdicts[kind] = f"refused: {error}"
                 continue
-            if "weather" in self.tokenizer.decode(sampled or ()) and not parsed.calls:  # "weather" is the called tool
+            if "weather" in self.tokenizer.decode(sampled or ()) and not parsed.calls:  # the test tool is "weather"
                 self.reads_calls = False
             suffix = None if sampled is None else self.extend(prompt, sampled, [*messages, answer], new, tools)
             verdicts[kind] = "branches" if suffix is None else "continues"
@@ -182,7 +182,7 @@ class LibraryRenderer(ChatRenderer):
         new_messages: Sequence[Message],
         tools: Sequence[Message],
     ) -> list[int] | None:
-        """Return the token ids of the new messages; None if they change earlier tokens (`ChatRenderer.extend`)."""
+        """Return the new messages' token ids; None if the messages change earlier tokens (`ChatRenderer.extend`)."""
         before = [*prompt_ids, *sampled_ids]
         new = self._prepared([*history, *new_messages])[len(history) :]
         bridged = self._inner.bridge_to_next_turn(list(prompt_ids), list(sampled_ids), new, tools=_tools(tools))
@@ -227,7 +227,7 @@ class LibraryRenderer(ChatRenderer):
 
 
 class _PromptTexts:
-    """Maps the tokens of the newest prompts to their texts, which have at most ``most_letters`` letters together."""
+    """Maps the tokens of the newest prompts to the prompts' texts, up to ``most_letters`` letters in total."""
 
     def __init__(self, most_letters: int = 1 << 25) -> None:
         self._most_letters = most_letters
@@ -235,7 +235,7 @@ class _PromptTexts:
         self._texts: dict[int, str] = {}
 
     def of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of the prompt with these tokens; an empty text if it is not stored.
+        """Return the text of the prompt with these tokens; an empty text if none is stored.
 
         The text is found by a hash of the tokens. Two prompts may have the same hash, so the caller must compare the
         text with the rendered conversation.
@@ -259,7 +259,7 @@ class TemplateRenderer(ChatRenderer):
 
     - Render the whole conversation with the new messages. If the result begins with the text of the earlier turns, the
       rest is the text of the new messages.
-    - Render a short stand-in conversation without and with the new messages. The difference is their text.
+    - Render a short stand-in conversation without and with the new messages. The difference is the new messages' text.
 
     With ``keeps_reasoning``, `extend` uses only the second method. Otherwise it uses the second method if the first
     method fails, and checks that the template also appends this text to the whole conversation.
@@ -384,7 +384,7 @@ class TemplateRenderer(ChatRenderer):
         if after.startswith(before):
             sampled = after[len(before) :]
         elif opened != before.rstrip() and after.startswith(opened):
-            # the template ends a prompt with <think>, but leaves the reasoning of a finished answer out
+            # the template ends a prompt with <think>, but leaves out the reasoning of a finished answer
             sampled = f"{answer.get('reasoning_content', '')}{REASONING_END}{after[len(opened) :]}"
         else:
             return None
@@ -413,9 +413,10 @@ class TemplateRenderer(ChatRenderer):
         return super().self_test()
 
     def _find_tool_parser(self) -> ToolCallParser | None:
-        """Return the first parser that reads a tool call in the form in which the template writes it.
+        """Return the first parser that reads tool calls in the form of the template.
 
-        If no parser does, returns the parser of JSON in ``<tool_call>`` tags if the model knows this tag, else None.
+        If no parser does and the model knows the tag ``<tool_call>``, returns the parser of JSON in these tags.
+        Otherwise returns None.
         """
         called = _CALLED["tool_calls"][0]["function"]
         try:
@@ -450,7 +451,8 @@ class TemplateRenderer(ChatRenderer):
     def _find_stop_texts(self) -> list[str]:
         """Return the special tokens that close an assistant's message.
 
-        Some templates (GLM) write no closing token. There, the first token of the next message closes the message.
+        Some templates (GLM) write no closing token. With these templates, the first token of the next message closes
+        the message.
         """
         special = self.tokenizer.all_special_tokens
         found = [text for text in special if text in self._close]
@@ -558,7 +560,7 @@ def _choose(tokenizer: ChatTokenizer, config: RendererConfig, *, is_vision: bool
         except Exception as error:
             raise ValueError(
                 f"rollout_fleet.environment.renderer.name={config.name} does not fit {tokenizer.name_or_path}: "
-                f"{error!r}; {AUTO} and {TEMPLATE} follow the model's chat template"
+                f"{error!r}; use {AUTO} or {TEMPLATE}, which follow the model's chat template"
             ) from error
     first = MODEL_RENDERER_MAP.get(tokenizer.name_or_path)
     for name in sorted(names, key=lambda name: name != first):
@@ -586,7 +588,7 @@ def _check_markers(tokenizer: ChatTokenizer) -> None:
         if tokenizer.unk_token_id in tokenizer.encode(f"<|{role}|>"):
             raise ValueError(
                 f"{tokenizer.name_or_path} has no chat template, and its tokenizer has no tokens for <|{role}|> of the "
-                "plain template; add a chat_template to its tokenizer_config.json, or the markers to its tokens"
+                "plain template; add a chat_template to its tokenizer_config.json, or add the markers to its tokens"
             )
 
 

@@ -45,7 +45,7 @@ def read_request(
     request's idempotency key. ``is_retry`` says whether the client marks the request as repeated.
 
     Raises:
-        ValueError: a field is not supported. The message has the field's name and its valid values.
+        ValueError: a field is not supported. The error names the field and its valid values.
     """
     check_fields(body, _FIELDS)
     messages: list[Message] = []

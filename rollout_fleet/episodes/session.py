@@ -67,7 +67,7 @@ class TurnSampler(Protocol):
 
     @property
     def episode(self) -> Episode:
-        """The episode that the turns belong to."""
+        """The episode whose turns are sampled."""
         ...
 
     async def sample(
@@ -164,10 +164,10 @@ class SampledAnswer:
 
     Attributes:
         turn: Index in the episode.
-        message: The assistant's message in OpenAI's form. For a text request, its content is the text.
+        message: The assistant's message in OpenAI's form. For a text request, the message's content is the text.
         finish_reason: ``stop``, ``length`` or ``tool_calls``.
-        stop_text: The stop text that ended the turn, one of the request's ``stop``. The content does not contain it.
-            Empty if none of them ended the turn.
+        stop_text: The text of the request's option ``stop`` that ended the turn; empty if none of these texts ended the
+            turn. The content does not contain this text.
         num_prompt_tokens: Number of tokens before the turn: the prompt and all turns on the path to this turn.
         num_reused_tokens: Number of these prompt tokens that were in the episode before the request.
         token_ids: [R] int32 tokens of the turn.
@@ -188,7 +188,7 @@ class SampledAnswer:
 
 @dataclass(kw_only=True)
 class SessionCounts:
-    """Numbers of requests and tokens of one episode.
+    """Counters of the requests and tokens of one episode.
 
     Attributes:
         requests: Number of new requests.
@@ -243,16 +243,16 @@ class _Place:
 
 
 class Session:
-    """Answers the requests of one episode's environment, and keeps its conversations.
+    """Answers the requests of one episode's environment, and keeps the episode's conversations.
 
     Attributes:
-        overflow: Message of the `EpisodeOverflow` with which the latest request for messages or a text failed; empty if
-            that request did not fail with an `EpisodeOverflow`.
+        overflow: Error message of the latest request for messages or a text, if the episode had no room for the answer
+            (`EpisodeOverflow`); otherwise empty.
 
     Args:
         sampling: The run's sampling options.
         refuses: Whether to refuse requests with options other than the run's. Otherwise the run's options replace them.
-        on_calls: Called with the names of the tools that an answer calls; with an empty list if it calls none.
+        on_calls: Function that is called for each answer to messages. It gets the names of the tools that are called.
         images: Reads the images in messages; None if the policy takes no images.
     """
 
@@ -288,7 +288,7 @@ class Session:
 
     @property
     def renderer(self) -> ChatRenderer:
-        """Converts the model's chat messages to tokens, and tokens to messages."""
+        """The renderer, which converts the model's chat messages to tokens, and tokens to messages."""
         return self._renderer
 
     async def chat(self, request: ChatRequest) -> list[SampledAnswer]:
@@ -313,7 +313,7 @@ class Session:
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of the rendered messages and tools, without sampling.
 
-        Raises `ValueError` if there are no messages, if a message is not supported, or if the template refuses them.
+        Raises `ValueError` if there are no messages, or if a message is not supported or refused by the template.
         """
         messages = await self._read(request.messages)
         tokens, _ = self._with_images(self._renderer.render(messages, [dict(tool) for tool in request.tools]), messages)
@@ -322,28 +322,28 @@ class Session:
     async def complete(self, request: TextRequest) -> list[SampledAnswer]:
         """Return ``n`` sampled continuations of a text or of token ids.
 
-        A repeated request gets the answers to the first request; `chat` says which requests are repeated. Raises the
+        A request that repeats an earlier request (`chat` explains the rules) gets the earlier answers. Raises the
         errors of `chat`.
         """
         return await self._once(request, lambda: self._answer_text(request))
 
     async def sample(self, parent: int, tokens: Sequence[int], options: SampleOptions) -> SampledAnswer:
-        """Return one sampled answer to token ids instead of messages.
+        """Return one sampled answer to a request that has token ids instead of messages.
 
-        The tokens follow the turn with the index ``parent``. If ``parent`` is `ROOT`, they begin a new sequence.
+        The tokens follow the turn with the index ``parent``. If ``parent`` is `ROOT`, the tokens begin a new sequence.
 
         Raises the errors of `TurnSampler.sample` and `Episode.sample`, and `ValueError` for an unsupported option.
         """
         if options.n != 1:
-            raise ValueError(f"n must be 1 for token ids, got {options.n}; send one request per turn")
+            raise ValueError(f"n must be 1 in a request with token ids, got {options.n}; send one request per turn")
         (answer,) = await self._sample(_Place(parent=parent, new_tokens=tokens), options, stops=False)
         return answer
 
     def give(self, parent: int, tokens: Sequence[int]) -> int:
         """Append a turn of token ids that the policy did not sample.
 
-        The turn follows the turn with the index ``parent``. If ``parent`` is `ROOT`, it begins a new sequence. Returns
-        the index of the new turn. Raises the errors of `TurnSampler.give`.
+        The new turn follows the turn with the index ``parent``. If ``parent`` is `ROOT`, the new turn begins a new
+        sequence. Returns the index of the new turn. Raises the errors of `TurnSampler.give`.
         """
         turn = self._sampler.give(parent, tokens)
         self._know(turn)
@@ -436,7 +436,7 @@ class Session:
     def _place(
         self, messages: Sequence[Message], tools: Sequence[Message], tools_digest: str, digests: Sequence[bytes]
     ) -> _Place:
-        """Find the turn that a request continues, and the tokens to add. Count a request that begins a branch."""
+        """Find the turn that a request continues, and the tokens to add. Count the request if it begins a branch."""
         history, cause = self._longest_history(messages, tools_digest, digests)
         if history is not None:
             num_known = len(history.messages)
@@ -500,10 +500,10 @@ class Session:
     def _longest_history(
         self, messages: Sequence[Message], tools: str, digests: Sequence[bytes]
     ) -> tuple[_History | None, str]:
-        """Return the longest known history with which ``messages`` begin, and an empty text.
+        """Return a pair: the longest known history that is a prefix of ``messages``, and an empty text.
 
-        If there is no such history, returns None and the cause: ``tools`` or ``edited`` (`SessionCounts.branches`), or
-        an empty text for other causes.
+        If there is no such history, the pair is None and the cause: ``tools`` or ``edited``
+        (`SessionCounts.branches`), or an empty text for other causes.
         """
         called = {str(message.get("tool_call_id")) for message in messages if message["role"] == "tool"}
         cause = ""
@@ -605,7 +605,7 @@ class Session:
         """Sample turns. With ``stops``, the renderer's stop tokens also end a turn."""
         sampling = self._sampling_of(options, stops=stops)
         episode = self._sampler.episode
-        if options.n > 1:  # sample no turn if not all n turns fit: the client would get only an error
+        if options.n > 1:  # one failed turn fails the whole request, so check first that all n turns fit
             episode.check_room(place.parent, place.new_tokens, sampling, images=place.images, num_turns=options.n)
         seed = sampling.seed
         samplings = [replace(sampling, seed=seed + i) if i and seed is not None else sampling for i in range(options.n)]
@@ -654,8 +654,9 @@ class Session:
     def _sampling_of(self, options: SampleOptions, *, stops: bool) -> SamplingConfig:
         """Return the run's sampling options, changed by the options of a request.
 
-        Some options must not differ from the run's options. If such an option differs, the session raises `ValueError`
-        or uses and counts the run's value (``refuses``). A too large ``max_tokens`` is lowered to the run's value.
+        Some options must not differ from the run's options. If such an option differs, a session with ``refuses``
+        raises `ValueError`. Any other session uses the run's value, and counts the difference. A too large
+        ``max_tokens`` is lowered to the run's value.
         """
         if options.n < 1:
             raise ValueError(f"n must be >= 1, got {options.n}")
@@ -667,8 +668,8 @@ class Session:
         for name, value in wrong.items():
             if self._refuses and name != "max_tokens":
                 raise ValueError(
-                    f"{name} must be {run.get(name)}, the run's value, got {value}: the learner trains under the run's "
-                    "sampling; leave it out, or set rollout_fleet.environment.sampling=override"
+                    f"{name} must be {run.get(name)}, the run's value, got {value}: the learner assumes the run's "
+                    "sampling; leave the option out, or set rollout_fleet.environment.sampling=override"
                 )
             self.counts.overridden[name] += 1
             _warn_overridden(name, str(value), str(run.get(name)))
@@ -692,7 +693,7 @@ class Session:
             turn = parent
 
     def _deepest(self, tokens: Sequence[int], images: Sequence[PlacedImage] = ()) -> tuple[int, int]:
-        """Return the turn with the longest path that is a prefix of these tokens and images, and the path's length."""
+        """Return a pair: the turn whose path is the longest prefix of the tokens and images, and the path's length."""
         ids = np.asarray(tokens, dtype=np.int32)
         seen = {placed.offset: placed.image.digest for placed in images}
         best, open_paths = (ROOT, 0), [(ROOT, 0)]
@@ -710,9 +711,9 @@ class Session:
 
 
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
-    """Cut ``text`` before the first of the texts ``stop`` that it contains.
+    """Cut ``text`` before the first stop text in it. ``stop`` lists the stop texts.
 
-    Returns the part before the stop text, and the stop text; (``text``, "") if ``text`` contains no stop text.
+    Returns a pair: the part before the stop text, and the stop text. If ``text`` has no stop text: (``text``, "").
     """
     found = ((before, own) for before, own, _ in map(text.partition, stop) if own)
     return min(found, key=lambda cut: len(cut[0]), default=(text, ""))

@@ -47,7 +47,7 @@ def test_an_aborted_answer_may_be_empty():
     ("sample", "message"),
     [
         (sample_of(logprobs=(-0.5,)), r"must agree in length, got \(2, 1, 2\)"),
-        (sample_of((), (), ()), r"finished \(stop\) without a single token"),
+        (sample_of((), (), ()), r"finished the response \(stop\) without a token"),
         (sample_of((3, 10)), r"sampled ids must be in 0..9, got 3..10"),
         (sample_of((-1, 3)), r"sampled ids must be in 0..9, got -1..3"),
         (sample_of(logprobs=(-0.5, 0.2)), "log-probs must be finite numbers <= 0, got -0.5 to 0.2"),

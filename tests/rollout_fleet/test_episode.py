@@ -355,7 +355,7 @@ def test_invalid_calls_of_an_episode_are_refused_by_name():
     running = episode.sample(PROMPT, [], SamplingConfig(max_new_tokens=4))
     for call, message in (
         (lambda: episode.give(PROMPT, []), "episode 4-0-1: a given turn needs at least one token"),
-        (lambda: episode.sample(ROOT, [], SamplingConfig()), "a new root needs at least one token"),
+        (lambda: episode.sample(ROOT, [], SamplingConfig()), "a new sequence needs at least one token"),
         (lambda: episode.give(running, [1]), "turn 1 is still running; take its answer first"),
         (lambda: episode.give(7, [1]), "turn 7 was neither given nor sampled"),
         (lambda: episode.trajectory(0.0), r"turns \[1\] are still running; let them finish first"),

@@ -140,6 +140,6 @@ def test_progress_comes_back_as_the_samples_that_it_was_made_of():
         assert before.finish_reason is after.finish_reason
         for column in ("token_ids", "logprobs", "versions"):
             np.testing.assert_array_equal(getattr(before, column), getattr(after, column))
-    with pytest.raises(ReplayBufferError, match="group 7 has 3 samples, this run takes 4"):
+    with pytest.raises(ReplayBufferError, match="group 7 has 3 samples, but this run takes 4"):
         begin(4, progress=progress)
     assert begin(2).progress() is None

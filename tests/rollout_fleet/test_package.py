@@ -111,7 +111,7 @@ def test_stop_deadlines_nest():
         ),
         (
             lambda: RolloutFleetConfig(engine=EngineKind.transformers, groups_in_flight={"min": 1, "max": 4}),
-            r"must be a number with rollout_fleet\.engine=transformers.*reports no load",
+            r"must be a number with rollout_fleet\.engine=transformers.*does not report its load",
         ),
         *(
             (lambda bounds=bounds: RolloutFleetConfig(groups_in_flight=bounds), r"groups_in_flight must be .*got")

@@ -379,7 +379,7 @@ async def test_an_overflow_is_raised_and_a_later_request_is_tried_again(renderer
         ),
         (
             [USER, {"role": "user", "content": [{"type": "video"}]}],
-            r"messages\[1\].content\[0\] must be of the types",
+            r"messages\[1\].content\[0\].type must be one of",
         ),
         ([{"role": "assistant", "tool_calls": [{}]}], r"messages\[0\].tool_calls\[0\].function.name must be a string"),
         ([{"role": "assistant", "function_call": {"name": "f"}}], "function_call is not supported; use tool_calls"),
@@ -457,7 +457,7 @@ async def test_more_answers_than_the_episode_has_room_for_are_refused_before_any
 
 async def test_several_answers_to_token_ids_are_refused(renderers):
     talk = Talk(renderers("chatml"))
-    with pytest.raises(ValueError, match="n must be 1 for token ids, got 2"):
+    with pytest.raises(ValueError, match="n must be 1 in a request with token ids, got 2"):
         await talk.session.sample(0, [5], SampleOptions(n=2))
     assert talk.turns.requests == []
 

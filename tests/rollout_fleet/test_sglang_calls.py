@@ -169,7 +169,7 @@ async def test_an_engine_that_does_not_generate_does_not_start(server, tmp_path,
     [
         ([{"num_values": 3}, {"error": "one bit differs"}], "rank 1 did not load .*manifest.json. one bit differs"),
         ([{"num_values": 3}], "rank 1 did not report on .*manifest.json"),
-        ([{"num_values": 3}, {"order": "older", "num_values": 3}], "rank 1 did not load .*; its report is old"),
+        ([{"num_values": 3}, {"order": "older", "num_values": 3}], "rank 1 did not load .*is from an earlier load"),
     ],
 )
 async def test_a_version_may_be_named_only_after_every_rank_has_verified_it(engine, server, reports, message):
@@ -423,7 +423,7 @@ async def test_the_rest_of_a_response_ends_at_a_stop_text_that_its_earlier_token
     ("events", "want"),
     [
         ([[{"error": {"message": "too long"}}]], "answered POST /generate with {'message': 'too long'}"),
-        ([[finished(0, [1])]], "left 1 of 2 samples unanswered"),
+        ([[finished(0, [1])]], "gave no answer to 1 of 2 samples"),
         ([[finished(2, [1])]], "sent an unexpected event: IndexError"),
         ([[{"index": 0}]], "sent an unexpected event: KeyError"),
         ([[finished(0, [50])]], "sampled ids must be in 0..49, got 50..50"),
