@@ -78,10 +78,10 @@ class RecurrentLayers:
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set the layout to a decoder layer's argument ``packed``, before the layer runs.
+        """Before a decoder layer runs, set the layout to the layer's argument ``packed``.
 
-        Activation checkpointing may call a decoder layer again in the backward pass. `use` may then have set the layout
-        of the next micro-batch already.
+        Activation checkpointing possibly runs a decoder layer again in the backward pass, after `use` has set the
+        layout of the next micro-batch.
         """
         self._layout = kwargs.get("packed", self._layout)
 

@@ -44,7 +44,7 @@ class RankBatch:
 
     Attributes:
         version: Policy version before the step. The version after the step is ``version + 1``.
-        shares: The rank's shares of prompt groups; may be empty. A group can have one share per mini-batch.
+        shares: The trajectories of this rank, by prompt group and mini-batch; may be empty.
         max_lag: Staleness bound in learner steps. The rank refuses a batch with a staler group.
     """
 
@@ -54,7 +54,7 @@ class RankBatch:
 
     @property
     def group_ids(self) -> tuple[int, ...]:
-        """The ids of the groups to fetch, without duplicates."""
+        """The ids of the batch's prompt groups, without duplicates."""
         return tuple(dict.fromkeys(share.group_id for share in self.shares))
 
     @property
@@ -122,8 +122,8 @@ class SequenceImages:
     ) -> list[SequenceImages]:
         """Return the images of several sequences of one group, one object per sequence.
 
-        Each argument is a list with one array per sequence. ``token_ids`` are the sequence's token ids, [T]. ``rows``
-        and ``positions`` are the values of the attributes ``rows`` and ``positions``.
+        ``group`` has the images of the group. The other arguments are lists with one array per sequence. ``token_ids``
+        are the token ids of a sequence, [T]. ``rows`` and ``positions`` become the attributes with these names.
         """
         keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
         made = []

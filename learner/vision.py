@@ -25,7 +25,7 @@ class VisionTower:
 
     Args:
         model: Qwen3-VL without its output layer.
-        pixel_format: How images are cut into patches, and how their pixels are scaled to the tower's input.
+        pixel_format: Describes how images are cut into patches, and how pixels are scaled to the tower's input.
     """
 
     def __init__(self, model: nn.Module, pixel_format: PixelFormat) -> None:
@@ -42,7 +42,7 @@ class VisionTower:
         return self._format.features(pixels)
 
     def freeze(self) -> None:
-        """Exclude the vision tower and its layers that merge patches from training."""
+        """Freeze the weights of the vision tower, including its layers that merge patches."""
         self._model.visual.requires_grad_(False)
 
     def inputs(self, batch: MicroBatch, input_ids: Tensor) -> dict[str, Any]:
