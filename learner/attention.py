@@ -205,7 +205,7 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two context managers for a layer with activation checkpointing: for its forward pass, and to recompute it.
+    """Return two contexts for a layer with activation checkpointing: one for its forward pass, one to recompute it.
 
     Use this function as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The first context keeps the inputs
     and output of attention, so attention and its collectives run only once. Attention with sinks still runs again.
@@ -349,7 +349,7 @@ def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_loc
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gather the tokens of all sp ranks, and keep only this rank's heads.
+    """Gather the tokens of all sequence-parallel ranks, and keep only this rank's heads.
 
     The inputs are [1, H, n, D] with all H heads of this rank's n tokens. The results are [N, heads, D] with this rank's
     heads of all N tokens.

@@ -130,7 +130,7 @@ class ShardedCheckpointer:
         self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
-        """Wait for the background save. Then return the newest complete checkpoint of the folder; None without one."""
+        """Wait for the background save. Then return the newest complete checkpoint of the folder, or None."""
         self.finish()
         return newest_checkpoint(self._directory)
 

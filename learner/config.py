@@ -300,9 +300,9 @@ class AlgorithmConfig:
 
     @property
     def greedy_baseline(self) -> bool:
-        """True if the rollout workers also decode one greedy response per prompt, of which the learner uses the reward.
+        """True if the rollout workers also decode one greedy response per prompt.
 
-        The learner does not train on this response.
+        The learner uses only the reward of this response.
         """
         return self.advantage == "remax"
 

@@ -312,8 +312,8 @@ def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
     """Set how FSDP treats gradients and parameters in the next backward pass.
 
-    The options ``gradient_sync`` and ``resharding`` select this. ``is_last`` is True for the last backward pass before
-    an optimizer update.
+    The options ``gradient_sync`` and ``resharding`` select the behavior. ``is_last`` is True for the last backward pass
+    before an optimizer update.
     """
     if not isinstance(model, FSDPModule):
         return

@@ -1,4 +1,4 @@
-"""Heads, which compute log-probs, values or rewards from a model's last hidden states.
+"""Heads compute log-probs, values or rewards from a model's last hidden states.
 
 A head is the root module that FSDP shards. It contains the Hugging Face model. Under Ulysses (sequence parallelism),
 each rank holds some of the tokens, but all sequence-parallel (sp) ranks return the results for all tokens.
@@ -90,7 +90,7 @@ class PackedHead(nn.Module):
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
-    """Return the model without its output layer. ``base_model`` does not work for Llama 4, whose prefix is wrong."""
+    """Return the model without its output layer. ``base_model`` of Llama 4's text model is wrongly the whole model."""
     backbone = cast("nn.Module", pretrained.base_model)
     return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 
@@ -166,7 +166,7 @@ class RewardHead(PackedHead):
 
 
 def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
-    """Return the classifier's output at [M] packed positions, as float32. The result is equal on all sp ranks.
+    """Return the classifier's output at [M] packed positions, as float32. All sequence-parallel ranks get it.
 
     With bfloat16, an output of 100.4 would be rounded to 100.5, so small advantages would become zero.
     """
@@ -182,8 +182,8 @@ def _scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple
 def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
     """Return the arguments that `TokenInputs` needs for a micro-batch, by name.
 
-    A micro-batch without tokens in the loss may lack the columns that the loss reads. Its ``columns`` is therefore a
-    dict that returns an empty tensor for every name.
+    A micro-batch without tokens in the loss may lack the columns that the loss reads. For such a micro-batch,
+    ``columns`` is a dict that returns an empty tensor for every name.
     """
     columns = batch.columns if len(values) else defaultdict(values.detach)
     lengths = batch.trajectory_lengths
@@ -197,13 +197,13 @@ def at_places(
 
     Args:
         hidden: [N, h], under Ulysses this rank's tokens.
-        places: [M] int64 packed positions on the host, equal on all sp ranks.
+        places: [M] int64 packed positions on the host, equal on all sequence-parallel ranks.
         compute: Function that gets the hidden states [m, h] at the m positions in ``places`` that are on this rank, and
             an index. It returns one or more [m] tensors. The index is [m] int64 or a slice, and selects the entries of
             these m positions from an [M] array, such as ``places``.
 
     Returns:
-        The results of ``compute`` for all M positions, [M] each, equal on all sp ranks.
+        The results of ``compute`` for all M positions, [M] each, equal on all sequence-parallel ranks.
     """
     everywhere = on_device(places, hidden.device)
     if get_ulysses_sequence_parallel_world_size() == 1:
@@ -213,7 +213,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss, so each rank has the whole gradient of its own tokens. No sum is needed.
+    # All ranks of a sequence compute the same loss. So each rank has the whole gradient of its tokens without a sum.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -386,7 +386,7 @@ def _logits_gradient(
 ) -> Tensor:
     """Return the gradient of the loss with respect to z, [n, V]. ``shape`` computes the logits from z (`LogitShape`).
 
-    Without a soft cap, z are the logits, and the gradient is the sum of two terms. With a soft cap, the sum is
+    Without a soft cap, z is equal to the logits, and the gradient is the sum of two terms. With a soft cap, the sum is
     multiplied by `LogitShape.slope`.
 
     - The term of the log-prob is g (1[target] - p). p are the probabilities. g is ``by_log_prob`` [n] float32: the
@@ -409,9 +409,9 @@ def _logits_gradient(
 
 
 def _by_log_prob(log_probs: Tensor, targets: Tensor, scale: Tensor, slope: Tensor | float | None) -> Tensor:
-    """Return the gradient ``scale`` · (1[target] - p), where p are the probabilities. With ``slope``, multiply by it.
+    """Return the gradient ``scale`` · (1[target] - p) · ``slope``, where p are the probabilities.
 
-    The result overwrites ``log_probs`` [n, V].
+    If ``slope`` is None, the factor is left out. The result overwrites ``log_probs`` [n, V].
     """
     grad = log_probs.exp_().mul_(-scale[:, None])
     grad.scatter_add_(-1, targets[:, None], scale[:, None])

@@ -179,7 +179,7 @@ class OffloadPolicy:
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which the model is on the device. With ``optimizer``, so is the optimizer state.
+        """Return a context in which the model is on the device, and with ``optimizer`` also the optimizer state.
 
         On exit, the tensors that were on the host before the context move to the host again.
         """

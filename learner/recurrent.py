@@ -1,8 +1,8 @@
-"""Recurrent layers (linear attention, state spaces, convolutions) on packed sequences.
+"""Runs recurrent layers (linear attention, state spaces, convolutions) on packed sequences.
 
-On packed tokens, a recurrent layer would carry the state of one sequence into the next sequence. Some kernels accept
-sequence boundaries (flash-linear-attention, causal-conv1d), and get the boundaries. Other implementations get
-right-padded sequences.
+On packed tokens, a recurrent layer would carry the state of one sequence into the next sequence. Kernels that accept
+sequence boundaries (flash-linear-attention, causal-conv1d) get the boundaries. Other implementations get right-padded
+sequences.
 """
 
 from __future__ import annotations

@@ -98,8 +98,7 @@ class SelfTest:
         embeddings = cast("nn.Embedding", head.pretrained.get_input_embeddings())
         rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
         self._logit_difference = 0.0
-        # Draw ids from the vocabulary's upper half: low ids are often special tokens, and some models compute them
-        # differently.
+        # Draw ids from the vocabulary's upper half, because some models treat low ids (special tokens) differently.
         limit = length_limit(head.pretrained.config.get_text_config().to_dict())
         self._lengths = tuple(min(length, limit.tokens if limit else length) for length in LENGTHS)
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in self._lengths]

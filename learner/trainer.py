@@ -189,7 +189,9 @@ class Trainer(PackedModel):
     def update(
         self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
     ) -> dict[str, float]:
-        """Make one optimizer update on the sequences of all ranks. Ranks of one sp group pass the same sequences.
+        """Make one optimizer update on the sequences of all ranks.
+
+        The ranks of one sequence-parallel group pass the same sequences.
 
         ``packed`` may be the result of `pack` with ``keep_branches=objective.needs_trajectories``.
 

@@ -99,10 +99,10 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """Return the counts and digests of a rank's trained tokens for the step's receipt, which `asyncrl audit` checks.
+    """Return the counts and digests of a rank's trained tokens, which ``asyncrl audit`` later checks.
 
-    The list has one dict per prompt group. A dict has the ``group`` id, the ``attempt`` (number of the attempt to
-    generate the group, from 0), and these fields:
+    Returns one dict per prompt group. A dict has the ``group`` id, the ``attempt`` (number of the attempt to generate
+    the group, from 0), and these fields:
 
     - ``versions``: number of trained tokens by policy version.
     - ``digest``: the sum of `token_digest` over the trained turns.

@@ -115,7 +115,7 @@ def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
 
 
 def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: bool) -> TurnAdvantages:
-    """Compare the return of a turn with the returns of all turns of the same index in its prompt group.
+    """Compare the return of a turn with the returns of all turns that have the same index in the prompt group.
 
     The index of a turn is the number of sampled turns before it on its path. The return of turn k is Σ γ^(j - k) r_j
     over the turns j >= k of the path. The advantage is return - mean. With ``has_deviation``, this difference is
@@ -141,7 +141,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
     weights = 1.0 / sizes[place].double()
     group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
-    counts = group_sums(weights, group, len(sizes)).round()  # number of trajectories per group and turn index
+    counts = group_sums(weights, group, len(sizes)).round()  # counts the trajectories per group and turn index
     advantages = centered(returns, group, counts, weights=weights)
     if has_deviation:
         advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]

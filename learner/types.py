@@ -21,7 +21,7 @@ _num_images = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShare:
-    """One rank's trajectories of a prompt group, for one optimizer update. Their number is S.
+    """S trajectories of a prompt group that one rank trains on in one optimizer update.
 
     Attributes:
         group_id: Id of the group, to fetch it from the replay buffer.
@@ -175,7 +175,7 @@ class TokenSequence:
         return replace(self, columns={**self.columns, name: values})
 
     def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
-        """Return a copy with one more column: ``values`` at the tokens in the loss and 0 elsewhere."""
+        """Return a copy of the sequence with one more column: ``values`` at the tokens in the loss and 0 elsewhere."""
         column = np.zeros(len(self.input_ids), dtype=np.float32)
         column[self.loss_mask] = values
         return self.with_column(name, column)

@@ -58,10 +58,11 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Gather the tokens of all sp ranks, and keep only this rank's heads (all-to-all). ``x`` has all heads.
+    """Gather the tokens of all sp sequence-parallel ranks, and keep only this rank's heads (all-to-all).
 
-    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]. H must be a multiple of sp.
-    Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 removes no tokens.
+    ``x`` has this rank's tokens and all heads. Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives
+    [1, N, H/sp, D]. H must be a multiple of sp. Tokens from ``unpadded_dim_size`` on are padding and are removed; 0
+    removes no tokens.
     """
     group = _shared(group)
     if group is None:
@@ -73,10 +74,10 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Gather the heads of all sp ranks, and keep only this rank's tokens (all-to-all). ``x`` has all tokens.
+    """Gather the heads of all sp sequence-parallel ranks, and keep only this rank's tokens (all-to-all).
 
-    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are first padded at
-    the end to a multiple of sp.
+    ``x`` has all tokens and this rank's heads. Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives
+    [1, N/sp, H, D]. The tokens are first padded at the end to a multiple of sp.
     """
     group = _shared(group)
     if group is None:
@@ -92,15 +93,15 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the tokens of all sp ranks, in rank order.
+    """Return the tokens of all sequence-parallel ranks, in rank order.
 
     Args:
         x: This rank's tokens along ``gather_dim``. All ranks must have the same number of tokens.
         gather_dim: Dimension of the tokens.
         unpad_dim: Dimension to remove padding from; None keeps the padding.
         padding_size: Number of entries to remove from the end of ``unpad_dim``.
-        grad_scaler: Multiply the gradient by sp, for a loss that is later averaged over the sp ranks.
-        group: The sp ranks; None is the default group.
+        grad_scaler: Multiply the gradient by sp, for a loss that is later averaged over the sequence-parallel ranks.
+        group: The sequence-parallel ranks; None is the default group.
     """
     group = _shared(group)
     if group is None:
@@ -112,7 +113,7 @@ def gather_outputs_and_unpad(
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Return the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
+    """Return the tokens of all sequence-parallel ranks, in rank order, for a layer that mixes tokens.
 
     ``x`` holds this rank's tokens along ``dim``. All ranks must have the same number of tokens. The gradient of a token
     is the sum of the gradients from all ranks.
@@ -181,7 +182,7 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Process
 
 
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
-    """Repeat key or value heads so that they can be split over the sp ranks together with their query heads.
+    """Repeat key or value heads, so that each sequence-parallel rank can get those that its query heads need.
 
     ``num_heads`` is the number of query heads, a multiple of the key-value heads and of ``sp_size``. The result has the
     smallest number of heads that is a multiple of both ``sp_size`` and the number of key-value heads.
@@ -194,7 +195,7 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
 
 
 class UlyssesShardingManager:
-    """A context in which a model runs on sequences that are split over the sequence-parallel (sp) ranks.
+    """A context in which a model runs on sequences that are split over the sequence-parallel ranks.
 
     The context sets the default group of this module, and restores the previous group on exit. Contexts can be nested.
     `preprocess_data` and `postprocess_data` are for computations that do not split sequences themselves.
@@ -222,7 +223,7 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Gather the rows of all sp ranks into ``data``, in place and in rank order, and return ``data``."""
+        """Gather the rows of all sequence-parallel ranks into ``data``, in place, in rank order. Return ``data``."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
@@ -231,7 +232,7 @@ class UlyssesShardingManager:
     def postprocess_data(self, data: DataProto) -> DataProto:
         """Return this rank's rows of the rows that `preprocess_data` gathered. Each rank gets the same number of rows.
 
-        The number of sp ranks must divide the number of rows.
+        The number of sequence-parallel ranks must divide the number of rows.
         """
         if self._mesh is None or self._mesh.size() == 1:
             return data

@@ -1,4 +1,4 @@
-"""Images in packed sequences: runs the vision tower of Qwen3-VL, and puts its features at the image placeholders.
+"""Runs the vision tower of Qwen3-VL on the images in packed sequences, and puts its features at image placeholders.
 
 Each image of a micro-batch goes through the tower once, for all sequences that contain it. Under sequence parallelism,
 each rank runs the tower on all images and uses the features of its own tokens.

@@ -60,7 +60,7 @@ of a sequence-parallel (sp) group get the same rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass entry i of each list to all sequence-parallel (sp) ranks of data-parallel rank i, which are neighbors."""
+    """Pass entry i of each list to data-parallel rank i, that is, to all ranks of its sequence-parallel group."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -198,7 +198,7 @@ class ModelWorker(Worker):
         if isinstance(self.model, Trainer):
             optimizer, step = self.model.optimizer, self._step
             self._advantages = BatchAdvantages(self._algorithm, self.model.mesh)
-        # The first rank of each sp group fetches the prompt groups, and sends them to the other ranks of the sp group.
+        # The first rank of a sequence-parallel group fetches the prompt groups, and sends them to the other ranks.
         if self._connect_buffer is not None and self.model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
         self._batches = RoleBatches(
@@ -321,7 +321,7 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        # `mesh.largest` takes the maximum over the ranks. The negative sign of a start gives the earliest start.
+        # The maximum over the ranks (`mesh.largest`) of negative start times belongs to the earliest start.
         times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self.model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))

@@ -409,7 +409,7 @@ def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) ->
 
 
 def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
-    """Read a column of mappings or of JSON texts of mappings. Null becomes {}. If ``key`` is empty, return {} per row."""
+    """Read a column of mappings or of their JSON texts. Null becomes {}. If ``key`` is empty, each row gets {}."""
     if not key:
         return [{}] * len(rows)
     values = [{} if value is None else value for value in rows.structures(key, is_json=True)]

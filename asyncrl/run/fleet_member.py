@@ -119,7 +119,7 @@ class FleetMember:
     def is_there(self) -> bool:
         """True if the member takes part in training: it has begun to serve, and has not left or failed.
 
-        A member that is leaving does not take part, nor does a member whose restart waits for free resources.
+        It is False if the member is leaving, or while a restart of the worker waits for free resources.
         """
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away

@@ -236,7 +236,7 @@ class LearnerGroup:
         """
         if "critic" in self.roles and not self.roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
-                "the critic may have trained on a batch that the actor lost, because they run in different processes"
+                "the critic may have trained on a batch that the actor lost: actor and critic run in different processes"
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
@@ -361,7 +361,7 @@ class LearnerGroup:
     async def _first(
         self, pending: Awaitable[list[T]], what: str, *, kind: str = "", after: Sequence[Awaitable[Any]] = ()
     ) -> T:
-        """Return rank 0's result of the call ``pending``. First await the calls ``after``, and raise their errors."""
+        """Await the calls ``after``, and raise their errors. Then return rank 0's result of the call ``pending``."""
         for earlier in after:
             await self._in_time(earlier, what, kind=kind)
         return (await self._in_time(pending, what, kind=kind))[0]
