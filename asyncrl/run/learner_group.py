@@ -236,7 +236,7 @@ class LearnerGroup:
         """
         if "critic" in self.roles and not self.roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
-                "the critic may have trained on a batch that the actor lost: actor and critic run in different processes"
+                "the critic runs in separate processes, so it may have trained on a batch that the actor lost"
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
