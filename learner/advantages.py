@@ -1,4 +1,4 @@
-"""Estimators of advantages: per trajectory, per token or per turn, for a batch that is divided among ranks.
+"""Computes advantages from rewards: per trajectory, per token or per turn, for a batch that is divided among ranks.
 
 Sums use float64, so that small differences between large rewards are kept. In shapes, B is the number of trajectories.
 M is the number of policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
@@ -38,9 +38,9 @@ _BLOCK = 64
 
 
 class Scale(StrEnum):
-    """How the differences between rewards and the mean of their group are scaled.
+    """Selects how the differences between rewards and the mean of their prompt group are scaled.
 
-    ``std`` divides them by the group's standard deviation. ``none`` does not scale.
+    ``std`` divides the differences by the group's standard deviation. ``none`` does not scale them.
     """
 
     std = "std"
@@ -56,7 +56,8 @@ the advantages [B]. The trajectories of a group are sorted by their index in the
 class TokenRewards:
     """The input of a token estimator: the trajectories of one rank.
 
-    A user's estimator always gets whole prompt groups. The estimators of asyncrl may get a part of a group.
+    A user's estimator always gets whole prompt groups. The estimators of asyncrl possibly get only some trajectories of
+    a group.
 
     Attributes:
         rewards: [M] float64, one reward per token. An outcome reward is at the last policy token of its trajectory.
@@ -174,7 +175,7 @@ def rloo(rewards: Tensor, group_ids: Tensor) -> Tensor:
 
 @ADVANTAGES.register("leave_one_out_batch")
 def leave_one_out_batch(rewards: Tensor, group_ids: Tensor) -> Tensor:
-    """Subtract from each reward the mean reward of all other trajectories in the batch. Groups do not matter.
+    """Subtract from each reward the mean reward of all other trajectories in the batch, also of other prompt groups.
 
     Returns the advantages, [B] float32. Example: rewards 3, 0, 0 give 3, -1.5, -1.5.
     """
@@ -235,8 +236,9 @@ def gae(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> To
 def reinforce_plus_plus(batch: TokenRewards, config: AlgorithmConfig, total: SumOverRanks) -> TokenAdvantages:
     """Use each token's discounted return as its advantage (REINFORCE++, arXiv 2501.03262, section 3).
 
-    The advantages are standardized over the tokens of all ranks. Difference from the paper: the KL penalty uses the
-    behavior policy. The paper uses the policy before the update.
+    The advantages are standardized over the tokens of all ranks. Difference from the paper: the KL penalty compares the
+    behavior policy with the reference policy. In the paper, it compares the policy before the update with the reference
+    policy.
 
     Example: one-token trajectories with rewards 3, 0, 0 give 1.155, -0.577, -0.577.
     """
@@ -272,8 +274,8 @@ def generalized_advantages(
             bootstrap a truncated trajectory.
 
     Returns:
-        Advantages [M] float64 and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values 0.5, 0.6
-        with gamma 1 and lambda 0.5 give advantages 0.3, 0.4.
+        A pair: advantages [M] float64, and returns (advantages + values) [M] float64. Example: rewards 0, 1 and values
+        0.5, 0.6 with gamma 1 and lambda 0.5 give advantages 0.3, 0.4.
     """
     values, some = values.double(), lengths > 0
     ends = lengths.cumsum(0)[some] - 1
@@ -295,9 +297,9 @@ def returns_to_go(rewards: Tensor, lengths: Tensor, *, gamma: float) -> Tensor:
 
 
 def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
-    """Compute S_t = v_t + factor · S_(t+1) in place, for [M] float64 values.
+    """Compute S_t = v_t + factor · S_(t+1) for the ``values`` v, [M] float64. The result overwrites ``values``.
 
-    ``ends`` are the positions of the last tokens of the trajectories. After each of these positions, S counts as 0.
+    ``ends`` are the positions of the trajectories' last tokens. The sum begins with 0 after each of these positions.
     """
     whole = len(values) // _BLOCK
     inside, rest = values[: whole * _BLOCK].view(whole, _BLOCK), values[whole * _BLOCK :]
@@ -323,8 +325,8 @@ def _sum_backwards(values: Tensor, ends: Tensor, factor: float) -> Tensor:
 def standardized(values: Tensor, total: SumOverRanks) -> Tensor:
     """Standardize this rank's values with the mean and the standard deviation of the values of all ranks.
 
-    ``values`` is [M] float64. ``total`` sums a tensor over the ranks. The divisor is the sample deviation (n - 1), at
-    least `MIN_DEVIATION`. Returns [M] float64; zeros if all values of all ranks are equal.
+    ``values`` is [M] float64. ``total`` is a function that sums a tensor over the ranks. The standard deviation (with
+    n - 1) is at least `MIN_DEVIATION`. Returns [M] float64; zeros if all values of all ranks are equal.
     """
     count, sums = total(torch.tensor([len(values), float(values.sum())], dtype=torch.float64)).tolist()
     differences = values - sums / max(1.0, count)
@@ -365,11 +367,11 @@ class AdaptiveKLCoefficient:
 
 
 class BatchAdvantages:
-    """Computes the tokens' advantages from the trajectories' rewards. All data-parallel ranks call a method together.
+    """Computes the advantage of each token from the trajectories' rewards. All data-parallel ranks must call `assign`.
 
     The advantages do not depend on how the batch is divided among the ranks. The KL penalty in the rewards compares the
-    behavior policy, which sampled the tokens, with the reference, as AReaL does. In InstructGPT (arXiv 2203.02155) and
-    verl, the penalty compares the policy before the update with the reference.
+    behavior policy, which sampled the tokens, with the reference policy, as AReaL does. In InstructGPT (arXiv
+    2203.02155) and verl, the penalty compares the policy before the update with the reference policy.
 
     Attributes:
         kl_coefficient: The coefficient of the KL penalty in the rewards. It changes only if ``algorithm.kl_target`` is
@@ -400,18 +402,18 @@ class BatchAdvantages:
         rewards: Mapping[SampleKey, float],
         sources: Mapping[int, str] | None = None,
     ) -> tuple[list[TokenSequence], dict[str, float]]:
-        """Compute the advantages of this rank's sequences, and add them to the sequences as a column.
+        """Compute the advantages of this rank's sequences, and return copies of the sequences with this new column.
 
         Args:
-            sequences: This rank's sequences. They need ``behavior_logprobs`` and ``reference_logprobs`` if
-                ``kl_reward_coef`` is set, and ``values`` if there is a critic.
+            sequences: This rank's sequences. They need the columns ``behavior_logprobs`` and ``reference_logprobs`` if
+                ``kl_reward_coef`` is set, and the column ``values`` if there is a critic.
             rewards: Rewards of this rank's trajectories. Each sequence is one path through a trajectory's turns.
             sources: Data source of each group, for ``advantage_by_source``.
 
         Returns:
-            Copies of the sequences, and the metrics of the KL penalty. The copies have the column ``advantages`` (0
-            outside the loss). With a token-level or turn-level estimator they also have ``returns``. The metrics are
-            ``reward_kl`` in nats per token and ``kl_reward_coef``. They are equal on all ranks.
+            A pair: copies of the sequences, and the metrics of the KL penalty. The copies have the column
+            ``advantages`` (0 outside the loss). With a token-level or turn-level estimator they also have ``returns``.
+            The metrics are ``reward_kl`` in nats per token and ``kl_reward_coef``. They are equal on all ranks.
 
         Raises:
             ValueError: the estimator is turn-level, and a sequence does not name its turns.
@@ -433,7 +435,7 @@ class BatchAdvantages:
             return _with_column(sequences, "advantages", each[of_token]), metrics
         of_turns = _rewards_of_turns(sequences)
         # The trajectory's reward includes the rewards of its turns.
-        # Subtract the rewards of the turns, because each of them goes to the last token of its turn.
+        # Subtract the rewards of the turns, because the last token of each turn gets the turn's reward.
         outcomes = outcomes.index_add(0, of_token, of_turns, alpha=-1)
         token_rewards = of_turns - penalties
         ends = lengths.cumsum(0) - 1
@@ -446,7 +448,10 @@ class BatchAdvantages:
         return _with_column(_with_column(sequences, "advantages", advantages), "returns", returns), metrics
 
     def _keys(self, rewards: Iterable[SampleKey], sources: Mapping[int, str]) -> Tensor:
-        """Return one row per trajectory, [B, 3] int64: group id, index in the group, number of the estimator to use."""
+        """Return one row of three numbers per trajectory, [B, 3] int64.
+
+        The numbers are the group's id, the trajectory's index in the group, and the number of the estimator to use.
+        """
         numbers = {group_id: self._numbers.get(source, 0) for group_id, source in sources.items()}
         rows = [(group_id, index, numbers.get(group_id, 0)) for group_id, index in rewards]
         return torch.tensor(rows, dtype=torch.int64).view(-1, 3)
@@ -482,7 +487,7 @@ class BatchAdvantages:
     def _over_the_batch(self, outcomes: Tensor, keys: Tensor) -> Tensor:
         shares, own = self._gathered((outcomes, keys))
         all_outcomes, all_keys = (torch.cat(parts) for parts in zip(*shares, strict=True))
-        # Sort by group id and index in the group, so that the order does not depend on the division among the ranks.
+        # Sort the trajectories, so that their order does not depend on which rank has which trajectory.
         order = torch.from_numpy(np.lexsort((all_keys[:, 1].numpy(), all_keys[:, 0].numpy())))
         everything = torch.empty(len(order), dtype=torch.float32)
         for number in range(len(self._by_number)):
@@ -503,12 +508,15 @@ class BatchAdvantages:
 
 
 def _both(estimated: TokenAdvantages | TurnAdvantages, count: int, unit: str) -> list[Tensor]:
-    """Return the advantages and the returns. Raises the errors of `_one_each`."""
+    """Return a list of two tensors: an estimator's advantages and returns.
+
+    Raises `ValueError` if one of them does not have ``count`` numbers.
+    """
     return [_one_each(values, count, unit) for values in (estimated.advantages, estimated.returns)]
 
 
 def _one_each(values: Tensor, count: int, unit: str) -> Tensor:
-    """Return the values that an estimator gave. Raises `ValueError` if their number is not ``count``."""
+    """Return ``values``, an estimator's result. Raises `ValueError` if this is not a tensor of ``count`` numbers."""
     if not isinstance(values, Tensor) or values.shape != (count,):
         got = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
         raise ValueError(
@@ -519,7 +527,7 @@ def _one_each(values: Tensor, count: int, unit: str) -> Tensor:
 
 
 def _rewards_of_turns(sequences: Sequence[TokenSequence]) -> Tensor:
-    """Return [M] float64: the turn's reward at the last token of each turn, and 0 at the other tokens in the loss."""
+    """Return [M] float64, one number per token in the loss: a turn's reward at its last token, 0 at other tokens."""
     rewards = (np.zeros(len(s.input_ids)) if s.token_rewards is None else s.token_rewards for s in sequences)
     return _end_to_end(values[s.loss_mask] for s, values in zip(sequences, rewards, strict=True))
 

@@ -79,7 +79,7 @@ class PaddedCalls:
 
 @dataclass(frozen=True, kw_only=True)
 class PackedLayout:
-    """Where the sequences of a micro-batch lie among its N packed tokens. All layers use the same layout.
+    """Describes where the sequences of a micro-batch lie among the N packed tokens. All layers use the same layout.
 
     The host computes the indices and copies them to the device, so that no layer waits for the device. Sequences can
     share prompt tokens. The *packed tokens* contain a shared token once. The *concatenated sequences* contain one copy
@@ -113,8 +113,9 @@ class PackedLayout:
     def padded(self) -> PaddedCalls:
         """The padded batches for torch's ``scaled_dot_product_attention`` (SDPA), one per call.
 
-        Layers without a variable-length kernel use these batches. If the sequences are sorted by length, longest first,
-        at most a quarter of a batch is padding. A batch with at most `FREE_PADDING_TOKENS` may have a larger share.
+        Layers without a variable-length kernel use these batches. If the sequences are sorted from long to short, at
+        most a quarter of the tokens in a batch are padding. This limit does not apply to a batch that has at most
+        `FREE_PADDING_TOKENS` padding tokens.
         """
         sizes = np.asarray(self.lengths)
         starts = np.cumsum(sizes) - sizes
@@ -136,9 +137,9 @@ class PackedLayout:
         return PaddedCalls(buckets=tuple(buckets), pad_index=pad_index, unpad_index=unpad_index)
 
     def cut(self, chunk: int) -> PackedLayout:
-        """Return a layout in which each chunk of ``chunk`` tokens is a sequence, so that attention stays within chunks.
+        """Return a layout in which each sequence is cut into sequences of ``chunk`` tokens.
 
-        The last chunk of a sequence may be shorter.
+        With this layout, attention does not cross the borders of chunks. The last chunk of a sequence may be shorter.
         """
         pieces = [min(chunk, length - start) for length in self.lengths for start in range(0, length, chunk)]
         return packed_layout(pieces, self.cu_seqlens.device, self.kernel, self.host_token_index)
@@ -180,7 +181,7 @@ def packed_layout(
 
 
 def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """Divide neighboring sequences among padded batches. Return the range [first, last) of each batch."""
+    """Divide the sequences among padded batches. Return the range [first, last) of sequence indices of each batch."""
     tolerance, free = MAX_PADDING, FREE_PADDING_TOKENS
     if len(set(lengths)) * TOKENS_PER_CALL <= sum(lengths):
         tolerance, free = 0.0, 0
@@ -195,7 +196,7 @@ def _runs(lengths: Sequence[int]) -> list[tuple[int, int]]:
 
 
 class _CheckpointedLayer(threading.local):
-    """The state of `attention_kept`, one per thread, because the backward pass on a GPU runs in its own thread."""
+    """Holds the state of `attention_kept` for one thread. On a GPU, the backward pass runs in a separate thread."""
 
     attend: Callable[[Callable[[], Tensor]], Tensor] | None = None
 
@@ -204,7 +205,7 @@ _layer = _CheckpointedLayer()
 
 
 def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """Return two context managers for a checkpointed layer: for its forward pass, and for its recomputation.
+    """Return two contexts for a layer with activation checkpointing: one for its forward pass, one to recompute it.
 
     Use this function as the ``context_fn`` of `torch.utils.checkpoint.checkpoint`. The first context keeps the inputs
     and output of attention, so attention and its collectives run only once. Attention with sinks still runs again.
@@ -213,7 +214,7 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
     outputs: deque[Tensor] = deque()
 
     def keep(attend: Callable[[], Tensor]) -> Tensor:
-        # These hooks replace the hooks of activation checkpointing, which would drop the saved tensors.
+        # Without these hooks, activation checkpointing would drop the tensors that the backward pass needs.
         with saved_tensors_hooks(_alone, lambda tensor: tensor):
             out = attend()
         outputs.append(out.detach().requires_grad_(out.requires_grad))
@@ -223,7 +224,7 @@ def attention_kept() -> tuple[AbstractContextManager[None], AbstractContextManag
 
 
 def _alone(tensor: Tensor) -> Tensor:
-    """Return a copy if the tensor is a slice of a larger one, so that only the slice is kept."""
+    """Return a copy of the tensor if it is a slice of a larger tensor. A slice would keep the larger tensor alive."""
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
@@ -276,7 +277,7 @@ def packed_attention(
     options = {"scaling": scaling, "dropout": dropout, "cap": cap, "sinks": extra.get("s_aux")}
     attend = partial(attended, module, query, key, value, packed, sliding_window=sliding_window, **options)
     # With attention sinks, a layer with activation checkpointing computes its attention again in the backward pass.
-    # Keeping its inputs would need several times the memory, because sinks enlarge the keys and values.
+    # Keeping the inputs of attention would need several times the memory, because sinks enlarge the keys and values.
     return attend() if _layer.attend is None or options["sinks"] is not None else _layer.attend(attend), None
 
 
@@ -305,11 +306,11 @@ def attended(
     is_plain = dropout == 0.0 and sinks is None and (cap is None or takes_soft_cap(packed.kernel))
     if packed.kernel is not AttentionKernel.sdpa and is_plain:
         if packed.token_index is not None:
-            # Give each sequence its own copy of a shared token. The results are [sum of lengths, heads, head size].
+            # Copy a shared token into each of its sequences. Then q, k and v are [sum of lengths, heads, head size].
             q, k, v = (x.index_select(0, packed.token_index) for x in (q, k, v))
         spans = {"starts": packed.cu_seqlens, "longest": packed.max_length}
         out = call_kernel(packed.kernel, q, k, v, **spans, scale=scaling, window=window, soft_cap=cap)
-        if packed.first_index is not None:  # the outputs of a shared token's copies are equal, so keep one
+        if packed.first_index is not None:  # all copies of a shared token have the same output, so keep one output
             out = out.index_select(0, packed.first_index)
     else:
         out = _bucketed(q, k, v, packed, scaling=scaling, dropout=dropout, window=window, sinks=sinks, cap=cap)
@@ -317,7 +318,7 @@ def attended(
 
 
 def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None]:
-    """Return a layer's sliding window and the size of its attention chunks, in tokens.
+    """Return a pair: a layer's sliding window, and the size of its attention chunks, both in tokens.
 
     The first value is None if the layer has no window. The second value is None if the layer has no chunks. Some models
     pass these sizes only through the attention mask, which asyncrl does not use.
@@ -333,8 +334,8 @@ def _span(module: nn.Module, window: int | None) -> tuple[int | None, int | None
 def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_local: int) -> Tensor:
     """Correct the scale of Llama 4's queries, [N, H, D], for packed sequences.
 
-    Llama 4 scales queries by their position in the input row (arXiv 2501.19399). In a packed row this is not the
-    position in the sequence.
+    Llama 4 scales a query by the query's position in the input row (arXiv 2501.19399). A packed row holds several
+    sequences, so this function scales a query by the query's position in its sequence instead.
     """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return q
@@ -349,7 +350,11 @@ def _own_temperature(module: nn.Module, q: Tensor, packed: PackedLayout, num_loc
 
 
 def _all_tokens(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Convert [1, H, n, D] of this rank's tokens and all heads to [N, heads, D] of all tokens and this rank's heads."""
+    """Gather the tokens of all sequence-parallel ranks, and keep only this rank's heads.
+
+    The inputs are [1, H, n, D] with all H heads of this rank's n tokens. The results are [N, heads, D] with this rank's
+    heads of all N tokens.
+    """
     sp_size, num_heads = get_ulysses_sequence_parallel_world_size(), query.size(1)
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     if sp_size > 1:
@@ -403,8 +408,9 @@ def _windowed(
 ) -> Tensor:
     """Compute causal attention within a window.
 
-    The inputs q, k and v and the result have the same shapes as in `_capped`. ``sinks`` are [H]. A block of queries
-    reads only the blocks of keys that overlap the queries' windows, so no [L, L] mask is needed.
+    q is [count, H, L, D], k is [count, kv heads, L, D] and v is [count, kv heads, L, Dv]. The result is
+    [count, H, L, Dv]. ``sinks`` are [H]. A block of queries reads only the blocks of keys that overlap the queries'
+    windows, so no [L, L] mask is needed.
     """
     outputs = []
     k, v = _repeated(q, k, v)
@@ -419,8 +425,8 @@ def _windowed(
 def takes_fewer_keys(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
     """Return whether SDPA's fused causal kernels support fewer key heads than query heads on this device.
 
-    On CUDA, only FlashAttention supports this. It needs half precision and a head size of at most `MAX_FLASH_DIM`.
-    SDPA's other kernels would keep the attention weights of all pairs of tokens.
+    On CUDA, only FlashAttention supports fewer key heads. FlashAttention needs half precision and a head size of at
+    most `MAX_FLASH_DIM`. SDPA's other kernels would keep the attention weights of all pairs of tokens.
     """
     return device.type != "cuda" or (dtype is not torch.float32 and head_dim <= MAX_FLASH_DIM)
 
@@ -451,10 +457,10 @@ def _capped(q: Tensor, k: Tensor, v: Tensor, *, scale: float, dropout: float, wi
 def _blocks(
     q: Tensor, k: Tensor, v: Tensor, window: int, num_queries: int
 ) -> Iterator[tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Yield blocks of queries, the keys and values in their windows, and the mask [queries, keys] bool.
+    """Yield for each block of queries: the queries, the keys and values in their windows, and the mask.
 
-    If a window covers at most two blocks, its keys are concatenated from blocks of keys. A slice of all keys would need
-    more memory, because the gradient of a slice is as large as all keys.
+    The mask is [queries, keys] bool. If the windows cover at most two blocks of keys, these blocks are concatenated. A
+    slice of all keys would need more memory, because the gradient of a slice is as large as all keys.
     """
     chunks = k.split(num_queries, dim=2), v.split(num_queries, dim=2)
     for index, queries in enumerate(q.split(num_queries, dim=2)):
@@ -469,10 +475,10 @@ def _blocks(
 
 
 def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor) -> tuple[list[Tensor], Tensor]:
-    """Add one key for all tokens. Its score is the head's sink, and its value is zero.
+    """Add a sink to attention: one more key that all tokens read. Its score is the head's sink, and its value is zero.
 
     Queries and keys get eight more dimensions, because GPU kernels need a multiple of eight. The first new dimension
-    holds the sink in a query, 1 in the added key, and 0 in the other keys. The other seven hold 0.
+    is the sink in queries, 1 in the added key, and 0 in other keys. The other seven new dimensions are 0.
 
     q is [count, H, queries, D], k [count, H, L, D], v [count, H, L, Dv], and the mask [queries, L] bool. ``sinks`` [H]
     are divided by the scale of the scores.
@@ -484,5 +490,5 @@ def _with_sinks(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor, sinks: Tensor)
     return [torch.cat((q, added), dim=3), keys, F.pad(v, (0, 0, 0, 1))], F.pad(mask, (0, 1), value=True)
 
 
-# torch.compile would recompile attention for each batch, because its calls differ between batches.
+# Exclude attention from torch.compile, which would compile it again for each batch: the SDPA calls differ.
 AttentionInterface.register(ATTENTION_NAME, torch.compiler.disable(packed_attention))

@@ -97,9 +97,9 @@ def attention_kernel(
 def first_right(
     kernels: Sequence[AttentionKernel], device: torch.device, dtype: torch.dtype, shape: AttentionShape
 ) -> AttentionKernel:
-    """Return the first of ``kernels`` that passes `check_kernel`, or ``sdpa``. Log why other kernels failed.
+    """Return the first of ``kernels`` that passes `check_kernel`, or ``sdpa`` if no kernel passes.
 
-    If the model needs a soft cap, kernels that do not support it are skipped.
+    If the model needs a soft cap, kernels that do not support it are skipped. The log says why other kernels failed.
     """
     reasons: list[str] = []
     for kernel in (kernel for kernel in kernels if shape.soft_cap is None or takes_soft_cap(kernel)):
@@ -121,7 +121,7 @@ def takes_soft_cap(kernel: AttentionKernel) -> bool:
 
 
 def fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
-    """Return the kernels, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
+    """Return the kernels for a GPU, fastest first. Compute capability 9 is Hopper, 10 and above is Blackwell."""
     major, _ = torch.cuda.get_device_capability(device)
     newest = {9: (AttentionKernel.flash_attn_3, AttentionKernel.flash_attn_4)}.get(
         major, (AttentionKernel.flash_attn_4,) if major > 9 else ()
@@ -130,7 +130,7 @@ def fastest_first(device: torch.device) -> tuple[AttentionKernel, ...]:
 
 
 def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, shape: AttentionShape) -> None:
-    """Check that a kernel can be imported, and that its outputs and gradients equal those of float32 attention.
+    """Check that a kernel can be imported, and that its outputs and gradients are close to attention in float32.
 
     Raises:
         ValueError: the kernel cannot be imported, raises an error, or gives wrong results.
@@ -139,7 +139,7 @@ def check_kernel(kernel: AttentionKernel, device: torch.device, dtype: torch.dty
     remedy = "use learner.attention=auto"
     try:
         _function(kernel)
-    except Exception as error:  # a package for another version of torch may raise OSError or other errors
+    except Exception as error:  # the import can raise any error, for example if the package needs another torch
         raise ValueError(
             f"learner.attention={kernel} needs {module}.{function}, which cannot be imported "
             f"({type(error).__name__}: {error}); {remedy}"
@@ -220,11 +220,11 @@ def call_kernel(
     """Compute causal attention within packed sequences with a variable-length kernel.
 
     Args:
-        kernel: Neither ``auto`` nor ``sdpa``.
+        kernel: The kernel to call; not ``auto`` or ``sdpa``.
         q: [N, H, D].
         k: [N, kv heads, D].
         v: [N, kv heads, Dv], Dv <= D.
-        starts: [number of sequences + 1] int32, start of each sequence, then the end of the last.
+        starts: [number of sequences + 1] int32, start of each sequence, then the end of the last sequence.
         longest: Number of tokens of the longest sequence.
         scale: Factor on the scores; None is D ** -0.5.
         window: A token attends to this many tokens, including itself; None means no window.
@@ -251,5 +251,5 @@ def call_kernel(
             "window_size": everything if window is None else (window - 1, 0),
         }
         out = function(q, k, v, **options, **({} if soft_cap is None else {"softcap": soft_cap}))
-    out = out[0] if isinstance(out, tuple) else out  # some releases return the log-sum-exp too
+    out = out[0] if isinstance(out, tuple) else out  # some kernels return a pair: the output, and the log-sum-exp
     return out[..., :value_dim]

@@ -33,18 +33,19 @@ _HALVINGS = 6
 
 
 def karmarkar_karp(sizes: Sequence[float], num_parts: int) -> list[list[int]]:
-    """Partition items so that the largest part is small (largest differencing method, Karmarkar and Karp 1982).
+    """Divide items into parts of similar total size (largest differencing method, Karmarkar and Karp 1982).
 
     Args:
         sizes: Size of each item, >= 0.
         num_parts: Number of parts, >= 1.
 
     Returns:
-        A list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
+        One list of indices into ``sizes`` per part, the largest part first. Each list is ascending and may be empty.
         Example: sizes 8, 7, 6, 5, 4 in two parts give parts of 16 and 14.
     """
-    # A heap entry is a partition: its negative spread, a number to break ties, and its non-empty parts, largest first.
-    # The spread is the difference between the largest and the smallest part. heapq pops the largest spread first.
+    # A heap entry is a tuple: minus the spread of a partition, a number to break ties, the partition's non-empty parts.
+    # The spread of a partition is the size of its largest part minus the size of its smallest part.
+    # heapq pops the smallest entry, which is the partition with the largest spread.
     heap = [(-size, index, [(size, [index])]) for index, size in enumerate(sizes)]
     if num_parts == 1 or not heap:
         return [list(range(len(sizes)))] + [[] for _ in range(num_parts - 1)]
@@ -63,9 +64,9 @@ _Parts = list[tuple[float, list[int]]]
 
 
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
-    """Join two partitions: the largest part of one with the smallest part of the other, and so on.
+    """Join two partitions into one: the largest part of one with the smallest part of the other, and so on.
 
-    Each partition has ``num_parts`` parts; its empty parts are not listed.
+    Each partition has ``num_parts`` parts, but the lists leave out its empty parts.
     """
     shared = max(0, len(left) + len(right) - num_parts)
     kept, rest = len(left) - shared, right[: len(right) - shared]
@@ -80,8 +81,8 @@ def rank_batches(
 ) -> list[RankBatch]:
     """Divide the groups of a learner step among mini-batches, and each mini-batch among data-parallel ranks.
 
-    Both divisions are balanced by cost. A prompt group is split only where a division into whole groups would be
-    unbalanced. The mini-batches do not depend on the number of ranks. A group with a reward that is not finite is left
+    Both divisions are balanced by cost. A prompt group is split only if a division into whole groups would be
+    unbalanced. The mini-batches do not depend on the number of ranks. Groups with a reward that is not finite are left
     out.
 
     Args:
@@ -124,7 +125,7 @@ class GroupCost(NamedTuple):
     """Estimated cost of a prompt group for the learner. The cost of a token in a short sequence is 1.
 
     Attributes:
-        prompt: Cost of the prompt. It counts once per rank that holds samples of the group.
+        prompt: Cost of the prompt. Each rank that holds samples of the group has this cost once.
         samples: Cost of each sample: its tokens without the prompt, plus T² / `QUADRATIC_TOKENS` for attention. T is
             the number of tokens of the prompt and the sample.
     """
@@ -133,14 +134,14 @@ class GroupCost(NamedTuple):
     samples: list[float]
 
     def of(self, samples: Sequence[int]) -> float:
-        """Return the cost of computing the prompt and the samples with these indices on one rank."""
+        """Return the cost for one rank that computes the prompt and the samples with the indices ``samples``."""
         return self.prompt + sum(self.samples[sample] for sample in samples)
 
 
 def group_cost(group: GroupSummary) -> GroupCost:
-    """Estimate what the prompt and each sample of a group cost the learner.
+    """Estimate the learner's computing cost for the prompt and for each sample of a group.
 
-    If a sample has several branches (paths through its turns), the branches count as if they were equally long.
+    If a sample has several branches (paths through its turns), the estimate assumes that they are equally long.
     """
     num_prompt = group.num_prompt_tokens
     tokens = group.branch_tokens or [num_prompt + length for length in group.response_lengths]
@@ -161,9 +162,10 @@ _Item = tuple[int, tuple[int, ...]]
 def _balanced(
     items: Sequence[_Item], costs: Sequence[GroupCost], num_parts: int, *, whole_groups: bool
 ) -> list[list[_Item]]:
-    """Partition groups or parts of groups so that the costs are balanced.
+    """Divide items, which are prompt groups or some samples of a group, into ``num_parts`` lists of similar cost.
 
-    Only as many groups as needed are split into samples, the most expensive first.
+    If whole items do not give similar costs, the most expensive items are split into single samples: an eighth of the
+    items, or more if needed.
     """
     ordered = sorted(items, key=lambda item: costs[item[0]].of(item[1]), reverse=True)
     best: list[list[_Item]] = []
@@ -212,7 +214,8 @@ def plan_rewards(group: GroupSummary, algorithm: AlgorithmConfig) -> np.ndarray:
 def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int) -> np.ndarray:
     """Compute the soft penalty of long responses (DAPO, arXiv 2503.14476, equation 13).
 
-    The penalty falls linearly from 0 to -1 over the ``buffer_tokens`` before ``max_tokens``. Longer responses get -1.
+    The penalty is 0 up to the length ``max_tokens - buffer_tokens``, and then falls linearly to -1 at ``max_tokens``.
+    Longer responses get -1.
 
     Args:
         lengths: [B], in tokens.
@@ -229,7 +232,7 @@ def overlong_penalty(lengths: np.ndarray, *, max_tokens: int, buffer_tokens: int
 
 
 def split_sequences(sequences: Sequence[TokenSequence], count: int) -> list[list[TokenSequence]]:
-    """Split sequences into ``count`` lists. List i has the sequences with ``mini_batch`` i.
+    """Split sequences into ``count`` lists. List i has the sequences whose attribute ``mini_batch`` is i.
 
     Raises `ValueError` if a ``mini_batch`` is outside 0..count - 1.
     """
@@ -262,12 +265,12 @@ class PackItem(NamedTuple):
 
 
 def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
-    """Assign items to micro-batches of at most ``budget`` packed tokens by first fit.
+    """Assign items to micro-batches of at most ``budget`` packed tokens by first fit. An item is one or more sequences.
 
-    An item goes to a micro-batch that holds the item's prompt and has room. Otherwise it goes to the first micro-batch
-    with room for the prompt and the item, or to a new micro-batch. Items with equal prompts are placed one after
-    another, the largest item first. The prompt whose items have the most tokens comes first. Each item must fit into
-    the budget.
+    An item goes to a micro-batch that already holds the item's prompt, if this micro-batch has room. Otherwise it goes
+    to the first micro-batch with room for the prompt and the item, or to a new micro-batch. Items with equal prompts
+    are assigned one after another, the largest item first. The prompt whose items have the most tokens comes first.
+    Each item must fit into the budget.
 
     Items share a micro-batch only if attention reads at most `MAX_ATTENDED` · ``budget`` tokens there. This number is
     the sum of the items' ``num_attended``.
@@ -309,8 +312,8 @@ def first_fit(items: Sequence[PackItem], budget: int) -> list[list[int]]:
 def balanced_fit(items: Sequence[PackItem], budget: int, count: int) -> list[list[int]]:
     """Assign items to at most ``count`` micro-batches of similar size, each of at most ``budget`` packed tokens.
 
-    Returns one list of indices into ``items`` per micro-batch. ``count`` must be at least the number that `first_fit`
-    needs.
+    Returns one list of indices into ``items`` per micro-batch. ``count`` must be at least the number of micro-batches
+    that `first_fit` makes.
     """
     best = first_fit(items, budget)
     tokens = sum(item.num_own for item in items) + sum({item.prompt: item.num_prompt for item in items}.values())

@@ -1,8 +1,8 @@
-"""Checkpoints of a learner group: model, optimizer, number of updates, policy version and random state.
+"""Saves and loads a learner group's model, optimizer, number of updates, policy version and random state.
 
 Each rank writes its shards (torch.distributed.checkpoint), so a checkpoint can be loaded with other data-parallel and
-sequence-parallel sizes. A save writes to a temporary folder and renames it at the end, so a crash leaves the previous
-checkpoint intact.
+sequence-parallel sizes. A save writes to a temporary folder and renames the folder at the end, so a crash leaves the
+previous checkpoint intact.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ShardedCheckpointer:
         self._group = cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=trainer.mesh.timeout))
         self._pending: Future[None] | None = None
         # The stager of torch.distributed.checkpoint (DCP) copies the state to the host.
-        # On a GPU, all saves use the same stager: allocating its page-locked memory takes longer than the copy.
+        # On a GPU, all saves use one stager, because its page-locked memory takes longer to allocate than to fill.
         self._stager: DefaultStager | None = None
         what = f"a checkpoint under {self._directory} could not be written"
         self._unwritten = (what, "free space or repair the folder; the previous checkpoint is complete")
@@ -92,8 +92,9 @@ class ShardedCheckpointer:
 
         Args:
             version: Policy version of the state.
-            wait: Return when the checkpoint is complete. If False, return when the state is copied to the host. A
-                thread then writes the files. The next call of a method of this class waits for the thread.
+            wait: If True, this method returns when the checkpoint is complete. If False, it returns when the state is
+                copied to the host. A thread then writes the files. The next call of a method of this class waits for
+                the thread.
             keep: Number of complete checkpoints to keep, including the newest; -1 removes none.
             saved: More fields of the checkpoint's `SavedProgress`: ``role``, ``run``, ``life`` and ``parts``.
 
@@ -129,7 +130,7 @@ class ShardedCheckpointer:
         self._together(pending.result, *self._unwritten)
 
     def latest(self) -> Path | None:
-        """Wait for the background save. Then return the result of `newest_checkpoint` for the folder."""
+        """Wait for the background save. Then return the newest complete checkpoint of the folder, or None."""
         self.finish()
         return newest_checkpoint(self._directory)
 
@@ -137,7 +138,8 @@ class ShardedCheckpointer:
         """Restore the trainer from the checkpoint at ``path``, and return the checkpoint's policy version.
 
         The ranks that saved the checkpoint may have had other data-parallel and sequence-parallel sizes. If both sizes
-        are equal to the trainer's sizes, a run continues bit for bit. Otherwise the random state is not restored.
+        are equal to the trainer's sizes, training continues with bit-identical results. Otherwise the random state is
+        not restored.
 
         Raises:
             ValueError: there is no checkpoint at ``path``.
@@ -200,7 +202,7 @@ class ShardedCheckpointer:
         write_progress(partial, progress)
 
     def _conclude(self, written: Future[Any], final: Path, pending: Future[None], keep: int) -> None:
-        """Finish a save. The thread that writes the files calls this."""
+        """Finish a save. The thread that writes the files calls this method."""
         try:
             written.result()
             if dist.get_rank() == 0:
@@ -219,7 +221,7 @@ class ShardedCheckpointer:
         error = ""
         try:
             action()
-        except CheckpointException as fault:  # DCP raises the same BaseException on all ranks
+        except CheckpointException as fault:  # torch raises this error, a BaseException, on all ranks
             error = first_failure(fault)
         except Exception as fault:  # noqa: BLE001 - the error is raised below, on all ranks
             error = _in_one_line(dist.get_rank(), fault)
@@ -230,8 +232,8 @@ class ShardedCheckpointer:
     def _state(self) -> dict[str, Any]:
         """Return the sharded model and optimizer state.
 
-        Before the first update AdamW has no moments. torch's `get_state_dict` creates them and increases the step
-        count. This method removes them and resets the count.
+        Before the first update, AdamW has no moments. torch's `get_state_dict` then creates moments and increases the
+        step count. This method removes the new moments and resets the step count.
         """
         adamw = self._trainer.optimizer.adamw
         has_moments = bool(adamw.state)
@@ -252,7 +254,7 @@ def _make_stager(device: torch.device) -> DefaultStager:
 
 
 def first_failure(fault: CheckpointException) -> str:
-    """Return one line with the lowest failed rank and its error. Example: ``rank 0: FileNotFoundError: …``."""
+    """Return, as one line, the error of the lowest rank that failed. Example: ``rank 0: FileNotFoundError: …``."""
     rank, (cause, _) = min(fault.failures.items())
     return _in_one_line(rank, cause)
 
@@ -281,7 +283,7 @@ def _set_random_state(state: dict[str, Any]) -> None:
 def export(checkpoint: Path, out: Path, *, dtype: str = "") -> Path:
     """Write the policy of a checkpoint in Hugging Face layout, with merged adapters and the tokenizer.
 
-    This does not need a GPU or a process group.
+    This function does not need a GPU or a process group.
 
     Args:
         checkpoint: A checkpoint, or a folder of checkpoints. The newest checkpoint of a folder is exported.

@@ -44,7 +44,7 @@ class DigestingWriter(FileSystemWriter):
 def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: int = 0, num_ranks: int = 1) -> bool:
     """Compare a checkpoint's files with the digests that were saved with them.
 
-    Each of ``num_ranks`` ranks compares a part of the files.
+    If several ranks call this function, each rank compares some of the files.
 
     Args:
         checkpoint: Folder of the checkpoint.

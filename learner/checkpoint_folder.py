@@ -1,8 +1,8 @@
-"""A folder of checkpoints on disk: finds, renames and removes checkpoints, and stores the `SavedProgress` of each.
+"""Finds, renames and removes the checkpoints in a folder, and stores the `SavedProgress` of each checkpoint.
 
-``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames it at the end,
-so a folder with the final name has all its files. ``critic/v00000012/`` is the critic's part of the same checkpoint. A
-checkpoint is complete if the checkpoint and all its parts have final names.
+``v00000012/`` is the checkpoint of policy version 12. A save writes ``.v00000012.partial`` and renames this folder at
+the end, so a folder with the final name has all its files. The *parts* of a checkpoint are in other folders: for
+example, ``critic/v00000012/`` holds the critic's state. A checkpoint is complete if all these folders have final names.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PROGRESS = "progress.json"
 
 @dataclass(frozen=True, kw_only=True)
 class SavedProgress:
-    """What a run needs to resume from a checkpoint, besides tensors. The values are stored as JSON.
+    """The values other than tensors that a run needs to resume from a checkpoint. They are stored as JSON.
 
     Attributes:
         version: Policy version of the weights.
@@ -43,7 +43,7 @@ class SavedProgress:
         run: Values that the run's controller needs to resume; empty if the caller passed none.
         life: Path of the run folder of the ``asyncrl train`` process that saved the checkpoint. This folder has the
             metrics of the steps before the checkpoint. Empty if the caller passed none.
-        parts: Names of the folders that hold the checkpoint's other parts. Example: ``["critic"]``.
+        parts: Names of the folders that hold other state of the checkpoint. Example: ``["buffer", "critic"]``.
     """
 
     version: int
@@ -71,7 +71,7 @@ def partial_path(final: Path) -> Path:
 def unfinished_checkpoints(directory: Path) -> list[Path]:
     """Return the paths of partly written checkpoints. A process that dies during a save leaves such a folder.
 
-    Call this only while no process saves to the folder.
+    Call this function only while no process saves to the folder.
     """
     return sorted(directory.glob(".v*.partial"))
 
@@ -84,7 +84,7 @@ def write_progress(checkpoint: Path, progress: SavedProgress) -> None:
 def read_progress(checkpoint: Path) -> SavedProgress:
     """Return the `SavedProgress` of a checkpoint.
 
-    Raises `ValueError` if the file is missing, damaged, or from another version of asyncrl.
+    Raises `ValueError` if the checkpoint's ``progress.json`` is missing, damaged, or from another version of asyncrl.
     """
     try:
         return SavedProgress(**json.loads((checkpoint / _PROGRESS).read_text()))
@@ -95,8 +95,8 @@ def read_progress(checkpoint: Path) -> SavedProgress:
         ) from None
     except (ValueError, TypeError) as error:
         raise ValueError(
-            f"{checkpoint / _PROGRESS} is not the record of a checkpoint of this version of asyncrl ({error}); name "
-            "another checkpoint"
+            f"{checkpoint / _PROGRESS} is damaged, or another version of asyncrl saved it ({error}); name another "
+            "checkpoint"
         ) from error
 
 
@@ -104,7 +104,7 @@ def newest_checkpoint(path: Path) -> Path | None:
     """Return the path of the newest complete checkpoint in the folder ``path``.
 
     If the folder has no complete checkpoint, return None. If ``path`` is itself a checkpoint, return ``path``, even if
-    parts of the checkpoint are missing.
+    this checkpoint is not complete.
     """
     if (path / _PROGRESS).is_file():
         return path
@@ -115,16 +115,17 @@ def newest_checkpoint(path: Path) -> Path | None:
 def whole_checkpoints(directory: Path) -> list[Path]:
     """Return the paths of a folder's complete checkpoints, oldest first.
 
-    A complete checkpoint has all of its parts. A part, such as ``critic``, is the state of another component.
+    A checkpoint is complete if all of its folders exist. A run with a critic also saves a folder with the critic's
+    state, for example.
     """
     return [path for path, progress in saved_checkpoints(directory).items() if not _missing(path, progress)]
 
 
 def saved_checkpoints(directory: Path) -> dict[Path, SavedProgress]:
-    """Return the `SavedProgress` of each checkpoint of `named_checkpoints`, by path, oldest first.
+    """Return the `SavedProgress` of each checkpoint in a folder, by the checkpoint's path, oldest first.
 
-    A running training may remove checkpoints during the call. These checkpoints are left out. Raises the errors of
-    `read_progress` for the other checkpoints.
+    A running training may remove checkpoints during the call. The result leaves such checkpoints out. Raises the errors
+    of `read_progress` for the other checkpoints.
     """
     found = {}
     for path in named_checkpoints(directory):
@@ -137,9 +138,9 @@ def saved_checkpoints(directory: Path) -> dict[Path, SavedProgress]:
 
 
 def missing_parts(checkpoint: Path) -> list[str]:
-    """Return the names of a checkpoint's parts, such as ``critic``, that have no folder with the final name.
+    """Return the names of a checkpoint's missing folders. Example: ``["critic"]`` if the critic's state is missing.
 
-    Raises the errors of `read_progress`.
+    A folder is also missing if it does not have its final name yet. Raises the errors of `read_progress`.
     """
     return _missing(checkpoint, read_progress(checkpoint))
 
@@ -149,20 +150,23 @@ def _missing(checkpoint: Path, progress: SavedProgress) -> list[str]:
 
 
 def part_of(checkpoint: Path, part: str) -> Path:
-    """Return the folder of a checkpoint's part. Example: ``critic`` of ``c/v00000012`` is ``c/critic/v00000012``."""
+    """Return the folder that holds other state of a checkpoint, such as the critic's.
+
+    Example: for ``c/v00000012`` and the part ``critic``, the folder is ``c/critic/v00000012``.
+    """
     return checkpoint.parent / part / checkpoint.name
 
 
 def named_checkpoints(directory: Path) -> list[Path]:
     """Return the paths of a folder's checkpoints that have final names, oldest first.
 
-    A checkpoint's other parts, such as the critic's, may be missing. A checkpoint that `replace_folder` had moved aside
-    gets its final name back if no other checkpoint has the name.
+    These checkpoints may be incomplete. If `replace_folder` was interrupted after it had renamed a checkpoint, this
+    function gives the checkpoint its final name back.
     """
     for replaced in directory.glob(f".v*{REPLACED}"):  # a process that died in `replace_folder` has left this folder
         final = directory / replaced.name.removeprefix(".").removesuffix(REPLACED)
         if not final.exists():
-            with suppress(OSError):  # a running training is in `replace_folder`, or the folder is read-only
+            with suppress(OSError):  # another process runs `replace_folder` now, or the folder is read-only
                 replaced.rename(final)
     found = [path for path in directory.glob("v*") if _NAME.fullmatch(path.name)]
     return sorted(found, key=_version)
@@ -173,9 +177,9 @@ def _version(checkpoint: Path) -> int:
 
 
 def lineage_of(checkpoint: Path) -> str:
-    """Return the random name of the run that saved a checkpoint; empty for a checkpoint without a run.
+    """Return the random name of the run that saved a checkpoint. A resumed run keeps its name.
 
-    A resumed run keeps its name. Raises the errors of `read_progress`.
+    The name is empty if no run saved the checkpoint. Raises the errors of `read_progress`.
     """
     return read_progress(checkpoint).run.get("lineage", "")
 

@@ -40,7 +40,7 @@ class AttentionKernel(StrEnum):
 
 
 class GradientSync(StrEnum):
-    """When the ranks sum gradients: once per optimizer update, or after each micro-batch."""
+    """Selects when the ranks sum gradients: once per optimizer update, or after each micro-batch."""
 
     auto = "auto"
     update = "update"
@@ -69,14 +69,14 @@ def sums_each_micro_batch(sync: GradientSync, num_trained: int, card_bytes: int)
 
 
 class Resharding(StrEnum):
-    """When FSDP frees gathered parameters: after each layer, or after each optimizer update."""
+    """Selects when FSDP frees gathered parameters: after each layer, or after each optimizer update."""
 
     layer = "layer"
     update = "update"
 
 
 class Schedule(StrEnum):
-    """How the learning rate changes after the warm-up."""
+    """Selects how the learning rate changes after the warm-up."""
 
     constant = "constant"
     linear = "linear"
@@ -84,7 +84,7 @@ class Schedule(StrEnum):
 
 
 class Aggregation(StrEnum):
-    """How the losses of tokens are combined into the loss of the batch."""
+    """Selects how the losses of tokens are combined into the loss of the batch."""
 
     token_mean = "token_mean"
     sequence_mean = "sequence_mean"
@@ -102,7 +102,7 @@ class Anchor(StrEnum):
 
 
 class Weight(StrEnum):
-    """The factor on each token's loss: no factor, the token's importance weight, or the weight of its trajectory."""
+    """Selects the factor on a token's loss: no factor, the token's importance weight, or its trajectory's weight."""
 
     none = "none"
     token = "token"
@@ -270,37 +270,40 @@ class AlgorithmConfig:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantages need a critic's values."""
+        """True if the advantages need a critic's values."""
         return self.critic or self.advantage in CRITIC_ADVANTAGES
 
     @property
     def compares_groups(self) -> bool:
-        """Whether all advantages compare the samples of a prompt group."""
+        """True if all selected advantage estimators compare the samples of a prompt group."""
         return GROUP_ADVANTAGES.issuperset([self.advantage, *self.advantage_by_source.values()])
 
     @property
     def needs_reference(self) -> bool:
-        """Whether a KL penalty needs log-probs of the reference policy."""
+        """True if a KL penalty needs log-probs of the reference policy."""
         return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     @property
     def has_own_loss(self) -> bool:
-        """Whether the loss is a user's function. Such a loss gets all token columns of the groups."""
+        """True if the loss is a user's function. Such a loss gets all token columns of the groups."""
         return ":" in self.loss
 
     @property
     def corrects(self) -> bool:
-        """Whether tokens are weighted or masked by the ratio of the policy before the step to the sampling policy."""
+        """True if tokens are weighted or masked by importance weights (``weight`` or ``masks`` is set)."""
         return self.weight is not Weight.none or bool(self.masks)
 
     @property
     def needs_proximal(self) -> bool:
-        """Whether the loss, a weight or a mask reads log-probs of the policy before the step."""
+        """True if the loss, a weight or a mask reads log-probs of the policy before the learner step."""
         return self.anchor is Anchor.proximal or self.corrects
 
     @property
     def greedy_baseline(self) -> bool:
-        """Whether the rollout workers also decode one greedy response per prompt. The learner uses only its reward."""
+        """True if the rollout workers also decode one greedy response per prompt.
+
+        The learner uses only the reward of this response.
+        """
         return self.advantage == "remax"
 
     def __post_init__(self) -> None:
@@ -457,7 +460,7 @@ class OptimizerConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticOptimizerConfig(OptimizerConfig):
-    """Options of the critic's AdamW and of its schedule."""
+    """Options of the critic's optimizer (AdamW) and of its learning rate's schedule."""
 
     lr: float = 1e-5
     section: ClassVar[str] = "learner.critic.optimizer"
@@ -529,7 +532,10 @@ class RoleOptions:
 
     @property
     def own(self) -> dict[str, Any]:
-        """The role's options that are not null, by name. If an option is null, the role uses the ``learner`` option."""
+        """The values of the role's options that are not null, by name.
+
+        If an option is null, the role uses the ``learner`` option with the same name.
+        """
         options = {field.name: getattr(self, field.name) for field in fields(self) if field.default is None}
         return {name: value for name, value in options.items() if value is not None}
 
@@ -542,7 +548,7 @@ class RoleOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CriticConfig(RoleOptions):
-    """The critic of ``algorithm.advantage=gae`` or ``turn_gae``, or of ``algorithm.critic=true``.
+    """Options of the critic. ``algorithm.advantage=gae``, ``turn_gae`` and ``algorithm.critic=true`` use a critic.
 
     Attributes:
         path: Initial model in Hugging Face layout: a token classifier with one label, or a causal language model. A
@@ -570,7 +576,7 @@ class CriticConfig(RoleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ReferenceConfig(RoleOptions):
-    """Options of the reference policy of a KL penalty. With LoRA, the actor with its adapters off is the reference.
+    """Options of the reference policy of a KL penalty. With LoRA, the reference is the actor without its adapters.
 
     Attributes:
         frozen_dtype: Dtype in which the reference's parameters are stored.
@@ -715,23 +721,23 @@ class LearnerConfig:
         _require(kept == -1 or kept >= 1, f"learner.keep_snapshots must be -1 or >= 1, got {kept}")
 
     def own_options(self, role: str) -> dict[str, Any]:
-        """Return the options, by name, that have a value in the section of a role, such as ``learner.critic``.
+        """Return the options that a role sets in its own section (such as ``learner.critic``), as values by name.
 
         ``role`` is ``actor``, ``critic``, ``ref`` or ``rm``. The actor has no section.
         """
         return getattr(self, ROLE_SECTIONS[role]).own if role in ROLE_SECTIONS else {}
 
     def option_name(self, role: str, option: str) -> str:
-        """Return the full name of the option that sets a role's value. Example: ``learner.critic.sp_size``.
+        """Return the full name of the option that sets a value for a role. Example: ``learner.critic.sp_size``.
 
-        Without a value in the role's section, this is the name of the ``learner`` option, such as ``learner.sp_size``.
+        If the role's section does not set this value, the ``learner`` option sets it. Example: ``learner.sp_size``.
         """
         return f"learner.{ROLE_SECTIONS[role]}.{option}" if option in self.own_options(role) else f"learner.{option}"
 
     def of_role(self, role: str, *, num_ranks: int | None = None) -> LearnerConfig:
         """Return a copy of these options for one role. The values in the role's section replace those of ``learner``.
 
-        ``num_ranks`` is the number of processes of the role's pool, by default ``learner.num_ranks``. Raises
+        ``num_ranks`` is the number of processes that run the role, by default ``learner.num_ranks``. Raises
         `ValueError` if ``num_ranks`` is not a multiple of the role's ``sp_size`` and ``fsdp_size``.
         """
         num_ranks = num_ranks or self.num_ranks

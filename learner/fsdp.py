@@ -1,4 +1,4 @@
-"""The ranks of a learner group as a dp × sp mesh, and the sharding of a model over this mesh with FSDP2.
+"""Arranges the ranks of a learner group in a dp × sp mesh, and shards a model over this mesh with FSDP2.
 
 dp × sp means data-parallel times sequence-parallel. Neighboring ranks are in the same sequence-parallel group. Each
 rank allocates and fills only its own shards of the parameters.
@@ -76,7 +76,7 @@ def parameter_types(config: LearnerConfig, device: torch.device) -> ParameterTyp
 
 
 def with_memory_options(config: LearnerConfig, model: nn.Module, device: torch.device) -> LearnerConfig:
-    """Return a copy of the options with values for this device and model in place of null and ``auto``.
+    """Return a copy of the options, in which values for this device and model replace null and ``auto``.
 
     Only ``activation_checkpointing`` and ``gradient_sync`` change.
     """
@@ -123,7 +123,7 @@ class LearnerMesh:
 
     @cached_property
     def fsdp_mesh(self) -> DeviceMesh:
-        """The mesh for FSDP: one axis, or with HSDP the axes ``replicate`` and ``shard``."""
+        """The mesh for FSDP. It has one axis, or with HSDP the two axes ``replicate`` and ``shard``."""
         if self.fsdp_size == self.num_ranks:
             return _bounded(self.device_mesh._flatten("fsdp"), self.timeout)
         shape = (self.num_ranks // self.fsdp_size, self.fsdp_size)
@@ -137,7 +137,7 @@ class LearnerMesh:
 
     @cached_property
     def dp_rank(self) -> int:
-        """Index of this rank's share of the batch; the same for all ranks of a sequence-parallel group."""
+        """Index of this rank among the data-parallel ranks; the same for all ranks of a sequence-parallel group."""
         return self.device_mesh["dp"].get_local_rank()
 
     @cached_property
@@ -147,12 +147,12 @@ class LearnerMesh:
 
     @cached_property
     def dp_group(self) -> ProcessGroup:
-        """The ranks with the same ``sp_rank``. Each of these ranks trains on a different share of the batch."""
+        """The process group of the ranks with the same ``sp_rank``. These ranks train on different samples."""
         return self.device_mesh["dp"].get_group()
 
     @cached_property
     def sp_group(self) -> ProcessGroup:
-        """The ranks that share this rank's sequences."""
+        """The process group of the ranks that compute the same sequences as this rank."""
         return self.device_mesh["sp"].get_group()
 
     def sum_over_dp(self, values: Tensor) -> Tensor:
@@ -229,7 +229,7 @@ def open_mesh(config: LearnerConfig) -> LearnerMesh:
 
 
 def _join_group(backend: str, timeout: timedelta) -> None:
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun's agent or a test has created the store
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # use the store that torchrun or a test has created
         dist.init_process_group(backend, timeout=timeout)
         return
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -254,7 +254,7 @@ def shard_model(model: nn.Module, mesh: LearnerMesh, config: LearnerConfig) -> N
     """Shard a model on the meta device over the ranks, in place, and allocate this rank's shards.
 
     Before the call, the parameters must have the dtypes for storage (`ParameterTypes.trained` and
-    `ParameterTypes.frozen`). Afterwards, the parameters do not have defined values. Gradients are reduced in float32.
+    `ParameterTypes.frozen`). After the call, the parameters' values are undefined. Gradients are reduced in float32.
 
     On a single rank, FSDP does not wrap a model that is stored in the computation's dtype, because FSDP's hooks take
     time. With ``offload_policy``, FSDP wraps every model.
@@ -305,14 +305,14 @@ def _allocate(model: nn.Module, home: torch.device) -> None:
 
 
 def compiles_layers(config: LearnerConfig, device: torch.device) -> bool:
-    """Return whether to compile the decoder layers. If ``learner.torch_compile`` is null, only CUDA compiles layers."""
+    """Return whether to compile the decoder layers. If ``learner.torch_compile`` is null, compile only on CUDA."""
     return device.type == "cuda" if config.torch_compile is None else config.torch_compile
 
 
 def prepare_backward(model: nn.Module, config: LearnerConfig, *, is_last: bool) -> None:
     """Set how FSDP treats gradients and parameters in the next backward pass.
 
-    This depends on the options ``gradient_sync`` and ``resharding``. ``is_last`` says that the pass is the last one
+    The options ``gradient_sync`` and ``resharding`` select the behavior. ``is_last`` is True for the last backward pass
     before an optimizer update.
     """
     if not isinstance(model, FSDPModule):
@@ -355,7 +355,7 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
-    """Return which part of the whole tensor this rank holds, as one slice per dimension."""
+    """Return which region of the whole tensor this rank holds, as one slice per dimension."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, first = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -368,7 +368,7 @@ def is_first_rank() -> bool:
 
 
 def stored_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return the buffers that a checkpoint stores, by name. They are not trained, and each rank has them completely."""
+    """Return the buffers that a checkpoint stores, by name. Each rank has the whole buffers, which are not trained."""
     return {
         f"{prefix}.{name}" if prefix else name: buffer
         for prefix, module in model.named_modules()

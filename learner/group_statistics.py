@@ -22,9 +22,9 @@ absolute value, this product takes its place."""
 def members(group_ids: Tensor) -> tuple[Tensor, Tensor]:
     """Convert group ids to group indices, and count the members of each group.
 
-    ``group_ids`` has N entries: [N], or [N, columns] with one id per row. Entries with equal ids form a group. The
-    first result is [N] int64: the index of each entry's group, from 0. The second result is [number of groups] int64:
-    the number of entries of each group.
+    ``group_ids`` is [N], or [N, columns] if each id has several columns. Entries with equal ids form a group. Returns a
+    pair. The first tensor is [N] int64: the index of each entry's group, from 0. The second tensor is
+    [number of groups] int64: the number of entries of each group.
     """
     _, group, counts = torch.unique(
         group_ids, dim=0 if group_ids.dim() > 1 else None, return_inverse=True, return_counts=True
@@ -73,7 +73,8 @@ def group_deviations(
 ) -> Tensor:
     """Return [number of groups] float64: the sample deviation (n - 1) of each group, at least `smallest_deviation`.
 
-    ``counts`` is n of each group. ``differences`` is the result of `centered` with the same ``weights``.
+    ``counts`` is n for each group: the number of its values, or the sum of their weights. ``differences`` is the result
+    of `centered` for the same values and ``weights``.
     """
     squares = differences.square() if weights is None else differences.square() * weights
     variance = group_sums(squares, group, len(counts)) / (counts - 1).clamp(min=1)

@@ -1,7 +1,7 @@
-"""Heads: log-probs, values and rewards computed from a model's last hidden states.
+"""Heads compute log-probs, values or rewards from a model's last hidden states.
 
-A head is the root module that FSDP shards, and contains the Hugging Face model. Under Ulysses, each rank holds some of
-the tokens, but all sp ranks return the results for all tokens.
+A head is the root module that FSDP shards. It contains the Hugging Face model. Under Ulysses (sequence parallelism),
+each rank holds some of the tokens, but all sequence-parallel (sp) ranks return the results for all tokens.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class TrainableHead(Protocol):
 
 
 class PackedHead(nn.Module):
-    """A Hugging Face model that runs on micro-batches, which are split over the sp ranks.
+    """A Hugging Face model that runs on micro-batches, which are split over the sequence-parallel (sp) ranks.
 
-    ``forward`` takes a micro-batch on the model's device. It returns a tuple of float32 tensors, each with one number
-    per token in the loss, or per sequence.
+    ``forward`` takes a micro-batch on the model's device, and returns a tuple of float32 tensors. Each tensor has one
+    number per token in the loss, or one number per sequence.
 
     Attributes:
         pretrained: The Hugging Face model; it holds all parameters of this module.
@@ -90,7 +90,7 @@ class PackedHead(nn.Module):
 
 
 def _backbone(pretrained: PreTrainedModel) -> nn.Module:
-    """Return the model without its output layer. Llama 4's text model has a wrong ``base_model_prefix``."""
+    """Return the model without its output layer. ``base_model`` of Llama 4's text model is wrongly the whole model."""
     backbone = cast("nn.Module", pretrained.base_model)
     return backbone if backbone is not pretrained else cast("nn.Module", pretrained.model)
 
@@ -166,7 +166,7 @@ class RewardHead(PackedHead):
 
 
 def scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
-    """Return the classifier's output at [M] packed positions. The result is float32 and equal on all sp ranks.
+    """Return the classifier's output at [M] packed positions, as float32. All sequence-parallel ranks get it.
 
     With bfloat16, an output of 100.4 would be rounded to 100.5, so small advantages would become zero.
     """
@@ -180,10 +180,10 @@ def scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[
 
 
 def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
-    """Return the fields of `TokenInputs`.
+    """Return the arguments that `TokenInputs` needs for a micro-batch, by name.
 
-    For a micro-batch without tokens in the loss, ``columns`` gives an empty tensor for any name, because a rank without
-    sequences does not know the names of the columns.
+    A micro-batch without tokens in the loss may lack the columns that the loss reads. For such a micro-batch,
+    ``columns`` is a dict that returns an empty tensor for every name.
     """
     columns = batch.columns if len(values) else defaultdict(values.detach)
     lengths = batch.trajectory_lengths
@@ -197,13 +197,13 @@ def at_places(
 
     Args:
         hidden: [N, h], under Ulysses this rank's tokens.
-        places: [M] int64 packed positions on the host, equal on all sp ranks.
-        compute: Is called with the hidden states [m, h] at the m positions in ``places`` that are on this rank. Returns
-            one or more [m] tensors. The second argument is [m] int64 or a slice. It selects from an [M] array, such as
-            ``places``, the entries of these m positions.
+        places: [M] int64 packed positions on the host, equal on all sequence-parallel ranks.
+        compute: Function that gets the hidden states [m, h] at the m positions in ``places`` that are on this rank, and
+            an index. It returns one or more [m] tensors. The index is [m] int64 or a slice, and selects the entries of
+            these m positions from an [M] array, such as ``places``.
 
     Returns:
-        The results of ``compute`` for all M positions, [M] each, equal on all sp ranks.
+        The results of ``compute`` for all M positions, [M] each, equal on all sequence-parallel ranks.
     """
     everywhere = on_device(places, hidden.device)
     if get_ulysses_sequence_parallel_world_size() == 1:
@@ -213,7 +213,7 @@ def at_places(
     mine, own = (on_device(index, hidden.device) for index in (here, local[here]))
     values = torch.stack(compute(hidden.index_select(0, own), mine), dim=-1)
     spread = values.new_zeros(len(hidden), values.shape[-1]).index_copy(0, own, values)
-    # All sp ranks compute the same loss, so each rank already has the whole gradient of its tokens, without a sum.
+    # All ranks of a sequence compute the same loss. So each rank has the whole gradient of its tokens without a sum.
     everyone = gather_outputs_and_unpad(spread, gather_dim=0, grad_scaler=False)
     return tuple(value.clone() for value in everyone.index_select(0, everywhere).unbind(-1))
 
@@ -229,7 +229,7 @@ def chunked_log_probs(
     entropy: bool = True,
     shape: LogitShape = LINEAR,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the log-prob of each target, and the entropy of the distribution at its position.
+    """Compute the log-prob of each target token, and the entropy of the distribution at its position.
 
     The distribution is softmax(logits / temperature), before any top-p or top-k. Logits are float32, because half
     precision would change log-probs by up to 0.06 nats. The backward pass recomputes the logits.
@@ -248,9 +248,9 @@ def chunked_log_probs(
         shape: Scale and soft cap of the model's logits.
 
     Returns:
-        Log-probs [M] float32, each <= 0, and entropies [M] float32 in nats, or None.
+        A pair: log-probs [M] float32, each <= 0, and entropies [M] float32 in nats (None without ``entropy``).
     """
-    if shape.soft_cap is None:  # without a cap, scaling the logits is the same as dividing the temperature
+    if shape.soft_cap is None:  # without a soft cap, divide the temperature by the scale instead of scaling the logits
         shape, temperature = LINEAR, temperature / shape.scale
     options = (temperature, shape, chunk_tokens, entropy)
     log_probs, entropies = _ChunkedLogProbs.apply(hidden, weight, bias, targets, *options)  # type: ignore[misc]
@@ -384,9 +384,9 @@ def _logits_gradient(
     by_log_prob: Tensor,
     by_entropy: Tensor | None,
 ) -> Tensor:
-    """Return the gradient of the loss with respect to the input of ``shape``, [n, V].
+    """Return the gradient of the loss with respect to z, [n, V]. ``shape`` computes the logits from z (`LogitShape`).
 
-    Without a soft cap, this input is the logits, and the gradient is the sum of two terms. With a soft cap, the sum is
+    Without a soft cap, z is equal to the logits, and the gradient is the sum of two terms. With a soft cap, the sum is
     multiplied by `LogitShape.slope`.
 
     - The term of the log-prob is g (1[target] - p). p are the probabilities. g is ``by_log_prob`` [n] float32: the
@@ -409,7 +409,10 @@ def _logits_gradient(
 
 
 def _by_log_prob(log_probs: Tensor, targets: Tensor, scale: Tensor, slope: Tensor | float | None) -> Tensor:
-    """Return the gradient scale · (1[target] - p), times the slope of a soft cap. Overwrites ``log_probs`` [n, V]."""
+    """Return the gradient ``scale`` · (1[target] - p) · ``slope``, where p are the probabilities.
+
+    If ``slope`` is None, the factor is left out. The result overwrites ``log_probs`` [n, V].
+    """
     grad = log_probs.exp_().mul_(-scale[:, None])
     grad.scatter_add_(-1, targets[:, None], scale[:, None])
     return grad if slope is None else grad.mul_(slope)

@@ -43,12 +43,12 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig, *, dtype: torch.dty
     The model must be on the meta device. The rank must be > 0. The adapters are stored in ``dtype``. Expert tensors do
     not get adapters; the log names them. Raises `ValueError` if a target is not the name of a linear layer.
     """
-    from peft import LoraConfig as PeftConfig  # importing peft takes most of a second
+    from peft import LoraConfig as PeftConfig  # imported only if needed, because the import takes most of a second
     from peft import inject_adapter_in_model
 
     chosen = _target_layers(model, list(config.target_modules))
     peft = PeftConfig(r=config.rank, lora_alpha=config.alpha, target_modules=chosen, lora_dropout=config.dropout)
-    # peft would rename the expert layers of a module with a `config` attribute. This container does not have one.
+    # The container has no attribute `config`. If a module has this attribute, peft renames its expert layers.
     container = nn.ModuleDict({"model": model})
     inject_adapter_in_model(peft, container, adapter_name=_ADAPTER)
     cast("Any", model).peft_config = container.peft_config
@@ -77,7 +77,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     layers = [layer for _, layer in _layers(model)]
     if not layers:
         raise ValueError("the policy must have adapters to switch off, got none; set learner.lora.rank")
-    # peft's function to disable adapters changes `requires_grad`, which FSDP reads only once. So set the scales to 0.
+    # Set the scales to 0. peft's own function would change `requires_grad`, which FSDP reads only once.
     scales = [layer.scaling[_ADAPTER] for layer in layers]
     for layer in layers:
         layer.scaling[_ADAPTER] = 0.0
@@ -109,7 +109,7 @@ def frozen_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def adapter_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the adapters' tensors, named as in peft's files. ``weights`` has whole tensors by parameter name."""
+    """Return the adapters' tensors, named as in peft's files. ``weights`` has unsharded tensors by parameter name."""
     return {
         f"{_PEFT_PREFIX}{name}.lora_{part}.weight": weights[f"{name}.lora_{part}.{_ADAPTER}.weight"]
         for name, _ in _layers(model)
@@ -172,12 +172,12 @@ def merged_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str,
 
 
 def _scale(layer: LoraLayer) -> float:
-    """Return alpha / rank. This does not read peft's ``scaling``, which is 0 while a thread has the adapters off."""
+    """Return alpha / rank. peft's ``scaling`` is not usable, because it is 0 while a thread has the adapters off."""
     return layer.lora_alpha[_ADAPTER] / layer.r[_ADAPTER]
 
 
 def _layers(model: nn.Module) -> list[tuple[str, LoraLayer]]:
-    if "peft.tuners.lora" not in sys.modules:  # no adapters were injected
+    if "peft.tuners.lora" not in sys.modules:  # peft was not imported, so no model has adapters
         return []
     from peft.tuners.lora import LoraLayer
 
@@ -221,7 +221,7 @@ def _target_layers(model: PreTrainedModel, targets: list[str]) -> list[str]:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Return whether a module only computes a linear map. Llama 4's router is an `nn.Linear` that computes more."""
+    """Return whether a module computes only a linear map. Llama 4's router is a subclass that computes more."""
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 

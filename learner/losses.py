@@ -36,7 +36,7 @@ _OF_SEQUENCES = (Mask.sequence, Mask.geometric, Mask.k3)
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
-    """What a training objective gets for a micro-batch. Subclasses add the outputs of the model.
+    """The inputs of a training objective for a micro-batch. Subclasses add the outputs of the model.
 
     Attributes:
         trajectory_index: [M] int64, index of each token's trajectory within the micro-batch.
@@ -105,7 +105,7 @@ class LossTerms:
 
     Attributes:
         per_token: [M] float32, the loss of each token, with gradient.
-        metrics: [M] by name, without gradient. The learner reports each metric's mean over the batch's tokens.
+        metrics: [M] tensors by name, without gradient. The learner reports each metric's mean over the batch's tokens.
     """
 
     per_token: Tensor
@@ -123,7 +123,7 @@ _BY_TOKEN: set[PolicyLoss] = set()
 def by_token(loss: PolicyLoss) -> PolicyLoss:
     """Mark a policy loss in which the loss of a token depends on this token alone. Use this function as a decorator.
 
-    For other losses, all branches of a trajectory must fit into one micro-batch.
+    For other losses, all branches of a trajectory (paths through its turns) must fit into one micro-batch.
     """
     _BY_TOKEN.add(loss)
     return loss
@@ -142,7 +142,8 @@ def anchor_log_probs(inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
 def ppo_clip(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Compute PPO's clipped surrogate loss of each token (arXiv 1707.06347, equation 7).
 
-    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with the advantage A and the ratio r = policy / anchor.
+    The loss is -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A). A is the advantage, and r is the token's probability
+    under the policy, divided by its probability under the anchor (`anchor_log_probs`).
 
     - Difference from the paper: the paper's anchor is the policy before the update. With the default
       ``anchor=behavior``, the clip also bounds the effect of lag.
@@ -191,9 +192,9 @@ def gspo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> LossTerms:
     """Compute the REINFORCE loss of each token, weighted by the clipped ratio (CISPO, arXiv 2506.13585, equation 4).
 
-    -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. sg stops the gradient, and A is the advantage. The ratio r
-    is the token's probability under the policy, divided by its probability under the anchor (`anchor_log_probs`). All
-    tokens keep their gradient. In the paper, ``clip_low`` is 1.
+    The loss is -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy. sg stops the gradient, and A is the advantage.
+    The ratio r is the token's probability under the policy, divided by its probability under the anchor
+    (`anchor_log_probs`). All tokens keep their gradient. In the paper, ``clip_low`` is 1.
 
     Example: ratio 1.5, advantage 2, clip 0.2 give a gradient of -2.4 at the log-prob.
     """
@@ -228,7 +229,7 @@ def token_weights(
     num_trajectories: int,
     sequence_norm_tokens: int = 0,
 ) -> Tensor:
-    """Return the factor of each token's loss in the sum that gives the loss of the whole batch.
+    """Return a factor for each token. The loss of the whole batch is the sum of the tokens' losses times the factors.
 
     Args:
         inputs: The tokens of a micro-batch.
@@ -336,7 +337,7 @@ def trajectory_means(values: Tensor, inputs: TokenInputs) -> Tensor:
 
 
 def effective_sample_size(mean_weight: float, mean_square: float) -> float:
-    """Return the effective sample size as a share of the batch, (E w)² / E w² (Kong, 1992), in [0, 1].
+    """Return the effective sample size as a fraction of the batch size, (E w)² / E w² (Kong, 1992), in [0, 1].
 
     ``mean_weight`` is E w, and ``mean_square`` is E w². The result is 0 if all weights are 0. Example: weights 2, 0, 0,
     0 give 0.25.
@@ -380,7 +381,7 @@ def kl_penalty(log_probs: Tensor, reference_logprobs: Tensor, estimator: KLEstim
 def k3(log_ratio: Tensor) -> Tensor:
     """Compute exp(d) - 1 - d >= 0 for each entry d of ``log_ratio``, with d clamped to ±20.
 
-    A series avoids cancellation for small d.
+    For small d, a power series avoids cancellation.
     """
     bounded = log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     series = bounded.square() / 2 * (1 + bounded / 3 * (1 + bounded / 4 * (1 + bounded / 5)))
@@ -392,7 +393,7 @@ class Objective:
     """The objective that a trainer minimizes.
 
     Attributes:
-        loss: Maps the inputs from the role's head to the loss of each token of a micro-batch.
+        loss: Function from the inputs that the role's head returns to the loss of each token of a micro-batch.
         aggregation: How to combine the losses of tokens into the loss of the batch.
         sequence_norm_tokens: With ``aggregation=sequence_sum_norm``, the number of tokens by which the sum of a
             trajectory's token losses is divided.
@@ -400,7 +401,7 @@ class Objective:
         needs_proximal: Whether the updates after the first one read ``proximal_logprobs``. The learner step then
             computes this column before the first update.
         needs_trajectories: Whether the loss of a token reads other tokens of its trajectory, on all branches.
-        summarize: Converts the mean metrics of a learner step to the metrics that the learner reports.
+        summarize: Function from the mean metrics of a learner step to the metrics that the learner reports.
     """
 
     loss: Callable[[Any], LossTerms]
@@ -413,15 +414,16 @@ class Objective:
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Return the policy's training objective: the loss that ``config`` names, correction, KL penalty, entropy bonus.
+    """Return the policy's training objective: the loss of ``algorithm.loss``, with the options of ``config``.
 
-    Raises `ValueError` for an unknown name.
+    The options add an off-policy correction, a KL penalty and an entropy bonus. Raises `ValueError` for an unknown
+    name of a loss.
     """
     policy_loss = LOSSES.get(config.loss)
 
     def loss(inputs: LossInputs) -> LossTerms:
         # In the first update of a step, the policy's own log-probs may replace the column ``proximal_logprobs``.
-        # Later updates of the step need the column.
+        # Later updates of the step need the column ``proximal_logprobs``.
         inputs = replace(inputs, is_proximal=config.num_mini_batches == 1 or config.needs_proximal)
         terms = policy_loss(inputs, config)
         _check_terms(terms, inputs, config)
@@ -491,7 +493,7 @@ def behavior_metrics(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def summarized(metrics: dict[str, float]) -> dict[str, float]:
-    """Return a step's mean metrics with effective sample sizes in place of the mean squared weights.
+    """Return a step's mean metrics, in which effective sample sizes replace the mean squared weights.
 
     ``effective_sample_size`` is computed from ``ratio`` (`behavior_metrics`). ``importance_sample_size`` is computed
     from the importance weights of ``algorithm.weight`` and ``algorithm.masks``. Both are in [0, 1]. ``engine_gap``
@@ -506,7 +508,7 @@ def summarized(metrics: dict[str, float]) -> dict[str, float]:
     kept = {name: value for name, value in metrics.items() if not name.endswith(_SQUARE)} | sizes
     if (share := kept.pop(_FRESH, 0.0)) > 0:
         return kept | {"engine_gap": kept["engine_gap"] / share}
-    kept.pop("engine_gap", None)  # the batch has no token of lag 0
+    kept.pop("engine_gap", None)  # without tokens of lag 0, this metric has no value
     return kept
 
 
@@ -547,8 +549,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
         clip: c > 0; 0 does not clip.
 
     Returns:
-        Losses [M] float32, and [M] bool, True if the clipped error is larger. Example: value 1, old value 0, return 2
-        and c 0.2 give 0.5 · 1.8² = 1.62, clipped.
+        A pair: losses [M] float32, and a tensor [M] bool that is True if the clipped error is larger. Example: value 1,
+        old value 0, return 2 and c 0.2 give the loss 0.5 · 1.8² = 1.62 and True.
     """
     loss = (values - returns).square()
     if not clip:
@@ -563,7 +565,7 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 def _value_summary(metrics: dict[str, float]) -> dict[str, float]:
     variance = metrics["return_mean_squared"] - metrics["return_mean"] ** 2
     left = metrics["error_squared"] - metrics["error"] ** 2
-    # If the returns vary less than the rounding error, their variance counts as 0.
+    # If the returns vary less than the rounding error, the explained variance is 0.
     explained = 1.0 - left / variance if variance > 1e-12 * metrics["return_mean_squared"] else 0.0
     hidden = ("loss", "error", "error_squared", "return_mean_squared")
     kept = {name: value for name, value in metrics.items() if name not in hidden}

@@ -50,7 +50,7 @@ def save_policy(model: PackedModel, directory: str) -> None:
 
 @contextmanager
 def new_model_folder(directory: Path) -> Iterator[Path]:
-    """Yield a temporary folder. After the block, the folder replaces ``directory`` if the block did not raise."""
+    """Yield a temporary folder. If the ``with`` block ends without an error, the folder then replaces ``directory``."""
     directory.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
     try:

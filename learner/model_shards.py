@@ -1,4 +1,4 @@
-"""A rank's shards of a Hugging Face model, with the methods that `asyncrl.weights` needs to publish and save it."""
+"""A rank's shards of a Hugging Face model. `asyncrl.weights` uses them to publish and to save the model."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ class PretrainedShards:
     def held(self, part: Part) -> dict[str, Tensor]:
         """Return this rank's shards of the parameters and stored buffers, by name.
 
-        ``part`` selects all of them, only the adapters, or all except the adapters.
+        ``part`` selects all tensors, only the adapters, or all tensors except the adapters.
         """
         return {
             name: tensor
@@ -107,9 +107,10 @@ class PretrainedShards:
         }
 
     def converted(self, part: Part, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Convert unsharded weights, named as in `held`, to the tensors of a checkpoint, by name.
+        """Convert unsharded weights to the tensors of a Hugging Face checkpoint, by name.
 
-        For ``Part.adapters``, the result has the tensors of peft's file. For ``Part.whole``, adapters are merged.
+        The names of ``weights`` are those of `held`. For ``Part.adapters``, the result has the tensors of peft's file.
+        For ``Part.whole``, adapters are merged.
         """
         if part is Part.adapters:
             return adapter_weights(self._model, weights)
@@ -125,7 +126,7 @@ class PretrainedShards:
         return adapted_layers(self._model, tensor_of)
 
     def describe(self, folder: Path, part: Part) -> None:
-        """Write peft's configuration (``Part.adapters``) or the model's configuration into ``folder``, as JSON."""
+        """Write the model's configuration into ``folder``, as JSON. For ``Part.adapters``, write peft's instead."""
         if part is Part.adapters:
             write_adapter_config(folder, self._model)
         else:

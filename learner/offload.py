@@ -34,7 +34,8 @@ _ALIGNMENT = 512
 class MovableTensors:
     """Tensors that can be moved to the host and back in place.
 
-    Each move to the host calls ``tensors`` for the list of tensors. If a move fails, the tensors stay where they were.
+    ``tensors`` is a function that returns the tensors; each move to the host calls it. If a move fails, the tensors
+    stay where they were.
     """
 
     def __init__(self, tensors: Callable[[], Iterable[Tensor]]) -> None:
@@ -48,7 +49,7 @@ class MovableTensors:
         return sum(storage.nbytes() for storage in self._storages())
 
     def offload(self) -> None:
-        """Copy the tensors to the host and free their device memory. No effect if they are offloaded."""
+        """Copy the tensors to the host and free their device memory. If they are on the host already, do nothing."""
         if self.offloaded:
             return
         with record.span(SpanKind.offload, cause="to_host"):
@@ -66,10 +67,10 @@ class MovableTensors:
             storage.resize_(0)
         self._on_host, self.offloaded = copies, True
         if any(storage.device.type == "cuda" for storage in storages):
-            torch.cuda.empty_cache()  # the engines on the same device need the cached memory
+            torch.cuda.empty_cache()  # give torch's cached memory to the engines on the same device
 
     def load(self) -> None:
-        """Allocate the device memory and copy the tensors back. No effect if they are on the device."""
+        """Allocate device memory and copy the tensors back. If they are on the device already, do nothing."""
         if not self.offloaded:
             return
         with record.span(SpanKind.offload, cause="to_device"):
@@ -97,7 +98,7 @@ class MovableTensors:
             runtime: Any = torch.cuda.cudart() if any(s.device.type == "cuda" for s in storages) else None
             if runtime is not None and len(self.slab):
                 runtime.cudaHostUnregister(self.slab.data_ptr())
-            self.slab = torch.empty(0, dtype=torch.uint8)  # free the old memory before the new is allocated
+            self.slab = torch.empty(0, dtype=torch.uint8)  # free the old host memory before more is allocated
             self.slab = torch.empty(total, dtype=torch.uint8)
             if runtime is not None:
                 # Lock the memory's pages. With pin_memory=True, torch would round the size up to a power of two.
@@ -148,12 +149,12 @@ class OffloadPolicy:
 
     @property
     def model_offloaded(self) -> bool:
-        """Whether the model is on the host."""
+        """True if the model is on the host."""
         return self._model.offloaded
 
     @property
     def optimizer_offloaded(self) -> bool:
-        """Whether the optimizer state is on the host."""
+        """True if the optimizer state is on the host."""
         return self._optimizer.offloaded
 
     def device_bytes(self) -> int:
@@ -178,9 +179,9 @@ class OffloadPolicy:
         return self._on_device(optimizer=False, then_leave=(self._param_offload, False))
 
     def persisting(self, *, optimizer: bool = True) -> AbstractContextManager[None]:
-        """Return a context in which the model, and with ``optimizer`` also the optimizer state, is on the device.
+        """Return a context in which the model is on the device, and with ``optimizer`` also the optimizer state.
 
-        On exit, everything that was on the host before moves to the host again.
+        On exit, the tensors that were on the host before the context move to the host again.
         """
         return self._on_device(optimizer=optimizer, then_leave=(self.model_offloaded, self.optimizer_offloaded))
 
@@ -193,7 +194,7 @@ class OffloadPolicy:
         if self._at_transition:
             self._leave(model=True, optimizer=True)
         if self._device.type == "cuda":
-            torch.cuda.empty_cache()  # the engines on the same device need the memory
+            torch.cuda.empty_cache()  # give torch's cached memory to the engines on the same device
         self._note("rollout", before)
 
     def enter_training(self) -> None:
@@ -229,7 +230,7 @@ class OffloadPolicy:
 
 
 def _when_freed(load: Callable[[], None]) -> None:
-    """Call ``load``. If the device has no room, retry until the memory of a killed engine is free."""
+    """Call ``load``. If the device has too little memory, retry for up to 30 s, because a killed engine may free it."""
     began_s = time.monotonic()
     while True:
         try:
@@ -260,7 +261,10 @@ def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
 
 @contextmanager
 def _copy_stream(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
-    """On CUDA, run the copies on a separate stream, after the current stream's work. Wait for the copies on exit."""
+    """Run the copies inside the context on a separate CUDA stream, and wait for them on exit. On the CPU, do nothing.
+
+    The copies begin after the work that the current stream already has.
+    """
     device = next((storage.device for storage in storages if storage.device.type == "cuda"), None)
     if device is None:
         yield

@@ -1,6 +1,6 @@
-"""A sharded model that runs on packed sequences: the base of policy, reference, critic and reward model.
+"""A sharded model that runs on packed sequences. Policy, reference, critic and reward model are such models.
 
-All ranks call the methods together, each rank with its own sequences, possibly none.
+All ranks call the methods together. Each rank passes its own sequences, possibly none.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class PackedBatch:
-    """One rank's part of a batch as micro-batches, with counts over all ranks.
+    """One rank's sequences of a batch, packed into micro-batches, and counts over all ranks.
 
     Attributes:
         micro_batches: This rank's micro-batches; all ranks have the same number.
@@ -48,7 +48,7 @@ class PackedBatch:
     num_trajectories: int
 
     def counts(self) -> dict[str, float]:
-        """Return the numbers of tokens, trajectories and micro-batches as metrics by name."""
+        """Return three counts as metrics by name: tokens in the loss, trajectories, and micro-batches."""
         return {
             "num_tokens": float(self.num_tokens),
             "num_trajectories": float(self.num_trajectories),
@@ -58,7 +58,7 @@ class PackedBatch:
     def with_columns(self, sequences: Sequence[TokenSequence]) -> PackedBatch:
         """Return a copy of the batch whose micro-batches have the columns of ``sequences``.
 
-        ``sequences`` are the packed sequences, in the same order.
+        ``sequences`` must be the sequences that were packed into the batch, in the same order.
         """
         return replace(self, micro_batches=[each.with_columns(sequences) for each in self.micro_batches])
 
@@ -160,22 +160,22 @@ class PackedModel:
     def scores(self, sequences: Sequence[TokenSequence], packed: PackedBatch | None = None) -> list[np.ndarray]:
         """Return what the role's head computes for each of this rank's sequences: log-probs, values or a reward.
 
-        There is one array per sequence, [T] float32, 0 for tokens outside the loss. A reward is at the last token.
-        ``packed`` may be the result of `pack` for the same sequences.
+        The result has one array per sequence, [T] float32, with 0 at tokens outside the loss. A reward is at the last
+        token. ``packed`` may be the result of `pack` for the same sequences.
         """
         return self._run(sequences, packed)[0]
 
     def log_probs_and_entropies(self, sequences: Sequence[TokenSequence]) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """Return log-probs and entropies in nats, each as one array per sequence.
+        """Return a pair: the log-probs, and the entropies in nats. Both are lists with one array per sequence.
 
-        The arrays are [T] float32, 0 for tokens outside the loss.
+        The arrays are [T] float32, with 0 at tokens outside the loss.
         """
         log_probs, entropies = self._run(sequences, None, entropy=True)
         return log_probs, entropies
 
     @contextmanager
     def at_temperature(self, temperature: float) -> Iterator[None]:
-        """Use another softmax temperature > 0 for log-probs inside the context."""
+        """Return a context in which log-probs are computed with another softmax temperature, > 0."""
         _check_temperature(temperature)
         head = cast("LogProbHead", self.head)
         before, head.temperature = head.temperature, temperature
@@ -186,7 +186,7 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Compute with the untrained weights inside the context. A trained model switches its adapters off for this.
+        """Return a context in which the model computes with its untrained weights, that is, without its adapters.
 
         Raises `ValueError` for a trained model without adapters.
         """
@@ -225,9 +225,10 @@ class PackedModel:
     def pack(
         self, sequences: Sequence[TokenSequence], *, keep_branches: bool = False, mesh: LearnerMesh | None = None
     ) -> PackedBatch:
-        """Pack this rank's sequences into micro-batches, the same number on all ranks. All ranks call this together.
+        """Pack this rank's sequences into micro-batches. All ranks call this method together.
 
-        The columns of the micro-batches are empty. `PackedBatch.with_columns` fills them, for example with advantages.
+        All ranks get the same number of micro-batches. The columns of the micro-batches are empty.
+        `PackedBatch.with_columns` fills them, for example with advantages.
         If the head computes one number per sequence, all tokens are packed. Otherwise, only the tokens before a
         sequence's last token in the loss are packed.
 
@@ -281,4 +282,4 @@ class PackedModel:
 
 def _check_temperature(temperature: float) -> None:
     if temperature <= 0:
-        raise ValueError(f"the learner's temperature must be > 0, got {temperature}; greedy samples have no signal")
+        raise ValueError(f"the learner's temperature must be > 0, got {temperature}; training needs random samples")

@@ -77,10 +77,10 @@ class MicroBatch:
         return self._with_tensors(Tensor.pin_memory)
 
     def with_columns(self, sequences: Sequence[TokenSequence]) -> MicroBatch:
-        """Return a copy of the micro-batch with the columns of the sequences: their values at the tokens in the loss.
+        """Return a copy of the micro-batch with the columns of ``sequences``, as one value per token in the loss.
 
-        ``sequences`` are the sequences that were passed to `Packer.pack`, in the same order. They may have other
-        columns now.
+        ``sequences`` must be the sequences that were passed to `Packer.pack`, in the same order. They may have other
+        columns than before.
         """
         chosen = [sequences[index] for index in self.source]
         in_loss = np.flatnonzero(np.concatenate([sequence.loss_mask for sequence in chosen])) if chosen else []
@@ -110,7 +110,7 @@ def on_device(values: Tensor | np.ndarray, device: torch.device) -> Tensor:
 
 
 def tokens_in_loss(sequences: Sequence[TokenSequence]) -> dict[SampleKey, int]:
-    """Return the number of tokens in the loss of each trajectory, over all its branches."""
+    """Return the number of tokens in the loss of each trajectory, over all its branches (paths through its turns)."""
     totals = dict.fromkeys((sequence.trajectory for sequence in sequences), 0)
     for sequence in sequences:
         totals[sequence.trajectory] += int(np.count_nonzero(sequence.loss_mask))
@@ -166,7 +166,7 @@ class Packer:
             ValueError: on all ranks, if a sequence exceeds the budget. With ``keep_branches``, also if the branches of
                 a trajectory do not fit into one micro-batch.
         """
-        # ``rfind`` finds the last True of the mask. For sequences of usual lengths, it is faster than numpy.
+        # ``rfind`` finds the last True of the loss mask. For sequences of usual lengths, it is faster than numpy.
         lengths = [len(s.input_ids) if self.whole else max(1, s.loss_mask.tobytes().rfind(1)) for s in sequences]
         prompts = _prompts(sequences) if self.share_prompts else {}
         try:
@@ -270,9 +270,10 @@ def _micro_batch(
     totals: Mapping[SampleKey, int],
     prompts: Mapping[SampleKey, bytes],
 ) -> MicroBatch:
-    """Concatenate the first ``packed`` tokens of each sequence. Shared tokens are packed once.
+    """Make a micro-batch of the sequences with the indices ``source``. Tokens that sequences share are packed once.
 
-    ``totals`` is the number of tokens in the loss per trajectory.
+    ``packed`` has the number of leading tokens to pack per sequence. ``totals`` has the number of tokens in the loss
+    per trajectory.
     """
     chosen = [sequences[index] for index in source] or [_BLANK]
     input_ids = np.concatenate([sequence.input_ids for sequence in chosen])
@@ -318,8 +319,8 @@ def _micro_batch(
 def _images(chosen: Sequence[TokenSequence], packed: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
     """Return the images in the first ``packed`` tokens of each sequence, as three arrays; None without images.
 
-    The first array has one int64 per token of the concatenated sequences. For an image token, it is the index of the
-    token's feature among the features that the vision tower computes from the returned pixels. For a text token, it is
+    The first array has one int64 per token of the concatenated sequences. The entry of an image token is the index of
+    its feature among the features that the vision tower computes from the returned pixels. The entry of a text token is
     -1. Entries of tokens that are not packed have no meaning. The second array is the pixels [patches, …] uint8 of the
     images, and the third is their grids [images, 3] int64. Each image is included once.
     """

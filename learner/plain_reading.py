@@ -67,7 +67,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _memory_format(kind: Any, name: Any) -> _MEM_FORMAT_ENCODING:
-    """Replace ``getattr``, which Python 3.11.0 to 3.11.3 uses to pickle enum members."""
+    """Replace ``getattr`` in pickled metadata. Python 3.11.0 to 3.11.3 pickles enum members as calls of ``getattr``."""
     if kind is not _MEM_FORMAT_ENCODING:
         raise pickle.UnpicklingError(
             f"the checkpoint's metadata calls getattr({kind!r:.80}, {name!r:.80}), which torch.distributed.checkpoint "

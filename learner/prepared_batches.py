@@ -50,7 +50,7 @@ _Key = tuple[int, str, tuple[tuple[int, tuple[int, ...], int], ...]]
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedBatch:
-    """One rank's share of a learner step, ready for a role to compute.
+    """The samples of a learner step for one rank and role, fetched and packed.
 
     Attributes:
         groups: The prompt groups of the batch that were found, by id.
@@ -106,7 +106,7 @@ class BatchPreparer:
     def take(self, role: RoleBatches, batch: RankBatch) -> PreparedBatch:
         """Return the prepared batch of a role, and drop the batches of earlier steps.
 
-        Waits for the thread. If the batch was not announced, the thread prepares it now.
+        Waits until the thread has prepared the batch. If the batch was not announced, the thread prepares it now.
 
         Raises:
             BatchLost: on all ranks, if a rank needs a group that the buffer does not have. Later calls raise this error
@@ -134,7 +134,7 @@ class BatchPreparer:
         return prepared
 
     def forget(self) -> list[int]:
-        """Drop all batches, prepared and announced. The thread finishes the batch that it prepares now.
+        """Drop all prepared and announced batches. If the thread is preparing a batch, it finishes this batch.
 
         All ranks must call `announce`, `take` and `forget` in the same order. Returns the ids of the groups that this
         process did not find in the buffer, ascending. Later calls of `take` no longer raise `BatchLost` because of
@@ -146,7 +146,7 @@ class BatchPreparer:
         return lost
 
     def close(self) -> None:
-        """Wait for the batch that the thread prepares now, and end the thread. Other batches are not prepared."""
+        """End the thread. If it is preparing a batch, wait for this batch; do not prepare the other queued batches."""
         self._thread.shutdown(cancel_futures=True)
 
     def _submit_due(self, newest: int) -> None:
@@ -160,7 +160,7 @@ class BatchPreparer:
 
 
 def _key(role: RoleBatches, batch: RankBatch) -> _Key:
-    """Return the key of a prepared batch: version, role and samples. Rewards do not change a prepared batch."""
+    """Return the key of a prepared batch: version, role and samples. Preparing a batch does not use its rewards."""
     return batch.version, role.role.name, tuple((each.group_id, each.samples, each.mini_batch) for each in batch.shares)
 
 
@@ -191,8 +191,8 @@ class RoleBatches:
     def prepare(self, batch: RankBatch, groups: StepGroups) -> PreparedBatch:
         """Fetch the groups of a batch that ``groups`` does not have yet, and pack the batch for the role's calls.
 
-        ``groups`` are the groups of the batch's step that the process has fetched so far. If a rank lacks a group, the
-        batch is not packed.
+        ``groups`` are the groups of the batch's step that the process has fetched so far. If a rank lacks a group, no
+        rank packs its batch.
         """
         import torch
 
@@ -226,13 +226,13 @@ class RoleBatches:
         if self.step is not None:
             step = self.step.pack(sequences, self.mesh, is_measured=batch.version < self.measured_steps)
         if self.model.mesh.device.type == "cuda":
-            torch.cuda.set_device(self.model.mesh.device)  # torch locks memory pages for the current GPU of the thread
+            torch.cuda.set_device(self.model.mesh.device)  # memory pages are locked for the thread's current GPU
             scored, step = (packed and packed.pinned() for packed in (scored, step))
         return replace(own, sequences=sequences, scored=scored, step=step)
 
     @property
     def _is_scored(self) -> bool:
-        """Whether `ModelWorker.score` or `ModelWorker.rewards` is called for each batch."""
+        """True if the run calls `ModelWorker.score` or `ModelWorker.rewards` of this role for each batch."""
         if self.role is not ACTOR:
             return True
         return self.algorithm.needs_reference and scored_by(self.role.column, self.config) is ACTOR
@@ -240,7 +240,7 @@ class RoleBatches:
 
 @dataclass(frozen=True)
 class StepGroups:
-    """The prompt groups of a step that a process has fetched for its roles. Used only in the preparer's thread.
+    """The prompt groups of a step that a process has fetched for its roles. Only the preparing thread uses this object.
 
     Attributes:
         found: The fetched groups by id.
@@ -251,10 +251,11 @@ class StepGroups:
     lost: set[int] = field(default_factory=set)
 
     def fetch(self, batch: RankBatch, mesh: LearnerMesh, buffer: LearnerBuffer | None) -> None:
-        """Fetch the groups of a batch that are not in ``found`` yet. All ranks of the sp group call this together.
+        """Fetch the groups of a batch that are not in ``found`` yet.
 
-        One rank of the sequence-parallel (sp) group fetches the prompt groups that any rank of the sp group lacks. It
-        sends them to the other ranks, which pass None as ``buffer``.
+        All ranks of a sequence-parallel (sp) group call this method together. One of these ranks fetches the prompt
+        groups that any rank of the sp group lacks, and sends them to the other ranks. The other ranks pass None as
+        ``buffer``.
         """
         is_missing = [group_id not in self.found for group_id in batch.group_ids]
         if mesh.sp_size > 1 and is_missing:
@@ -274,9 +275,9 @@ class StepGroups:
 
 
 def _found(buffer: LearnerBuffer, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
-    """Fetch the groups that the buffer has.
+    """Return the groups of ``group_ids`` that the buffer has.
 
-    Retry once after a `DeadlineError`, because the buffer may have noticed meanwhile that a store server is dead.
+    After a `DeadlineError`, this function retries once: by then, the buffer may know that a store server has died.
     """
     with suppress(UnknownGroup):
         try:

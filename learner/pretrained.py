@@ -90,7 +90,7 @@ def parameter_sizes(model_path: str) -> dict[str, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class LogitShape:
-    """Computes logits from z, the product of hidden state and embedding: c · tanh(scale · z / c).
+    """Computes the logit from z, the product of a hidden state and an output embedding: c · tanh(scale · z / c).
 
     Attributes:
         scale: Factor on z: 1 / ``logits_scaling`` for Granite, ``logit_scale`` for Cohere.
@@ -101,12 +101,15 @@ class LogitShape:
     soft_cap: float | None = None
 
     def __call__(self, products: Tensor) -> Tensor:
-        """Compute the logits from ``products``, the values of z, [..., V] float32. The result overwrites them."""
+        """Compute logits from ``products`` [..., V] float32, the products of hidden states and output embeddings.
+
+        The logits overwrite ``products``.
+        """
         logits = products if self.scale == 1.0 else products.mul_(self.scale)
         return logits if self.soft_cap is None else logits.div_(self.soft_cap).tanh_().mul_(self.soft_cap)
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """Return the derivative of the logits with respect to z, computed from the values of the logits, [..., V]."""
+        """Return the derivative of each logit [..., V] with respect to its product of hidden state and embedding."""
         return self.scale if self.soft_cap is None else self.scale * (1 - (logits / self.soft_cap).square())
 
 

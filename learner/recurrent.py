@@ -1,8 +1,8 @@
-"""Recurrent layers (linear attention, state spaces, convolutions) on packed sequences.
+"""Runs recurrent layers (linear attention, state spaces, convolutions) on packed sequences.
 
-On packed tokens, a recurrent layer would carry the state of one sequence into the next sequence. Some kernels accept
-sequence boundaries (flash-linear-attention, causal-conv1d), and get the boundaries. Other implementations get
-right-padded sequences.
+On packed tokens, a recurrent layer would carry the state of one sequence into the next sequence. Kernels that accept
+sequence boundaries (flash-linear-attention, causal-conv1d) get the boundaries. Other implementations get right-padded
+sequences.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class RecurrentLayers:
         self._layout = layout
 
     def _follow(self, _parent: nn.Module, _args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Set the layout to a decoder layer's argument ``packed``, before the layer runs.
+        """Before a decoder layer runs, set the layout to the layer's argument ``packed``.
 
-        Activation checkpointing may call a decoder layer again in the backward pass. `use` may then have set the layout
-        of the next micro-batch already.
+        Activation checkpointing possibly runs a decoder layer again in the backward pass, after `use` has set the
+        layout of the next micro-batch.
         """
         self._layout = kwargs.get("packed", self._layout)
 

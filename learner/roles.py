@@ -36,15 +36,15 @@ class Role:
 
     Attributes:
         name: Name of the role. Example: ``critic``.
-        load: Builds the model from its path and dtype, like `learner.pretrained.load_causal_lm`.
-        head: Wraps the model. The arguments are the model, the options and the sampling temperature.
+        load: Function that builds the model from its path and dtype, like `learner.pretrained.load_causal_lm`.
+        head: Function that wraps the model in a head. It gets the model, the options and the sampling temperature.
         column: Name of the token column that the role computes for other roles. Example: ``values``.
-        objective: Makes the training objective from the options; None for a frozen role.
-        optimizer: Selects the options of AdamW and its schedule; None for a frozen role.
-        reads: Names of the computed columns that a learner step of the role needs.
-        measured_steps: Number of learner steps at the start of the run that compute the role's metrics, but do not
-            train the role.
-        adapters: Whether the role gets the adapters of ``learner.lora``.
+        objective: Function that makes the training objective from the options; None for a frozen role.
+        optimizer: Function that returns the options of AdamW and its schedule; None for a frozen role.
+        reads: Function that returns the names of the computed columns that a learner step of the role needs.
+        measured_steps: Function that returns the number of learner steps at the start of the run that compute the
+            role's metrics, but do not train the role.
+        adapters: True if the role gets the adapters of ``learner.lora``.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Role:
     adapters: bool = False
 
     def build(self, model_path: str, config: LearnerConfig, types: ParameterTypes, temperature: float) -> PackedHead:
-        """Make the role's head around the model, its adapters and its vision tower. No parameter has a value yet.
+        """Make the role's head, with the model, its adapters and its vision tower. The parameters have no values yet.
 
         Raises `ValueError` if an option does not suit the model.
         """
@@ -111,7 +111,7 @@ ACTOR = Role(
     name="actor",
     load=_load_causal_lm,
     head=_log_prob_head,
-    column="reference_logprobs",  # the actor scores this column with its adapters off
+    column="reference_logprobs",  # with LoRA, the actor computes this column with its adapters off
     objective=lambda _config, algorithm: _policy_objective(algorithm),
     optimizer=lambda config: config.optimizer,
     reads=lambda algorithm: ("values",) * algorithm.needs_critic + ("reference_logprobs",) * algorithm.needs_reference,
@@ -166,8 +166,8 @@ class RemoteScores:
     def needed_by(self, batches: Sequence[RankBatch]) -> list[DataProtoFuture]:
         """Return one future of scores for each data-parallel rank of another role.
 
-        ``batches`` are the batches of the other role's ranks, from the same plan. A future waits only for the ranks
-        that scored the samples of its batch. For an empty batch, it waits for one rank.
+        ``batches`` are the batches of the other role's ranks in the same learner step. The future of a batch waits only
+        for the ranks that score the samples of this batch. The future of an empty batch waits for one rank.
         """
         first_sp_ranks = self.results[:: len(self.results) // len(self.batches)]
         scored = [(result, set(batch.sample_keys)) for result, batch in zip(first_sp_ranks, self.batches, strict=True)]

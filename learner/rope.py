@@ -16,7 +16,7 @@ class LengthLimit(NamedTuple):
 
     Attributes:
         tokens: The length, in tokens.
-        reason: What differs beyond this length, as a clause for errors.
+        reason: What differs in longer sequences, as a part of an error message.
     """
 
     tokens: int
@@ -46,7 +46,7 @@ def sparse_limit(settings: Mapping[str, Any]) -> int | None:
     """
     if settings.get("index_topk"):
         return settings["index_topk"]
-    stored = settings.get("sparse_attention_config") or {}  # MiniMax M3 selects blocks of tokens
+    stored = settings.get("sparse_attention_config") or {}  # MiniMax M3 has this field: its attention selects blocks
     if not stored and "minimax_m3_sparse" not in (settings.get("layer_types") or ()):
         return None
     names = {"index_topk_blocks": "sparse_topk_blocks", "index_block_size": "sparse_block_size"}

@@ -71,9 +71,9 @@ class SelfTestResult:
     """The result of the self-test.
 
     Attributes:
-        packs: Whether sequences may share a micro-batch.
-        shares: Whether sequences of a micro-batch may share the tokens of their common prompt.
-        difference: Mean relative difference of the last hidden states from Hugging Face's forward.
+        packs: True if sequences may share a micro-batch.
+        shares: True if sequences of a micro-batch may share the tokens of their common prompt.
+        difference: Mean relative difference of the last hidden states from Hugging Face's forward pass.
         seconds: Wall time of the test.
     """
 
@@ -84,7 +84,7 @@ class SelfTestResult:
 
 
 class SelfTest:
-    """Compares the forward pass of a sharded model on packed sequences with Hugging Face's forward.
+    """Compares the forward pass of a sharded model on packed sequences with Hugging Face's forward pass.
 
     ``sharding`` splits sequences over the sequence-parallel ranks. ``dtype`` is the dtype of the computation. ``name``
     is the model's path.
@@ -98,7 +98,7 @@ class SelfTest:
         embeddings = cast("nn.Embedding", head.pretrained.get_input_embeddings())
         rng, self._vocabulary = np.random.default_rng(0), embeddings.num_embeddings
         self._logit_difference = 0.0
-        # Draw token ids from the upper half: low ids are often special tokens, which some models treat differently.
+        # Draw ids from the vocabulary's upper half, because some models treat low ids (special tokens) differently.
         limit = length_limit(head.pretrained.config.get_text_config().to_dict())
         self._lengths = tuple(min(length, limit.tokens if limit else length) for length in LENGTHS)
         self._tokens = [rng.integers(self._vocabulary // 2, self._vocabulary, length) for length in self._lengths]
@@ -106,7 +106,7 @@ class SelfTest:
         self._group, self._columns = self._place_images(rng) if head.vision is not None else (None, {})
 
     def _place_images(self, rng: np.random.Generator) -> tuple[GroupImages, dict[str, list[np.ndarray]]]:
-        """Put random images into the first three sequences. Return the images, and each sequence's image columns."""
+        """Put random images into the first three sequences. Return a pair: the images, and image columns by name."""
         processor = PixelFormat.of(load_processor(self._name))
         size = processor.merge_size
 
@@ -133,11 +133,11 @@ class SelfTest:
         return SequenceImages.of(self._group, tokens, rows, positions)
 
     def run(self) -> SelfTestResult:
-        """Find out whether sequences may share micro-batches and prompts, and return the result.
+        """Run the self-test: find out whether sequences may share micro-batches and prompts. Return the result.
 
-        The parameters do not change. `RecurrentLayers.takes_boundaries` keeps the value that passes the test. Raises
-        `ValueError` if the results are wrong even with one sequence per micro-batch, or if training and scoring differ.
-        The message names the layer that differs, and a remedy.
+        The parameters do not change. `RecurrentLayers.takes_boundaries` gets the value that passes the test. Raises
+        `ValueError` if hidden states are wrong even with one sequence per micro-batch, or if training and scoring
+        differ. The message names the layer that differs, and a remedy.
         """
         start, training = time.perf_counter(), self._head.training
         devices = [self._mesh.device] if self._mesh.device.type == "cuda" else []
@@ -149,7 +149,7 @@ class SelfTest:
                 torch.random.fork_rng(devices),
                 _lowered_thresholds(pretrained),
                 _fixed_routing(pretrained),
-                torch.compiler.set_stance("force_eager"),  # otherwise torch would compile for the shapes of this test
+                torch.compiler.set_stance("force_eager"),  # do not compile layers for the shapes of this test
             ):
                 packs, difference = self._decide()
                 shares = packs and self._shares()
@@ -162,7 +162,7 @@ class SelfTest:
         return SelfTestResult(packs=packs, shares=shares, difference=difference, seconds=time.perf_counter() - start)
 
     def _decide(self) -> tuple[bool, float]:
-        """Return whether sequences may share a micro-batch, and the relative difference of the last hidden states.
+        """Return a pair: True if sequences may share a micro-batch, and a relative difference of last hidden states.
 
         The difference is between the learner's forward pass and Hugging Face's own forward pass.
         """
@@ -288,9 +288,10 @@ class SelfTest:
         }
 
     def _together(self, *, changed: bool = False) -> Tensor:
-        """Run all sequences in one micro-batch.
+        """Run all sequences in one micro-batch, and return the hidden states.
 
-        ``changed`` replaces the tokens of every second sequence, to find out whether the other sequences change.
+        With ``changed``, every second sequence gets other tokens, to find out whether the hidden states of the other
+        sequences change.
         """
         middle = self._vocabulary // 2
         tokens = [
@@ -440,8 +441,8 @@ def _relative(found: Tensor, expected: Tensor) -> Tensor:
 def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
     """Reduce the sizes of attention windows and attention chunks to `LOWERED`, and restore the sizes on exit.
 
-    Sizes below the longest test sequence do not change. With larger sizes, the test would need sequences of thousands
-    of tokens.
+    Sizes below the longest test sequence do not change. Without this reduction, the test would need sequences of
+    thousands of tokens.
     """
     modules = list(pretrained.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
@@ -460,7 +461,7 @@ def _lowered_thresholds(pretrained: PreTrainedModel) -> Iterator[None]:
 
 
 class _FirstExperts(TorchDispatchMode):
-    """Makes each ``topk`` over the last dimension return the first entries."""
+    """While this mode is active, each ``topk`` over the last dimension returns the first entries, not the largest."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         del types
@@ -475,8 +476,8 @@ class _FirstExperts(TorchDispatchMode):
 def _fixed_routing(pretrained: PreTrainedModel) -> Iterator[None]:
     """Route all tokens of a mixture of experts to the first experts.
 
-    In half precision, rounding may select different experts in the packed and in Hugging Face's forward pass. Both
-    results would be correct.
+    Otherwise, rounding in half precision could select different experts in the packed forward pass and in Hugging
+    Face's. The hidden states would then differ, although both are correct.
     """
     parts = dict(pretrained.named_modules())
     experts = {name.rpartition(".")[0] for name in expert_tensors(pretrained)}

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-import torch._dynamo  # imported here, because the import would delay the first optimizer step by a second
+import torch._dynamo  # otherwise the first optimizer step would import this module, which takes a second
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -135,10 +135,10 @@ def shard_mesh(parameters: Iterable[nn.Parameter]) -> DeviceMesh | None:
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return whether weight decay applies to a parameter. It applies to matrices, not to biases and norm gains.
+    """Return whether weight decay applies to a parameter. It applies to matrices, not to biases or gains of norms.
 
-    Some models have biases of all experts, norm gains of all heads, or decay rates of a state (Mamba) in one tensor of
-    two dimensions. These are not matrices.
+    Some models store the biases of all experts, the norm gains of all heads, or the decay rates of a state (Mamba) in
+    one tensor of two dimensions. Such a tensor does not count as a matrix.
     """
     return parameter.ndim >= 2 and not _NO_MATRIX.search(name)
 
@@ -179,9 +179,9 @@ class Trainer(PackedModel):
 
     @property
     def trains_as_it_scores(self) -> bool:
-        """Whether a training forward pass gives the same log-probs as `scores`.
+        """True if a training forward pass gives the same log-probs as `scores`.
 
-        This is False without a self-test, or if the adapters have dropout.
+        It is False without a self-test, or if the adapters have dropout.
         """
         lora = self.config.lora
         return self.selftest is not None and not (self.role.adapters and lora.rank and lora.dropout)
@@ -189,7 +189,9 @@ class Trainer(PackedModel):
     def update(
         self, sequences: Sequence[TokenSequence], objective: Objective, packed: PackedBatch | None = None
     ) -> dict[str, float]:
-        """Make one optimizer update on the sequences of all ranks. Ranks of one sp group pass the same sequences.
+        """Make one optimizer update on the sequences of all ranks.
+
+        The ranks of one sequence-parallel group pass the same sequences.
 
         ``packed`` may be the result of `pack` with ``keep_branches=objective.needs_trajectories``.
 
@@ -206,10 +208,10 @@ class Trainer(PackedModel):
             return self._reduce(rows) | batch.counts() | self.optimizer.update()
 
     def accumulate(self, batch: PackedBatch, objective: Objective) -> list[dict[str, Tensor]]:
-        """Run forward and backward on all micro-batches, which adds up the gradients.
+        """Run the forward and backward pass of all micro-batches. The gradients of the micro-batches add up.
 
-        The host does not wait for the device. Returns one dict per micro-batch, with tensors on the device: the
-        micro-batch's share of the batch's loss and of each mean metric.
+        The host does not wait for the device. Returns one dict per micro-batch, with tensors on the device. Summed over
+        the micro-batches of all ranks, these tensors give the batch's loss and mean metrics.
         """
         rows = []
         try:
@@ -222,7 +224,7 @@ class Trainer(PackedModel):
                         (share * self.mesh.num_ranks).backward()
                     rows.append(row)
         except BaseException:
-            drop_gradients(self.head)  # the next update must not use the gradient of a part of this batch
+            drop_gradients(self.head)  # the next update must not use the gradients of some micro-batches of this batch
             raise
         return rows
 
@@ -278,7 +280,7 @@ class PackedStep:
 
 
 class LearnerStep:
-    """One learner step: one optimizer update per mini-batch.
+    """Makes learner steps. A learner step makes one optimizer update per mini-batch.
 
     The objective may need proximal log-probs (under the policy before the step). Then a forward pass before the first
     update computes these log-probs. If ``Trainer.trains_as_it_scores`` is True, this pass omits the first mini-batch,

@@ -99,10 +99,10 @@ class TrajectoryLog:
 def trained_groups(
     batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
 ) -> list[dict[str, Any]]:
-    """Return the counts and digests of a rank's trained tokens, as one dict per prompt group, for the step's receipt.
+    """Return the counts and digests of a rank's trained tokens, which ``asyncrl audit`` later checks.
 
-    The dict has the ``group`` id, the ``attempt`` (number of the attempt to generate the group, from 0), and these
-    fields:
+    Returns one dict per prompt group. A dict has the ``group`` id, the ``attempt`` (number of the attempt to generate
+    the group, from 0), and these fields:
 
     - ``versions``: number of trained tokens by policy version.
     - ``digest``: the sum of `token_digest` over the trained turns.

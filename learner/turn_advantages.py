@@ -40,8 +40,8 @@ class TurnRewards:
             outcome (the trajectory's reward minus the rewards of its turns).
         values: [K] float64, the critic's value before the turn's first token; zeros without a critic, NaN for a turn
             without a token in the loss.
-        num_tokens: [K] int64, number of tokens in the loss. A turn without tokens in the loss still counts in the
-            baselines of other turns.
+        num_tokens: [K] int64, number of tokens in the loss. A turn without tokens in the loss still counts in the means
+            with which other turns are compared.
         previous: [K] int64, position in these arrays of the previous turn on the path; -1 for a first turn.
         trajectories: [K] int64, a number that identifies the trajectory of each turn.
         group_ids: [K] int64, id of each turn's prompt group.
@@ -115,7 +115,7 @@ def turn_gae(batch: TurnRewards, config: AlgorithmConfig) -> TurnAdvantages:
 
 
 def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: bool) -> TurnAdvantages:
-    """Compare the return of a turn with the returns of all turns of the same index in its prompt group.
+    """Compare the return of a turn with the returns of all turns that have the same index in the prompt group.
 
     The index of a turn is the number of sampled turns before it on its path. The return of turn k is Σ γ^(j - k) r_j
     over the turns j >= k of the path. The advantage is return - mean. With ``has_deviation``, this difference is
@@ -141,7 +141,7 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     place, sizes = members(torch.stack([batch.trajectories, batch.index], dim=1))
     weights = 1.0 / sizes[place].double()
     group, sizes = members(torch.stack([batch.group_ids, batch.index], dim=1))
-    counts = group_sums(weights, group, len(sizes)).round()  # number of trajectories per group and turn index
+    counts = group_sums(weights, group, len(sizes)).round()  # counts the trajectories per group and turn index
     advantages = centered(returns, group, counts, weights=weights)
     if has_deviation:
         advantages = advantages / group_deviations(returns, advantages, group, counts, weights=weights)[group]
@@ -156,7 +156,8 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
 def _standardized(advantages: Tensor, batch: TurnRewards) -> Tensor:
     """Standardize advantages over the n trajectories with turns in the loss (standard deviation with n - 1).
 
-    The turns of a trajectory share the weight 1 equally. A turn outside the loss does not count, and its result is 0.
+    Each trajectory has the weight 1, divided equally among its turns. A turn outside the loss does not count, and its
+    result is 0.
     """
     is_in_loss = batch.num_tokens > 0
     trajectory, sizes = members(batch.trajectories[is_in_loss])
@@ -203,13 +204,15 @@ def turn_rows(sequences: Sequence[TokenSequence], rewards: Mapping[SampleKey, fl
 
 
 def joined_turns(shares: Sequence[TurnRows]) -> tuple[TurnRewards, np.ndarray]:
-    """Join the rows of all ranks into one batch, sorted by trajectory and turn.
+    """Join the turns of all ranks into one batch, sorted by trajectory and turn.
 
-    Returns the batch and [K] int64: for each turn of the batch, its row in the concatenated ``shares``.
+    ``shares`` has the result of `turn_rows` for each rank. Returns a pair: the batch, and an array [K] int64. For each
+    turn of the batch, the array has the row of this turn in the concatenated results of all ranks.
     """
     ids, numbers = (torch.cat(parts) for parts in zip(*shares, strict=True))
     trajectories, _ = members(ids[:, :2])
-    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))  # the division among ranks does not change this order
+    # Sort the turns, so that their order does not depend on which rank has which turn.
+    order = np.lexsort((ids[:, 2].numpy(), trajectories.numpy()))
     ids, numbers, trajectories = ids[order], numbers[order], trajectories[order]
     span = int(ids[:, 2].max()) + 1 if len(ids) else 1
     places, before = trajectories * span + ids[:, 2], trajectories * span + ids[:, 3]

@@ -21,7 +21,7 @@ _num_images = itertools.count()
 
 @dataclass(frozen=True, kw_only=True)
 class GroupShare:
-    """One rank's trajectories of a prompt group, for one optimizer update. Their number is S.
+    """S trajectories of a prompt group that one rank trains on in one optimizer update.
 
     Attributes:
         group_id: Id of the group, to fetch it from the replay buffer.
@@ -44,7 +44,7 @@ class RankBatch:
 
     Attributes:
         version: Policy version before the step. The version after the step is ``version + 1``.
-        shares: The rank's shares of prompt groups; may be empty. A group can have one share per mini-batch.
+        shares: The trajectories of this rank, by prompt group and mini-batch; may be empty.
         max_lag: Staleness bound in learner steps. The rank refuses a batch with a staler group.
     """
 
@@ -54,7 +54,7 @@ class RankBatch:
 
     @property
     def group_ids(self) -> tuple[int, ...]:
-        """The ids of the groups to fetch, without duplicates."""
+        """The ids of the batch's prompt groups, without duplicates."""
         return tuple(dict.fromkeys(share.group_id for share in self.shares))
 
     @property
@@ -122,8 +122,8 @@ class SequenceImages:
     ) -> list[SequenceImages]:
         """Return the images of several sequences of one group, one object per sequence.
 
-        Each argument is a list with one array per sequence. ``token_ids`` are the sequence's token ids, [T]. ``rows``
-        and ``positions`` are the values of the attributes ``rows`` and ``positions``.
+        ``group`` has the images of the group. The other arguments are lists with one array per sequence. ``token_ids``
+        are the token ids of a sequence, [T]. ``rows`` and ``positions`` become the attributes with these names.
         """
         keys = np.array([-1 - next(_num_images) % 2**31 for _ in range(group.num_images)], dtype=np.int32)
         made = []
@@ -175,7 +175,7 @@ class TokenSequence:
         return replace(self, columns={**self.columns, name: values})
 
     def with_tokens(self, name: str, values: np.ndarray) -> TokenSequence:
-        """Return a copy with one more column: ``values`` at the tokens in the loss and 0 elsewhere."""
+        """Return a copy of the sequence with one more column: ``values`` at the tokens in the loss and 0 elsewhere."""
         column = np.zeros(len(self.input_ids), dtype=np.float32)
         column[self.loss_mask] = values
         return self.with_column(name, column)

@@ -1,9 +1,8 @@
-"""Ulysses sequence parallelism (arXiv 2309.14509): tokens are split over the sp ranks, heads during attention.
+"""Ulysses sequence parallelism (arXiv 2309.14509): several ranks compute the same sequences together.
 
-sp is the number of ranks that share sequences. Outside attention, each rank holds N/sp of the packed tokens and all
-heads. Inside attention, each rank holds all N tokens and H/sp heads. By default, functions use the process group of the
-innermost `UlyssesShardingManager` context. Without a group, or with one rank, functions that exchange tokens return
-their input.
+sp is the number of these ranks. Outside attention, each rank holds N/sp of the N packed tokens and all H heads. Inside
+attention, each rank holds all N tokens and H/sp heads. By default, functions use the process group of the innermost
+`UlyssesShardingManager` context. Without a group, or with one rank, functions that exchange tokens return their input.
 """
 
 from __future__ import annotations
@@ -59,10 +58,11 @@ def validate_ulysses_config(num_heads: int, ulysses_sequence_size: int) -> None:
 def gather_seq_scatter_heads(
     x: Tensor, seq_dim: int, head_dim: int, unpadded_dim_size: int = 0, group: ProcessGroup | None = None
 ) -> Tensor:
-    """Convert a tensor of this rank's tokens and all heads to one of all tokens and this rank's heads (all-to-all).
+    """Gather the tokens of all sp sequence-parallel ranks, and keep only this rank's heads (all-to-all).
 
-    Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N, H/sp, D]. H must be a multiple of sp.
-    Tokens from ``unpadded_dim_size`` on are padding and are removed; 0 removes no tokens.
+    ``x`` has this rank's tokens and all heads. Example: [1, N/sp, H, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives
+    [1, N, H/sp, D]. H must be a multiple of sp. Tokens from ``unpadded_dim_size`` on are padding and are removed; 0
+    removes no tokens.
     """
     group = _shared(group)
     if group is None:
@@ -74,10 +74,10 @@ def gather_seq_scatter_heads(
 
 
 def gather_heads_scatter_seq(x: Tensor, head_dim: int, seq_dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Convert a tensor of all tokens and this rank's heads to one of this rank's tokens and all heads (all-to-all).
+    """Gather the heads of all sp sequence-parallel ranks, and keep only this rank's tokens (all-to-all).
 
-    Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives [1, N/sp, H, D]. The tokens are first padded at
-    the end to a multiple of sp.
+    ``x`` has all tokens and this rank's heads. Example: [1, N, H/sp, D] with ``seq_dim`` 1 and ``head_dim`` 2 gives
+    [1, N/sp, H, D]. The tokens are first padded at the end to a multiple of sp.
     """
     group = _shared(group)
     if group is None:
@@ -93,15 +93,15 @@ def gather_outputs_and_unpad(
     grad_scaler: bool = True,
     group: ProcessGroup | None = None,
 ) -> Tensor:
-    """Return the tokens of all sp ranks, in rank order.
+    """Return the tokens of all sequence-parallel ranks, in rank order.
 
     Args:
         x: This rank's tokens along ``gather_dim``. All ranks must have the same number of tokens.
         gather_dim: Dimension of the tokens.
         unpad_dim: Dimension to remove padding from; None keeps the padding.
         padding_size: Number of entries to remove from the end of ``unpad_dim``.
-        grad_scaler: Multiply the gradient by sp, for a loss that is later averaged over the sp ranks.
-        group: The sp ranks; None is the default group.
+        grad_scaler: Multiply the gradient by sp, for a loss that is later averaged over the sequence-parallel ranks.
+        group: The sequence-parallel ranks; None is the default group.
     """
     group = _shared(group)
     if group is None:
@@ -113,7 +113,7 @@ def gather_outputs_and_unpad(
 
 
 def gather_sequence(x: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
-    """Return the tokens of all sp ranks, in rank order, for a layer that mixes tokens.
+    """Return the tokens of all sequence-parallel ranks, in rank order, for a layer that mixes tokens.
 
     ``x`` holds this rank's tokens along ``dim``. All ranks must have the same number of tokens. The gradient of a token
     is the sum of the gradients from all ranks.
@@ -130,8 +130,8 @@ def ulysses_pad(
     Position ids are [1, N], or [axes, 1, N] for rotary embeddings with several axes. Other shapes raise `ValueError`.
 
     Returns:
-        Input ids and position ids, [1, ceil(N / sp) * sp], and the number of added tokens. The positions of the padding
-        count from 0.
+        A triple: input ids and position ids, [1, ceil(N / sp) * sp], and the number of added tokens. The positions of
+        the padding count from 0.
     """
     if position_ids_rmpad is not None and position_ids_rmpad.shape[-2:] != (1, input_ids_rmpad.size(-1)):
         raise ValueError(
@@ -156,7 +156,7 @@ def ulysses_pad_and_slice_inputs(
 ) -> tuple[Tensor, Tensor | None, int]:
     """Pad packed tokens with `ulysses_pad`, and keep only this rank's tokens.
 
-    Returns this rank's input ids and position ids, [1, ceil(N / sp)], and the number of added tokens. With
+    Returns a triple: this rank's input ids and position ids, [1, ceil(N / sp)], and the number of added tokens. With
     ``skip_position_ids_rmpad``, the position ids are padded but not sliced.
     """
     input_ids, position_ids, padding = ulysses_pad(input_ids_rmpad, position_ids_rmpad, sp_size)
@@ -182,7 +182,7 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Process
 
 
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
-    """Repeat key or value heads so that they can be split over the sp ranks together with their query heads.
+    """Repeat key or value heads, so that each sequence-parallel rank can get those that its query heads need.
 
     ``num_heads`` is the number of query heads, a multiple of the key-value heads and of ``sp_size``. The result has the
     smallest number of heads that is a multiple of both ``sp_size`` and the number of key-value heads.
@@ -195,7 +195,7 @@ def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -
 
 
 class UlyssesShardingManager:
-    """A context in which a model runs over its sp ranks.
+    """A context in which a model runs on sequences that are split over the sequence-parallel ranks.
 
     The context sets the default group of this module, and restores the previous group on exit. Contexts can be nested.
     `preprocess_data` and `postprocess_data` are for computations that do not split sequences themselves.
@@ -223,14 +223,17 @@ class UlyssesShardingManager:
             set_ulysses_sequence_parallel_group(self._before.pop())
 
     def preprocess_data(self, data: DataProto) -> DataProto:
-        """Gather the rows of all sp ranks into ``data``, in place and in rank order, and return ``data``."""
+        """Gather the rows of all sequence-parallel ranks into ``data``, in place, in rank order. Return ``data``."""
         if self._mesh is None or self._mesh.size() == 1:
             return data
         all_gather_data_proto(data, self._group)
         return data
 
     def postprocess_data(self, data: DataProto) -> DataProto:
-        """Return this rank's part of the rows that `preprocess_data` gathered. sp must divide the number of rows."""
+        """Return this rank's rows of the rows that `preprocess_data` gathered. Each rank gets the same number of rows.
+
+        The number of sequence-parallel ranks must divide the number of rows.
+        """
         if self._mesh is None or self._mesh.size() == 1:
             return data
         return data.chunk(chunks=self._mesh.size())[self._mesh.get_local_rank()]
@@ -247,7 +250,7 @@ def _pad_end(x: Tensor, dim: int, multiple: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGroup) -> Tensor:
-    """Split ``scatter_dim`` over the ranks and concatenate ``gather_dim``.
+    """Split dimension ``scatter_dim`` over the ranks, and concatenate the received slices along ``gather_dim``.
 
     A contiguous tensor is copied at most once if all dimensions before these two have size 1, as in [1, N, H, D].
     """
@@ -259,9 +262,9 @@ def _all_to_all(x: Tensor, scatter_dim: int, gather_dim: int, group: ProcessGrou
 
 
 def _exchanged(parts: Tensor, group: ProcessGroup) -> Tensor:
-    """Send rank i the i-th entry of the leading dimension. Return the received entries in the same layout.
+    """Send entry i of the leading dimension to rank i. Entry i of the result is the entry received from rank i.
 
-    Both buffers must be contiguous: gloo fills a non-contiguous output incorrectly, without an error.
+    The sent and the received tensor are contiguous. gloo fills a non-contiguous output incorrectly, without an error.
     """
     sent = parts.contiguous()
     received = torch.empty_like(sent)
@@ -281,11 +284,14 @@ class _SeqAllToAll(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers all ranks' tokens.
+    """Gathers the tokens of all ranks.
 
-    The argument ``gradient`` selects the gradient of this rank's tokens. ``part`` takes the gradient that this rank
-    computes for these tokens. ``scaled`` multiplies this gradient by the number of ranks. ``sum`` takes the sum of the
-    gradients that all ranks compute for these tokens.
+    In the backward pass, each rank gets a gradient of all tokens. The argument ``gradient`` selects which gradient of
+    its own tokens this rank returns:
+
+    - ``part``: the gradient that this rank got.
+    - ``scaled``: the gradient that this rank got, times the number of ranks.
+    - ``sum``: the sum of the gradients that all ranks got.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""verl's worker methods on top of the learner's trainer. A call takes a `DataProto`, and waits for the result.
+"""Implements verl's worker methods with the learner's trainer. A call takes a `DataProto`, and waits for the result.
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
@@ -245,7 +245,7 @@ def _sequences(data: DataProto, mask: np.ndarray, tensors: Mapping[str, np.ndarr
     num_prompt = input_ids.shape[1] - mask.shape[1]
     sequences = []
     for row, keep in enumerate(attention):
-        if not keep.any():  # a sequence must have a token, so add one outside the loss
+        if not keep.any():  # a sequence must have a token, so add a token outside the loss
             blank = {name: np.zeros(1, dtype=np.float32) for name in tensors}
             sequences.append(TokenSequence(input_ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool), columns=blank))
             continue
@@ -283,7 +283,7 @@ def _attended_responses(data: DataProto) -> np.ndarray:
 
 
 def _check_positions(data: DataProto, attention: np.ndarray) -> None:
-    """Raise `ValueError` if ``position_ids`` differ from the positions of packing, which ignores ``position_ids``."""
+    """Raise `ValueError` if ``position_ids`` differ from the positions that the learner uses when it packs the rows."""
     if "position_ids" not in _names(data):
         return
     positions = _array(data, "position_ids")
@@ -314,4 +314,4 @@ def _array(data: DataProto, name: str) -> np.ndarray:
         raise ValueError(f"data must hold {name!r}, got {sorted(_names(data))}; add it")
     assert data.batch is not None
     column = data.batch[name].detach().cpu()
-    return (column.float() if column.is_floating_point() else column).numpy()  # numpy has no bfloat16
+    return (column.float() if column.is_floating_point() else column).numpy()  # numpy does not support bfloat16

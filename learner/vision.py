@@ -1,4 +1,4 @@
-"""Images in packed sequences: runs the vision tower of Qwen3-VL, and puts its features at the image placeholders.
+"""Runs the vision tower of Qwen3-VL on the images in packed sequences, and puts its features at image placeholders.
 
 Each image of a micro-batch goes through the tower once, for all sequences that contain it. Under sequence parallelism,
 each rank runs the tower on all images and uses the features of its own tokens.
@@ -25,7 +25,7 @@ class VisionTower:
 
     Args:
         model: Qwen3-VL without its output layer.
-        pixel_format: How images are cut into patches, and how their pixels are scaled to the tower's input.
+        pixel_format: Describes how images are cut into patches, and how pixels are scaled to the tower's input.
     """
 
     def __init__(self, model: nn.Module, pixel_format: PixelFormat) -> None:
@@ -42,7 +42,7 @@ class VisionTower:
         return self._format.features(pixels)
 
     def freeze(self) -> None:
-        """Exclude the vision tower and its layers that merge patches from training."""
+        """Freeze the weights of the vision tower, including its layers that merge patches."""
         self._model.visual.requires_grad_(False)
 
     def inputs(self, batch: MicroBatch, input_ids: Tensor) -> dict[str, Any]:

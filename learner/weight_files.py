@@ -143,13 +143,13 @@ class _Source:
 
     @property
     def stacks(self) -> bool:
-        """Whether each row of the parameter is a stored tensor, such as the matrix of an expert."""
+        """True if each row of the parameter is a stored tensor, such as the matrix of an expert."""
         first = self.conversion.operations[0] if self.conversion is not None else None
         return isinstance(first, MergeModulelist) and first.dim == 0
 
     @property
     def keeps_rows(self) -> bool:
-        """Whether rows of the parameter depend only on the same rows of the stored tensors."""
+        """True if each row of the parameter depends only on the same row of the stored tensors."""
         if self.conversion is None:
             return True
         rest = self.conversion.operations[self.stacks :]
@@ -268,7 +268,7 @@ def _blocks(tensor: Tensor) -> Iterator[slice]:
 def _put(tensor: Tensor, first: int, values: Tensor, filled: set[int]) -> None:
     """Write ``values`` into this rank's shard, beginning at row ``first`` of the parameter.
 
-    If the parameter is tied and already filled, compare the values instead.
+    If the parameter is tied to another parameter that is already filled, compare the values instead.
     """
     place = local_tensor(tensor.detach())
     if tensor.ndim:

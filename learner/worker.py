@@ -60,7 +60,7 @@ of a sequence-parallel (sp) group get the same rows."""
 
 
 def _share_of_each_rank(group: Any, *shares: Sequence[Any], **options: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Pass entry i of each list to all sp ranks of data-parallel rank i. These ranks are neighbors in the list."""
+    """Pass entry i of each list to data-parallel rank i, that is, to all ranks of its sequence-parallel group."""
     sizes = {len(share) for share in shares}
     num_shares = sizes.pop() if len(sizes) == 1 else 0
     if num_shares == 0 or group.world_size % num_shares:
@@ -92,12 +92,13 @@ def _recorded(method: Callable[..., T]) -> Callable[..., T]:
 
 @dataclass
 class BatchCache:
-    """What the roles of one process share.
+    """Objects that the roles of one process share.
 
     Attributes:
         preparer: Prepares the batches of all roles.
         scores: The newest scores of each column, with the version of their learner step.
-        open_roles: Names of the roles that have not stopped. When no role is left, the process group is destroyed.
+        open_roles: Names of the roles that have not stopped. When all roles have stopped, the process group is
+            destroyed.
     """
 
     preparer: BatchPreparer = field(default_factory=BatchPreparer)
@@ -110,7 +111,7 @@ class ModelWorker(Worker):
 
     Args:
         role: The role to run.
-        config: Options of the learner group; ``num_ranks`` is the number of ranks of the role's pool. The role's own
+        config: Options of the learner group; ``num_ranks`` is the number of ranks that run the role. The role's own
             options override the group's options (`LearnerConfig.of_role`).
         algorithm: Options of the algorithm.
         model_path: Directory in Hugging Face layout.
@@ -197,7 +198,7 @@ class ModelWorker(Worker):
         if isinstance(self.model, Trainer):
             optimizer, step = self.model.optimizer, self._step
             self._advantages = BatchAdvantages(self._algorithm, self.model.mesh)
-        # The first rank of each sp group fetches the prompt groups, and sends them to the other ranks of the sp group.
+        # The first rank of a sequence-parallel group fetches the prompt groups, and sends them to the other ranks.
         if self._connect_buffer is not None and self.model.mesh.sp_rank == 0:
             self._buffer = self._connect_buffer()
         self._batches = RoleBatches(
@@ -220,12 +221,12 @@ class ModelWorker(Worker):
             )
         self.offload = OffloadPolicy(self._config, self.model.head, optimizer)
         self.cache.open_roles.add(self.role.name)
-        gc.freeze()  # the garbage collector would otherwise scan all loaded objects and delay a step
+        gc.freeze()  # otherwise, a garbage collection would scan all loaded objects and delay a step
 
     @beside
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     def announce(self, batch: RankBatch) -> None:
-        """Let the process's thread prepare the batch of a queued step, while this rank computes.
+        """Let a thread of this process prepare the batch of a queued step, while this rank computes other calls.
 
         Returns immediately. The controller must announce the batches of a step in the order in which the roles of a
         process use these batches.
@@ -235,12 +236,12 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def score(self, batch: RankBatch, send: bool = True) -> DataProto | None:
-        """Compute the role's column, such as values, for the samples of a batch. An actor scores with its adapters off.
+        """Compute the role's scores, such as values, for the samples of a batch. An actor switches its adapters off.
 
-        With ``send``, the first sp rank returns one row per trajectory: ``sample_key`` [B, 2] int64 (group id, index in
-        the group) and the role's column, [tokens in the loss] float32 each. The other sp ranks return None. Without
-        ``send``, the scores stay in this process for other roles. Raises `ValueError` if the role is an actor
-        without adapters, and `BatchLost` if a rank needs a group that the buffer does not have.
+        With ``send``, the first rank of a sequence-parallel (sp) group returns one row per trajectory: ``sample_key``
+        [B, 2] int64 (group id, index in the group) and the scores, [tokens in the loss] float32 each. The other sp
+        ranks return None. Without ``send``, the scores stay in this process for other roles. Raises `ValueError` if the
+        role is an actor without adapters, and `BatchLost` if a rank needs a group that the buffer does not have.
         """
         own = self.cache.preparer.take(self._batches, batch)
         # Only the actor has adapters. It computes the reference policy's log-probs, so its adapters are off here.
@@ -254,7 +255,7 @@ class ModelWorker(Worker):
         self.cache.scores[self.role.column] = batch.version, scores
         if not send or self.model.mesh.sp_rank != 0:
             return None
-        column = np.empty(len(scores), dtype=object)  # numpy would join arrays of equal length
+        column = np.empty(len(scores), dtype=object)  # `np.array` would join arrays of equal length to one array
         for row, value in enumerate(scores.values()):
             column[row] = value
         keys = np.array(list(scores), dtype=np.int64).reshape(-1, 2)
@@ -263,7 +264,7 @@ class ModelWorker(Worker):
     @register(dispatch_mode=PER_DP_RANK, blocking=False)
     @_recorded
     def rewards(self, batch: RankBatch) -> dict[SampleKey, float]:
-        """Return the reward of each trajectory of a batch by (group id, index in the group).
+        """Return the reward of each trajectory of a batch. The keys are (group id, index in the group).
 
         A reward is the reward model's score of the trajectory's last branch (path through its turns), plus the rewards
         of the trajectory's turns. Raises `BatchLost` if a rank needs a group that the buffer does not have.
@@ -280,7 +281,7 @@ class ModelWorker(Worker):
         """Make one learner step. In the role's first `Role.measured_steps` steps, only compute the metrics.
 
         Args:
-            batch: This rank's batch, the same for all sp ranks of a group.
+            batch: This rank's batch. All ranks of a sequence-parallel group get the same batch.
             sent: The result of `score` for each column of `Role.reads`, in order; None for a column that this process
                 holds.
 
@@ -320,7 +321,7 @@ class ModelWorker(Worker):
             metrics["digest"] = self._witness(batch, own.groups, sequences)
         self._write_logs(batch, own.groups, sequences, readable)
         times = {"fetch_s": fetched_at - started_at, "prepare_s": own.seconds, "train_s": ended_at - fetched_at}
-        # The negative sign turns the maximum over the ranks into the earliest start (`mesh.largest`).
+        # The maximum over the ranks (`mesh.largest`) of negative start times belongs to the earliest start.
         times |= {"started_at": -started_at, "ended_at": ended_at, "lag_max": lag}
         with record.span(SpanKind.wait_ranks, step=batch.version):
             slowest = self.model.mesh.largest(torch.tensor(list(times.values()), dtype=torch.float64))
@@ -342,7 +343,7 @@ class ModelWorker(Worker):
     def _witness(
         self, batch: RankBatch, groups: Mapping[int, TrajectoryGroup], sequences: Sequence[TokenSequence]
     ) -> int:
-        """Write this rank's receipt of the step, and return the digest of the tokens of all ranks."""
+        """Write this rank's receipt (a record of the step's tokens), and return the digest of all ranks' tokens."""
         import torch
 
         trained, mesh = trained_groups(batch, groups, sequences), self.model.mesh
@@ -365,7 +366,10 @@ class ModelWorker(Worker):
         self._publish_copy(version)
 
     def _publish_copy(self, version: int, then: Callable[[], None] = lambda: None) -> None:
-        """Copy and publish the weights. Each rank calls ``then`` after its copy, before rank 0 offers the version."""
+        """Copy and publish the weights. A rank calls ``then`` after it has copied its weights.
+
+        Rank 0 offers the version to the engines after all ranks have called ``then``.
+        """
         assert self._publisher is not None
         self._check_turn(version)
         self._version = version if self._version is None else self._version
@@ -394,8 +398,8 @@ class ModelWorker(Worker):
     def rollout_mode(self, version: int) -> None:
         """Publish the weights if the role publishes weights. Free device memory for engines on the same device.
 
-        The options of `OffloadPolicy` say what moves to the host. Returns when rank 0 has offered the version to the
-        engines. All ranks offload before the offer, because engines may load an offered version immediately.
+        The options of `OffloadPolicy` say which tensors move to the host. Returns when rank 0 has offered the version
+        to the engines. All ranks offload before the offer, because engines may load an offered version immediately.
         """
         if self._publisher is None:
             self.offload.enter_rollout()
@@ -442,7 +446,7 @@ class ModelWorker(Worker):
             return None
         with self.offload.persisting():
             version = self._version = checkpoints.load(newest)
-        # A fixed coefficient is not restored, because ``algorithm.kl_reward_coef`` may have changed since the save.
+        # Restore only an adaptive KL coefficient: ``algorithm.kl_reward_coef`` may have changed since the save.
         if self._algorithm.kl_target:
             self._advantages.kl_coefficient.value = read_progress(newest).role["kl_reward_coef"]
         return version
@@ -487,7 +491,7 @@ class ModelWorker(Worker):
         if self.role.name == CRITIC.name and algorithm.critic and not reads_values:
             raise ValueError(
                 f"algorithm.critic=true needs a token-level or turn-level estimator, which reads values, got "
-                f"algorithm.advantage={algorithm.advantage}; decorate your own with learner.token_level or "
+                f"algorithm.advantage={algorithm.advantage}; decorate your own estimator with learner.token_level or "
                 "learner.turn_level, or set algorithm.critic=false"
             )
         total_updates = max(1, self._total_steps - self._measured_steps) * algorithm.num_mini_batches
@@ -497,9 +501,9 @@ class ModelWorker(Worker):
         return trainer
 
     def _for_people(self, version: int, sequences: Sequence[TokenSequence]) -> list[TokenSequence]:
-        """Return the sequences for the token log, with the learner's log-probs; none in a step that is not logged.
+        """Return the sequences for the token log, with the learner's log-probs.
 
-        All ranks call this together.
+        In a step that is not logged, the list is empty. All ranks call this method together.
         """
         options = self._token_log_options
         if options is None or version % options.every_steps:

@@ -62,8 +62,8 @@ class EngineError(AsyncRLError):
 class EngineLost(EngineError):
     """An inference engine has ended.
 
-    A rollout worker raises this error so that the controller replaces the worker with its engine. If the controller
-    raises it, the engine is not replaced.
+    A rollout worker raises this error so that the controller replaces the worker and its engine. If the controller
+    itself raises this error, this does not cause a replacement.
     """
 
 
@@ -150,7 +150,7 @@ class WrongEpoch(ReplayBufferError):
 
 
 class NotAllowed(ReplayBufferError):
-    """The client's key belongs to a role that may not send this request."""
+    """The client's key belongs to a role that is not allowed to send this request."""
 
 
 class RateExceeded(ReplayBufferError):

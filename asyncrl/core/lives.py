@@ -24,8 +24,8 @@ class Faults:
     """Decides after each fault of a component whether the component restarts, and when.
 
     Args:
-        restarts: Number of faults within ``window_s`` that are followed by a restart. The next fault is final.
-        window_s: Seconds for which a fault counts towards ``restarts``; infinite: forever.
+        restarts: Largest number of restarts within ``window_s``. After one more fault, the component stays down.
+        window_s: Seconds for which a fault counts; infinity means that it counts until the end of the run.
         backoff_s: Pause before the second restart within the window. Each further restart doubles the pause.
         longest_backoff_s: Longest pause before a restart.
 
@@ -52,8 +52,8 @@ class Faults:
     def add(self, now: float) -> float | None:
         """Record a fault at the time ``now``, in seconds of the same clock for all faults.
 
-        Returns the seconds to wait before the restart; None if the component may not restart. Example: 0, 1, 2, 4 s
-        after the first four faults with ``backoff_s`` 1.
+        Returns the seconds to wait before the restart; None if the component must not restart. Example: with
+        ``backoff_s`` 1, the results for the first four faults are 0, 1, 2 and 4.
         """
         while self._times and self._times[0] + self._window_s <= now:
             self._times.popleft()
@@ -78,7 +78,7 @@ class Restartable(Protocol):
         ...
 
     async def end(self, fault: Exception) -> float:
-        """Record ``fault``, the error of the component, and clean up after the component.
+        """Record ``fault``, the error of the component, and release the component's resources.
 
         Returns the pause before the next start, in seconds. Raises an error if the component must not be restarted.
         """

@@ -35,7 +35,7 @@ _OF_SAMPLER = {"sampler", "chosen", "sampler_state"}
 
 
 class PromptStream:
-    """An endless stream of the training prompts, shuffled in each epoch, or chosen by ``data.sampler``.
+    """An endless stream of the training prompts, shuffled in each pass over the data, or chosen by ``data.sampler``.
 
     The group id of a prompt is the prompt's position in the stream. The same seed, files and options give the same
     order on every machine. ``num_filtered`` is the number of prompts that the stream leaves out, because they are
@@ -114,7 +114,7 @@ class PromptStream:
         return self.at([*again, *range(start, self._position)])
 
     def repeat_unfinished(self, finished: Sequence[tuple[int, int]]) -> None:
-        """Let `take` return all earlier prompts again that are not in ``finished``, before it returns new prompts.
+        """Let `take` first return again the earlier prompts that are not in ``finished``, and then new prompts.
 
         ``finished`` has sorted ranges [start, end) of group ids. The buffer skips prompts that it already has.
         """
@@ -409,7 +409,7 @@ def _names(rows: Rows, key: str, expected: str, *, may_be_null: bool = False) ->
 
 
 def _options(rows: Rows, key: str) -> Sequence[Mapping[str, Any]]:
-    """Read a column of mappings or of their JSON texts. Null becomes {}. An empty ``key`` gives {} for each row."""
+    """Read a column of mappings or of their JSON texts. Null becomes {}. If ``key`` is empty, each row gets {}."""
     if not key:
         return [{}] * len(rows)
     values = [{} if value is None else value for value in rows.structures(key, is_json=True)]

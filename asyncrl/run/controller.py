@@ -165,8 +165,8 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
     async def train(self) -> None:
         """Train to the last step, and publish the final weights. `stop` ends the training earlier.
 
-        After a `LearnerDiedError`, call `rewind` and then this method again. After a `BatchLost`, call `replan` first.
-        Each `AsyncRLError` is raised in an `ExceptionGroup`.
+        After a `LearnerDiedError`, call `rewind` and then this method again. After a `BatchLost`, call `replan` and
+        then this method again. Each `AsyncRLError` is raised in an `ExceptionGroup`.
         """
         self._reporter.begin()
 
@@ -222,7 +222,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint with the next learner step. Wait until it is complete, and return its folder."""
+        """Save a checkpoint after the next learner step. Wait until it is complete, and return its folder."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
@@ -287,10 +287,10 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
 
     @abstractmethod
     def loops(self) -> tuple[Sequence[Loop], Sequence[Loop]]:
-        """Return the loops that make the learner steps, and the loops that run in parallel with the steps.
+        """Return a pair: the loops that make the learner steps, and the loops that run in parallel with the steps.
 
-        The first loops end after the last step of the run, or earlier after `stop`. The other loops end when the
-        engines serve the final version and the last evaluation during training has ended. `stop` cancels them.
+        The first loops end after the last step of the run, or earlier after `stop`. The second loops end when the
+        engines serve the final version and the last evaluation during training has ended. `stop` cancels these loops.
         """
 
     async def _follow(self, last: int) -> None:
@@ -331,7 +331,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         super()._go_on_from(version)
 
     def loops(self) -> tuple[Sequence[Loop], Sequence[Loop]]:
-        """Return plan and complete, which make the steps, then follow and examine, which run in parallel."""
+        """Return a pair: the loops plan and complete, which make the steps, and the loops follow and examine."""
         return (self._plan, self._complete), (partial(self._follow, self._versions.stop), self._examine)
 
     async def _plan(self) -> None:
@@ -387,7 +387,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
         await self._learner.finish_publish()
 
     async def _examine(self) -> None:
-        """Evaluate the versions that are due, one at a time."""
+        """Evaluate the policy versions that ``evaluation.every_steps`` selects, one at a time."""
         due = self._next_evaluated(self._queued_version)
         while (version := self._next_evaluated(self._queued_version)) is not None and self._evaluate is not None:
             if version != due:

@@ -1,5 +1,6 @@
-"""The rollout fleet as the controller sees it (`ColocatedFleetPort`). Its members are rollout workers, one per engine.
+"""The rollout fleet, with the controller's interface to it (`ColocatedFleetPort`).
 
+The members of the fleet are rollout workers, one per engine.
 Members of an elastic fleet can join and leave. An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
 """
 
@@ -63,10 +64,10 @@ class FleetGroup:
         version: int = 0,
         pool: RayResourcePool | None = None,
     ) -> None:
-        """Start the first workers on the devices of ``pool``, or in a new pool if ``pool`` is None.
+        """Start the first workers on the reserved devices of ``pool``. If ``pool`` is None, reserve devices for them.
 
         `start` then starts the workers' engines. ``supply`` is a function that copies a worker's files to the node with
-        a given id, and returns the model's path there. The learner begins at ``version``.
+        a given id, and returns the model's path there. ``version`` is the learner's policy version at the start.
         """
         fleet = config.rollout_fleet
         self._config = config
@@ -172,9 +173,10 @@ class FleetGroup:
         )
 
     def _note_change(self) -> None:
-        """Tell the user when no engine is up, and when one is up again. Start or stop the timer that ends the run.
+        """Tell the user if no engine is up any longer, or if an engine is up again after that.
 
-        The timer does not run while learner ranks use the engines' devices.
+        Also start or stop the timer that ends the run if there are too few engines. The timer does not run while
+        learner ranks use the engines' devices.
         """
         if not self._has_started:
             return
@@ -302,7 +304,7 @@ class FleetGroup:
             raise MembershipRefused("the run is ending; start another run")
 
     def describe(self) -> str:
-        """Return a text for the user: the state of each member on a line, then the number of engines that can join."""
+        """Return a text for the user: one line per member with its state, then the number of engines that can join."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
         return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
@@ -340,7 +342,7 @@ class FleetGroup:
         """Abort running groups, and return the final counters of the fleet.
 
         Also release the leases (the workers' rights to generate the groups), cancel the joins in progress, and wait
-        for the leaving members.
+        until leaving members have left.
         """
         self._is_closing = True
         self._note_change()
@@ -373,7 +375,7 @@ class FleetGroup:
     async def stop(self, timeout_s: float) -> None:
         """Ask engines and workers to stop, and kill them after ``timeout_s`` seconds.
 
-        Then remove the hard links to weights that the engines made.
+        Then remove the engines' hard links to the files of weights.
         """
         self._is_closing = True
         self._be_patient(None)
@@ -393,7 +395,7 @@ class FleetGroup:
 async def answered(fleet: FleetGroup, request: FleetRequest, config: RunConfig) -> FleetAnswer:
     """Carry out a request of ``asyncrl join`` or ``asyncrl leave``, and return the answer for the command.
 
-    After an error, the answer has the error's text, and the function raises nothing.
+    If the request fails, this function does not raise. The answer then has the text of the error.
     """
     try:
         if request.action is Action.describe:
@@ -481,7 +483,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 
 
 def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Return the buffer's client for a rollout worker on this node. It puts groups into the store of the node."""
+    """Return a client of the buffer for a rollout worker on this node. It puts groups into the store of this node."""
     return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)
 
 

@@ -1,4 +1,4 @@
-"""One member of the fleet: a rollout worker with its engine. If the worker dies or hangs, the member replaces it.
+"""One member of the fleet: a rollout worker with its engine. If the worker dies or hangs, the member starts a new one.
 
 A member has one worker process at a time. Ray ends a call when the worker answers or dies. After the first failed
 call (a *fault*), the member stops the worker and starts a new one. A call that the worker should answer at once fails
@@ -61,7 +61,7 @@ class MemberParts:
 
     Attributes:
         places: The reserved CPUs and GPUs of the workers.
-        bury: `ControlBuffer.bury`, which tells the buffer that a worker is dead.
+        bury: Function (`ControlBuffer.bury`) that tells the buffer that a worker is dead.
         supply: Function that takes the id of a node, copies a worker's files to the node, and returns the path of the
             model on the node.
         version: Number of committed learner steps when the run's process began.
@@ -112,14 +112,14 @@ class FleetMember:
 
     @property
     def is_serving(self) -> bool:
-        """True if the engine serves verified weights. Only then does the worker generate groups."""
+        """True if the engine serves verified weights. If False, the worker does not generate groups."""
         return self.member.is_serving
 
     @property
     def is_there(self) -> bool:
-        """True if the member takes part in training. Then it has served, has not left or failed, and is not leaving.
+        """True if the member takes part in training: it has begun to serve, and has not left or failed.
 
-        While a restart waits for free resources, the member does not take part.
+        It is False if the member is leaving, or while a restart of the worker waits for free resources.
         """
         away = (MemberState.pending, MemberState.draining)
         return self._has_served and not self.member.has_ended and self.member.state not in away
@@ -134,12 +134,12 @@ class FleetMember:
         self.member.started(self.member.epoch)
 
     async def load_first(self) -> None:
-        """Wait until the worker has loaded the first published weights. From then on, replace a dead worker."""
+        """Wait until the worker has loaded the first published weights. From then on, a dead worker is replaced."""
         await self._catch_up()
         self._keeping = asyncio.create_task(self._keep())
 
     async def join(self, *, node: str = "", place_timeout_s: float = math.inf) -> str:
-        """Start the worker in a running fleet, with the newest weights. From then on, replace a dead worker.
+        """Start the worker in a running fleet, with the newest weights. From then on, a dead worker is replaced.
 
         Args:
             node: Id of the node; empty for any node.
@@ -212,7 +212,7 @@ class FleetMember:
     async def _count(self, epoch: int) -> None:
         worker = self._worker
         found = await self._tried(epoch, self._answer("counters", "the fleet's counters"))
-        if found and self._worker == worker:  # `_before` already has the final counters of a replaced worker
+        if found and self._worker == worker:  # ignore a replaced worker: `_before` already has its final counters
             self._last = found[0]
 
     @property
@@ -235,7 +235,7 @@ class FleetMember:
         is_watched = self.member.is_serving
         releasing = within(self._call("release_device", incarnation), timeout_s, what, option)
         if not await self._tried(self.member.epoch, releasing):
-            if not is_watched:  # `end` does not free the device during a start, because `watch` does not run yet
+            if not is_watched:  # the worker was starting, so `watch` did not run and `end` does not free the device
                 await self._free_device()
             await self._until(lambda _: not self._may_use_device)
 
@@ -249,7 +249,7 @@ class FleetMember:
     async def drain(self) -> FleetCounters:
         """End `run`, and give all groups of the worker back to the buffer. Returns the final counters.
 
-        The worker does not end, so it can still answer held-out prompts (`answer`).
+        The worker process does not end, so it can still answer held-out prompts (`answer`).
         """
         while await self._is_up():
             if found := await self._tried(self.member.epoch, self._call("drain")):
@@ -258,12 +258,15 @@ class FleetMember:
         return self.total
 
     async def _is_up(self) -> bool:
-        """Return whether the worker serves. Wait while the worker starts, but do not wait for free resources."""
+        """Wait until the worker has started, and return whether it serves.
+
+        If the start waits for free resources, return False at once.
+        """
         await self._until(lambda member: member.is_serving or member.has_ended or member.state is MemberState.pending)
         return self.member.is_serving
 
     async def leave(self) -> None:
-        """Ask the worker to give its running groups back and to end. Wait until the worker has ended.
+        """Ask the worker to give its running groups back to the buffer, and to end. Wait until the worker has ended.
 
         `counters` still includes the worker's tokens. A worker that dies during this call also counts as left.
         """
@@ -310,7 +313,7 @@ class FleetMember:
                 await asyncio.wait({call}, timeout=self._answer_s)
                 if not call.done():
                     counters = await self._answer("counters", what)
-                    if self._worker == worker:  # `_before` already has the final counters of a replaced worker
+                    if self._worker == worker:  # ignore a replaced worker: `_before` already has its final counters
                         self._last = counters
             return call.result()
         finally:
@@ -357,13 +360,13 @@ class FleetMember:
             await self._changed.wait_for(lambda: is_true(self.member))
 
     async def _declare(self, epoch: int, error: Exception) -> None:
-        """Report ``error`` to `watch`, unless the member had another fault since its number of faults was ``epoch``."""
+        """Report ``error`` to `watch`, if the member's number of faults is still ``epoch``."""
         if self._keeping is not None and self.member.fault(epoch, time.monotonic()):
             self._declared.put_nowait(error)
             await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """Await a call to the worker, and return a tuple with the answer. Return None if the worker or the call fails.
+        """Await a call to the worker, and return its answer as a tuple of one. Return None if the worker or call fails.
 
         ``epoch`` is the member's number of faults at the start of the call. If the call fails, `watch` gets the error.
         Errors of `RUN_ERRORS` are raised instead. Before the first weights are loaded, every error is raised.
@@ -408,7 +411,7 @@ class FleetMember:
         await self._notify()
         words = f"{member.name} has ended, epoch {member.epoch} begins: {raised_in_worker(fault)}"
         logger.warning(words)
-        self._parts.say(words.partition("\n")[0])  # leave out the other lines, which quote the worker's log
+        self._parts.say(words.partition("\n")[0])  # say only the first line: the other lines quote the worker's log
         await self._end_worker(fault)
         if self._shares_device:
             await self._free_device()
@@ -441,7 +444,7 @@ class FleetMember:
         self._last, self._worker = FleetCounters(), ""
 
     async def _closed(self, last: FleetCounters) -> FleetCounters:
-        """Return the final counters of a stopped worker, whose latest counters are ``last``.
+        """Return the final counters of a stopped worker. ``last`` are its latest known counters.
 
         If tokens of the worker are neither stored nor given back, this method first declares the worker dead in the
         buffer. The buffer then counts these tokens as lost.
@@ -449,10 +452,10 @@ class FleetMember:
         return await self._buried(last) if last.tokens_in_flight and self._worker else last
 
     async def _buried(self, last: FleetCounters) -> FleetCounters:
-        """Declare the worker dead in the buffer. Repeat this until the buffer answers.
+        """Declare the worker dead in the buffer. If the buffer does not answer in time, repeat the request.
 
-        Returns a copy of ``last`` with the buffer's number of generated tokens, because the buffer may have received a
-        later heartbeat of the worker. No tokens are in flight in the copy.
+        Returns a copy of the counters ``last``. The copy has the buffer's number of generated tokens, because the
+        buffer may have received a later heartbeat of the worker. No tokens are in flight in the copy.
         """
         while True:
             try:

@@ -1,6 +1,7 @@
-"""The learner as the controller sees it (`LearnerPort`). Each role (actor, critic, …) is a group of Ray workers.
+"""The learner, with the controller's interface to it (`LearnerPort`). Each role is a group of Ray workers.
 
-Every call waits for the ranks until a deadline. The call also ends if a rank dies.
+Roles are, for example, the actor and the critic. Every call waits for the ranks until a deadline. The call also ends
+if a rank dies.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class LearnerGroup:
         raise LearnerDiedError(str(death))
 
     async def end(self) -> None:
-        """Kill the remaining ranks after a death. Call `begin_again` or `stop` next."""
+        """Kill the remaining ranks after a rank has died. Call `begin_again` or `stop` next."""
         await asyncio.to_thread(self.roles.shutdown)
 
     async def begin_again(self, checkpoint: Path, version: int, *, incarnation: int) -> None:
@@ -190,7 +191,7 @@ class LearnerGroup:
     def step_critic(self, plan: Plan) -> Awaitable[Mapping[str, float]]:
         """Queue the critic's step on the batch of the latest `step`. Await the result to get the step's metrics.
 
-        Without a critic, there are no metrics.
+        If the run has no critic, nothing is queued, and the result is an empty dict.
         """
         step = self.roles["critic"].step(*self._step_arguments("critic", plan)) if "critic" in self.roles else None
 
@@ -230,11 +231,12 @@ class LearnerGroup:
     async def withdraw(self) -> list[int]:
         """Discard the batch after a `BatchLost`, and return the ids of the groups that the ranks did not find.
 
-        Raises `LearnerDiedError` if the critic has a separate pool, because the critic may have trained on the batch.
+        Raises `LearnerDiedError` if the critic runs in other processes than the actor, because the critic may have
+        trained on the batch.
         """
         if "critic" in self.roles and not self.roles.share_a_pool("critic", "actor"):
             raise LearnerDiedError(
-                "the critic, which has a pool of its own, may have trained on a batch that the actor lost"
+                "the critic runs in separate processes, so it may have trained on a batch that the actor lost"
             )
         await self._in_time(AllOf([*self._announced.values()]), "the announced batches")
         found: set[int] = set()
@@ -271,7 +273,7 @@ class LearnerGroup:
     async def load(self, checkpoint: Path) -> int:
         """Load a checkpoint on all ranks, and return the policy version of the checkpoint.
 
-        Raises `ValueError` if the run has a critic and the checkpoint does not.
+        Raises `ValueError` if the run has a critic, but the checkpoint does not contain a critic.
         """
         if "critic" in self.roles:
             critic = part_of(checkpoint, CRITIC)
@@ -301,7 +303,10 @@ class LearnerGroup:
                     self._layout.resource_pool_dict.popitem()[1].leave()
 
     def _shares(self, plan: Plan, role: str) -> list[RankBatch]:
-        """Return the batch of each data-parallel rank of a role. Roles with equally many ranks share the batches."""
+        """Return the batch of each data-parallel rank of a role.
+
+        Roles with the same number of data-parallel ranks get the same batches.
+        """
         if self._batches[0] is not plan:
             self._batches = (plan, {})
         shares, dp_size = self._batches[1], self.roles.dp_sizes[role]
@@ -356,13 +361,13 @@ class LearnerGroup:
     async def _first(
         self, pending: Awaitable[list[T]], what: str, *, kind: str = "", after: Sequence[Awaitable[Any]] = ()
     ) -> T:
-        """Return rank 0's result of the call ``pending``. If a call of ``after`` failed, raise that call's error."""
+        """Await the calls ``after``, and raise their errors. Then return rank 0's result of the call ``pending``."""
         for earlier in after:
             await self._in_time(earlier, what, kind=kind)
         return (await self._in_time(pending, what, kind=kind))[0]
 
     async def _in_time(self, pending: Awaitable[T], what: str, *, kind: str = "") -> T:
-        """Await a call. Raises the errors of `or_death`.
+        """Await a call to the ranks until a deadline. Raises the errors of `or_death`.
 
         The deadline depends on the longest earlier call of this ``kind``. A call without a kind possibly waits for a
         queued step, so its deadline is twice ``learner.step_timeout_s``.

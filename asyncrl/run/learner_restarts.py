@@ -102,7 +102,7 @@ class LearnerRestarts:
     def _pause_after(self, death: LearnerDiedError) -> float:
         """Return the seconds to wait before the restart.
 
-        Raises a `LearnerDiedError` with the reason and ``death`` if the learner may not start again.
+        Raises a `LearnerDiedError` with the reason and ``death`` if the learner must not start again.
         """
         if self.faults.restarts == 0:
             raise death
@@ -153,7 +153,7 @@ class LearnerRestarts:
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:
     """Return a `LearnerDiedError` or `BatchLost`: ``fault`` itself, or an error in the exception group ``fault``.
 
-    Returns None if there is any other error.
+    Returns None if ``fault`` is another error, or contains another error.
     """
     group = ExceptionGroup("", [fault])
     if group.split((LearnerDiedError, BatchLost))[1] is not None:

@@ -348,7 +348,7 @@ WRONG_PARTS = {
     "code-in-random-state": ("random_0.pt", hide_code_in_random_state, UNREAD),
     "changed-random-state": ("random_0.pt", change_a_byte, f"{UNREAD}CheckpointError: random_0.pt is damaged"),
     "no-model": ("huggingface", lambda part, _: shutil.rmtree(part), "v00000001 has no huggingface/config.json"),
-    "another-record": ("progress.json", lambda part, _: part.write_text('{"version": 1}'), "is not the record"),
+    "another-record": ("progress.json", lambda part, _: part.write_text('{"version": 1}'), "another version"),
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
 LOADED_ANYWAY = ("no-model",)  # loading does not read the model's folder, but an export does
