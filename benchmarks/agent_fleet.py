@@ -1,9 +1,9 @@
-"""Compares the turns per second of an agent in the rollout fleet and of a bare agent, which uses the engine directly.
+"""Compares the turns per second of two agents: an agent in the rollout fleet, and a bare agent without the fleet.
 
-The fleet has a buffer server, a rollout loop, the endpoint, and a child process that runs the environment. The agent
-samples turns of equal length. The tools between the turns take a fifth of the episode's time on average. The bare agent
-sends token ids to the engine. The limits are equal for the fleet and the bare agent: the number of episodes at a time,
-and the number of samples that the engine runs at a time.
+The fleet has a buffer server, a rollout loop, the endpoint, and a child process that runs the environment. The bare
+agent sends token ids directly to the engine. Both agents sample turns of equal length. Between the turns, tools take a
+fifth of the episode's time on average. The limits are equal for the fleet and the bare agent: the number of episodes at
+a time, and the number of samples that the engine runs at a time.
 
 The scripted engine writes at a fixed pace. With the scripted engine, an asyncio task replaces the learner: the task
 consumes each batch immediately and announces the next version. With SGLang, the weights do not change.
@@ -45,7 +45,7 @@ from rollout_fleet.episodes.config import EnvironmentConfig
 from rollout_fleet.episodes.episode_run import EpisodeRun, PromptTokens
 from rollout_fleet.episodes.player import EpisodePlayer
 
-PLACES = 12  # prompt groups that the engine generates at a time
+PLACES = 12  # The engine generates this many prompt groups at the same time.
 SAMPLES = 4
 NUM_TURNS = 6
 TOKENS = 20
@@ -62,7 +62,10 @@ _VOCABULARY = 300
 
 
 class _CountingPlayer(EpisodePlayer):
-    """Counts turns, prompt tokens in the engine's cache, and tools that begin while a turn of the same episode runs."""
+    """A player of episodes that counts turns, prompt tokens, cached prompt tokens and overlapping tools.
+
+    A tool overlaps if it begins while a turn of the same episode runs.
+    """
 
     num_turns = num_held = num_later = 0
     later = PromptTokens()
@@ -90,7 +93,10 @@ class _CountingPlayer(EpisodePlayer):
 
 @dataclass(frozen=True, kw_only=True)
 class _Round:
-    """The fleet's turns per second in ``window``, a pair (start, end) of values of `time.monotonic_ns`."""
+    """One measurement of the fleet: turns per second, and the window of time that was measured.
+
+    ``window`` is the pair (start, end), two values of `time.monotonic_ns`.
+    """
 
     turns_per_s: float
     window: tuple[int, int]
@@ -125,7 +131,7 @@ class _Bench:
         self.tool_s = TOOL_SHARE / (1 - TOOL_SHARE) * turn_s * NUM_TURNS / (NUM_TURNS - 1)
 
     async def learn(self) -> None:
-        """Consume each batch as soon as it is complete, and announce the next policy version. Run until cancelled."""
+        """Consume each batch as soon as the batch is complete, and announce the next version, until cancelled."""
         for version in itertools.count():
             await self.control.plan(version)
             await self.learner.offer(
@@ -134,13 +140,16 @@ class _Bench:
             await self.control.commit(version)
 
     async def feed(self) -> None:
-        """Keep `PLACES` prompts in the buffer's queue. Run until cancelled."""
+        """Keep the buffer's queue filled with `PLACES` prompts, until cancelled."""
         while True:
             await self.enqueue(max(0, PLACES - (await self.control.stats()).groups["queued"]))
             await asyncio.sleep(_ASK_EVERY_S)
 
     async def drained(self) -> None:
-        """Wait until no group is in the queue or on the engine. Raises `TimeoutError` after `_DRAIN_S` seconds."""
+        """Wait until no group is in the buffer's queue, and until the engine generates no group.
+
+        Raises `TimeoutError` after `_DRAIN_S` seconds.
+        """
         async with asyncio.timeout(_DRAIN_S):
             while True:
                 groups = (await self.control.stats()).groups
@@ -149,7 +158,7 @@ class _Bench:
                 await asyncio.sleep(_ASK_EVERY_S)
 
     async def fleet_round(self, seconds: float) -> _Round:
-        """Start episodes, and measure the turns per second of the fleet for ``seconds`` seconds.
+        """Start episodes, and measure for ``seconds`` seconds how many turns per second the fleet makes.
 
         Then wait until all episodes have ended.
         """
@@ -286,7 +295,8 @@ async def fleet_figures(scratch: Path, *, quick: bool) -> dict[str, float | None
 async def _measure(scratch: Path, engine: EngineKind, num_rounds: int, seconds: float) -> dict[str, float]:
     """Measure the turns per second of the fleet and of the bare agent, which calls the engine directly.
 
-    The measurements of the fleet and the bare agent alternate, so a slow machine affects both. Return figures by name.
+    The benchmark measures the fleet and the bare agent alternately, so a slow machine affects both. Return the figures
+    by name.
     """
     record.start(ProfileConfig(directory=str(scratch / FOLDER)), process="engine-0", pool=Pool.fleet)
     async with AsyncExitStack() as stack:

@@ -30,13 +30,13 @@ MAX_TOKENS_PER_MICRO_BATCH = 16_384
 
 @dataclass(frozen=True, kw_only=True)
 class AgentLengths:
-    """Sizes of the parts of an episode, as ranges (smallest, largest). Sizes are in tokens, except ``rounds``.
+    """Sizes of the parts of an episode, as ranges (smallest, largest). All sizes except ``rounds`` are in tokens.
 
     Attributes:
         turn: A turn with reasoning and calls of tools.
         result: One result of a tool. The agent calls two tools at a time.
         summary: The summary of earlier turns. A new root (conversation) begins with the system message and the summary.
-        rounds: Number of search rounds of one episode.
+        rounds: How often the agent searches in one episode.
     """
 
     turn: tuple[int, int] = (60, 180)
@@ -46,7 +46,7 @@ class AgentLengths:
 
 
 class SearchAgent:
-    """Plays one episode of the search agent. Random tokens replace the tokens that a policy would sample."""
+    """Plays one episode as a search agent. Random tokens replace the tokens that a policy would sample."""
 
     def __init__(self, name: str, prompt_ids: np.ndarray, lengths: AgentLengths, rng: np.random.Generator) -> None:
         budget = EpisodeBudget(max_turns=100, max_tokens=100_000, max_context=MAX_CONTEXT)
@@ -60,12 +60,12 @@ class SearchAgent:
         turn = self._turn(PROMPT, [])
         for number in range(self._between(self._lengths.rounds)):
             results = self._results()
-            if number == 2:  # a sub-agent with its own history
+            if number == 2:  # Let a sub-agent search with its own history.
                 self._turn(self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)]), self._results())
             if len(self.episode.path(turn)) > MAX_CONTEXT // 2:
                 turn = self._turn(ROOT, [*self._system, *self._tokens(self._lengths.summary)])
                 continue
-            if self._rng.random() < 0.1:  # a retry: new results replace the first results
+            if self._rng.random() < 0.1:  # Search again: new results replace the first results.
                 self._turn(turn, results)
                 results = self._results()
             turn = self._turn(turn, results)
@@ -119,7 +119,8 @@ def search_groups(
 def packed_tokens(sequences: Sequence[TokenSequence], *, share: bool) -> int:
     """Return the number of tokens that the learner's forward pass computes for the sequences.
 
-    The sequences are packed as in the trainer. With ``share``, tokens that sequences have in common are packed once.
+    The sequences are packed as in the trainer. If ``share`` is true, tokens that sequences have in common are packed
+    only once.
     """
     batches = Packer(max_tokens=MAX_TOKENS_PER_MICRO_BATCH, whole=False, share_prompts=share).pack(sequences)
     return sum(len(batch.input_ids) for batch in batches)
@@ -129,10 +130,11 @@ def tree_tokens(groups: Sequence[TrajectoryGroup]) -> Mapping[str, float]:
     """Count the tokens of the groups in several ways.
 
     Returns:
-        Numbers of tokens by name. ``shared``: common tokens of branches are packed once. ``branches``: each branch (a
+        A count of tokens per name. ``shared``: common tokens of branches are packed once. ``branches``: each branch (a
         path from the root to a leaf) is packed separately. ``turns``: each sampled turn is packed separately with its
-        whole context, like in a trainer of single requests. ``distinct``: each token of the trees counts once; no
-        packing needs fewer tokens. ``trained``: tokens in the loss. Also the counts ``num_branches`` and ``num_turns``.
+        whole context, as in a trainer of single requests. ``distinct``: each token of the trees counts once; no
+        packing needs fewer tokens. ``trained``: tokens in the loss. The result also has the number of branches
+        (``num_branches``) and the number of turns (``num_turns``).
     """
     sequences = [sequence for group in groups for sequence in group_sequences(group)]
     sampled = [turn for sequence in sequences for turn in sequence.turns]

@@ -1,13 +1,13 @@
-"""Measures calls of the HTTP endpoint that agents use, agents in the fleet, and trees of turns in the learner.
+"""Measures what agents cost: calls of their HTTP endpoint, turns in the fleet, and trees of turns in the learner.
 
 Run as ``python -m benchmarks.agents``.
 
-``endpoint_ms``: the time of a call minus the duration of its turn, as the median over calls. 64 episodes run together,
-    with one call each at a time. A client in a separate process sends the growing conversation of each episode: a
-    question, tool calls and their results, over eight turns. A script sets each turn to 0.3 to 0.9 s, so
-    calls arrive at different times, as with a real engine. As in a rollout worker, the event loop is uvloop, because
-    Ray runs asynchronous actors on uvloop. Garbage collections skip the objects that were loaded at the start
-    (``gc.freeze``). The client measures the time of a call, so the figure includes the client's own time.
+``endpoint_ms``: the time of a call minus the duration of its turn, as the median over calls. 64 episodes run at the
+    same time, and each episode makes one call at a time. A client in a separate process sends the growing conversation
+    of each episode: a question, tool calls and their results, over eight turns. Each turn takes a random time from 0.3
+    to 0.9 s, so calls arrive at different times, as with a real engine. As in a rollout worker, the event loop is
+    uvloop, because Ray runs asynchronous actors on uvloop. Garbage collections skip the objects that were loaded at the
+    start (``gc.freeze``). The client measures the time of a call, so the figure includes the client's own time.
     ``bare_ms`` is the same figure for an aiohttp server that only waits and answers.
     ``endpoint_cpu_ms`` is the endpoint's CPU time per call. Its inverse is an upper bound on the rate of calls.
 
@@ -26,7 +26,7 @@ The other figures are those of `benchmarks.agent_fleet`:
 - ``sglang_overlap``: busy share on SGLang.
 - ``prefix_hit_rate``: tokens from SGLang's cache, divided by the tokens that the cache could contain.
 
-``--quick`` measures one round of the endpoint, and leaves out SGLang.
+``--quick`` measures the endpoint once instead of three times, and leaves out SGLang.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from rollout_fleet.episodes.config import RendererConfig
 
 NUM_CONCURRENT = 64
 NUM_TURNS = 8
-NUM_EPISODES = 4  # the benchmark plays NUM_EPISODES × NUM_CONCURRENT episodes
+NUM_EPISODES = 4  # The benchmark plays NUM_EPISODES × NUM_CONCURRENT episodes.
 QUESTION = {"role": "user", "content": "How warm is it in each of these cities? " + "Rome, Oslo, Lima, Cairo. " * 8}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Rome"}}</tool_call>'
 RESULT = "It is 21 degrees, with some clouds and little wind from the south-west. " * 8
@@ -88,7 +88,7 @@ def turn_s(seed: int) -> float:
 
 
 class TimedTurns:
-    """Samples the same tool call in each turn, after `turn_s` seconds."""
+    """A policy that samples the same tool call in each turn. `turn_s` gives the duration of a turn."""
 
     def __init__(self, prompt_ids: np.ndarray, call: Sequence[int]) -> None:
         budget = EpisodeBudget(max_turns=1 << 20, max_tokens=1 << 30, max_context=1 << 30)
@@ -102,7 +102,7 @@ class TimedTurns:
         sampling: SamplingConfig,
         images: tuple[PlacedImage, ...] = (),
     ) -> int:
-        """Wait `turn_s` seconds, then add the fixed tool call to the episode. Return the index of the turn."""
+        """Wait for the duration of a turn, then add the fixed tool call to the episode; return the turn's index."""
         turn = self.episode.sample(parent, new_tokens, sampling, images=images)
         (request,) = self.episode.next_requests()
         await asyncio.sleep(turn_s(sampling.seed or 0))
@@ -122,12 +122,12 @@ class TimedTurns:
 
 
 async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
-    """Measure the time of a call to the endpoint without the sampling time (`turn_s`), with 64 concurrent calls.
+    """Measure the time of a call to the endpoint, minus the duration of its turn, with 64 concurrent calls.
 
     Returns:
         Milliseconds by name: the median (``endpoint_ms``) and the 99th percentile (``endpoint_p99_ms``), the CPU time
-        of the endpoint per call (``endpoint_cpu_ms``), and the median of a server that only waits for `turn_s`
-        (``bare_ms``).
+        of the endpoint per call (``endpoint_cpu_ms``), and the median of a server that only waits for the duration of
+        the turn (``bare_ms``).
     """
     prompt_ids = np.asarray(renderer.render([QUESTION], [TOOL]), dtype=np.int32)
     call = renderer.tokenizer.encode(CALL + "<|end|>")
@@ -152,7 +152,7 @@ async def endpoint_ms(renderer: ChatRenderer) -> dict[str, float]:
 
 
 async def _bare_latencies() -> list[float]:
-    """Return the time of each call to a bare server minus the duration of its turn, in seconds.
+    """Return for each call to a bare server the seconds of the call, minus the duration of the call's turn.
 
     The bare server waits for the duration of the turn, and then answers.
     """
@@ -213,11 +213,11 @@ async def _play(accesses: Sequence[tuple[str, str]]) -> list[float]:
 
 
 def tree_vs_linear_tokens() -> dict[str, float]:
-    """Return three ratios by name. Each ratio divides the number of tokens that the learner packs by a baseline.
+    """Return three ratios by name: the number of tokens that the learner packs, divided by three other counts.
 
-    The learner packs the trees of the search agent, so that branches share their common tokens. Two baselines count
-    common tokens several times: the tokens of all branches, and the tokens of all turns with their contexts. The third
-    baseline counts each token of the trees once. No packing needs fewer tokens.
+    The learner packs the trees of the search agent, so that branches share their common tokens. Two of the other counts
+    include common tokens several times: the tokens of all branches, and the tokens of all turns with their contexts.
+    The third count includes each token of the trees once. No packing needs fewer tokens.
     """
     count = tree_tokens(search_groups())
     figures = {"linear": "branches", "turns": "turns", "distinct": "distinct"}
@@ -225,9 +225,9 @@ def tree_vs_linear_tokens() -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure everything, and print a table and the figures as JSON. Exit with 0 if every target is met, else 1."""
+    """Measure everything. Print a table, then the figures as JSON. Exit with 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the scripted engine only, and fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="the scripted engine only, and fewer repetitions")
     options = parser.parse_args()
     figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as folder:

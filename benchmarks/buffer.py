@@ -1,7 +1,8 @@
-"""Measures the buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``. The last line is JSON.
+"""Measures the buffer's speed: ``python -m benchmarks.buffer [--quick] [--only disk small]``.
 
-Measurements and their baselines alternate in rounds. Each figure is the median of the rounds.
-The comparison with TransferQueue needs the ``bench`` extra. Without the extra, ``vs_transfer_queue`` is null.
+The last line of the output is JSON. Each figure is a median over several repetitions. If a figure compares the buffer
+with another system, each repetition measures both systems. The comparison with TransferQueue needs the ``bench`` extra.
+Without the extra, ``vs_transfer_queue`` is null.
 """
 
 import argparse
@@ -42,7 +43,7 @@ _BYTES_PER_TOKEN = 12
 _WINDOW = 32
 _FETCHED_AT_ONCE = 64
 _SHORT_ROUNDS = 3
-"""Measurements with rounds of only 30 ms make this many times more rounds, because their ratios vary by a quarter."""
+"""Factor on the number of repetitions of only 30 ms, because the ratios of such short repetitions vary by a quarter."""
 
 Figures = dict[str, float | None]
 
@@ -50,7 +51,7 @@ Figures = dict[str, float | None]
 def group_of(lease: Lease | None, num_bytes: int, *, num_samples: int = 8) -> TrajectoryGroup:
     """Return a trajectory group whose arrays have about ``num_bytes`` bytes.
 
-    The group has the id of ``lease`` (a worker's right to generate a group), or the id 0 if it is None.
+    The group has the id of ``lease`` (a worker's right to generate a group). If ``lease`` is None, the id is 0.
     """
     num_tokens = num_bytes // _BYTES_PER_TOKEN
     lengths = np.full(num_samples, num_tokens // num_samples, dtype=np.int32)
@@ -80,8 +81,8 @@ class Buffer:
 
     Args:
         groups_per_step: Prompt groups per learner step.
-        window: Largest number of unacknowledged puts.
-        durability: Whether the server writes puts to disk before it acknowledges them.
+        window: Largest number of groups that are sent and not yet acknowledged.
+        durability: Whether the server writes a group to disk before the server acknowledges the group.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class Buffer:
         self.version = 0
 
     async def lease(self) -> list[Lease]:
-        """Queue the prompts of one step, and return a lease (the right to generate a group) on each of them."""
+        """Queue the prompts of one learner step, and return a lease (the right to generate a group) per prompt."""
         first = self.version * self.size
         ids = range(first, first + self.size)
         await self.control.enqueue([Prompt(group_id=i, prompt_ids=np.arange(16, dtype=np.int32)) for i in ids])
@@ -113,7 +114,7 @@ class Buffer:
         return leases
 
     async def finish(self) -> None:
-        """Take the stored groups as one batch, and end the learner step. Then the buffer is empty."""
+        """Take the stored groups as one batch, and end the learner step. After that, the buffer is empty."""
         await self.control.plan(self.version)
         await self.control.commit(self.version)
         self.version += 1
@@ -127,7 +128,7 @@ class Buffer:
 
 
 async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: int) -> None:
-    """Send every group to the buffer, and wait until all are stored. At most ``window`` groups are sent at once."""
+    """Send ``groups`` to the buffer, and wait until all are stored. At most ``window`` groups are sent at once."""
     left = iter(groups)
 
     async def put() -> None:
@@ -138,7 +139,7 @@ async def put_all(worker: WorkerClient, groups: list[TrajectoryGroup], window: i
 
 
 async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Return the seconds to send the groups of one step to the buffer, and then to fetch these groups."""
+    """Return how many seconds it takes to send the groups of one learner step to the buffer and to fetch them again."""
     groups = [group_of(lease, num_bytes) for lease in await buffer.lease()]
     began = time.perf_counter()
     await put_all(buffer.worker, groups, _WINDOW)
@@ -150,7 +151,7 @@ async def buffer_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
-    """Return the seconds to send ``number`` groups through bare ZMQ sockets, and then to fetch these groups.
+    """Return how many seconds it takes to send ``number`` groups through bare ZMQ sockets and to fetch them again.
 
     A group has ``num_bytes`` bytes.
     """
@@ -163,9 +164,9 @@ def raw_round_s(raw: RawStore, number: int, num_bytes: int) -> float:
 
 
 async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, float]:
-    """Return the buffer's throughput divided by that of bare sockets, and the buffer's seconds per group.
+    """Return a pair: the buffer's throughput divided by that of bare sockets, and the buffer's seconds per group.
 
-    Both values are medians over ``rounds`` rounds with ``number`` groups of ``num_bytes`` bytes.
+    Both values are medians over ``rounds`` repetitions with ``number`` groups of ``num_bytes`` bytes.
     """
     buffer = Buffer(number)
     ratios, seconds = [], []
@@ -179,7 +180,10 @@ async def against_raw(num_bytes: int, number: int, rounds: int) -> tuple[float, 
 
 
 async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
-    """Return how many groups of 35 KB per second the buffer stores, if at most ``window`` groups are sent at once."""
+    """Return how many groups per second the buffer stores. Each group has 35 KB.
+
+    At most ``window`` groups are sent at once. The result is the median over ``rounds`` repetitions.
+    """
     buffer = Buffer(number, window=window)
     rates = []
     for _ in range(rounds + 1):
@@ -193,9 +197,9 @@ async def rows_per_s(number: int, rounds: int, *, window: int) -> float:
 
 
 async def disk_vs_memory(number: int, rounds: int) -> float:
-    """Return the groups stored per second with durability=disk, divided by the same rate with durability=memory.
+    """Return the rate of stored groups with ``durability=disk``, divided by the rate with ``durability=memory``.
 
-    The groups have 35 KB. The two rates are measured alternately.
+    Each group has 35 KB. The two rates are measured alternately.
     """
     buffers = [Buffer(number, durability=durability) for durability in (Durability.memory, Durability.disk)]
     ratios = []
@@ -214,7 +218,7 @@ async def disk_vs_memory(number: int, rounds: int) -> float:
 
 
 async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
-    """Return the seconds to send one group of ``num_bytes`` bytes to the buffer, and then to fetch the group."""
+    """Return how many seconds it takes to send a group of ``num_bytes`` bytes to the buffer and to fetch it again."""
     [lease] = await buffer.lease()
     group = group_of(lease, num_bytes, num_samples=64)
     began = time.perf_counter()
@@ -226,9 +230,9 @@ async def single_round_s(buffer: Buffer, num_bytes: int) -> float:
 
 
 async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> float:
-    """Return the time that another data plane needs to store and fetch one batch, divided by the buffer's time.
+    """Return the time that another system needs to store and fetch one batch, divided by the buffer's time.
 
-    ``other`` stores and fetches one batch with the other data plane, and returns the seconds.
+    ``other`` is a function that stores and fetches one batch with the other system, and returns the seconds.
     """
     buffer = Buffer(1)
     ratios = []
@@ -240,7 +244,7 @@ async def against(other: Callable[[], float], num_bytes: int, rounds: int) -> fl
 
 
 def peer_batch(num_bytes: int) -> buffer_peers.Batch:
-    """Return a batch of about ``num_bytes`` bytes as [64, L] arrays by name, the format of the other data planes."""
+    """Return a batch of about ``num_bytes`` bytes for Ray's queue and TransferQueue: arrays [64, L] by name."""
     length = num_bytes // _BYTES_PER_TOKEN // 64
     return {
         "response_ids": np.zeros((64, length), dtype=np.int32),
@@ -254,8 +258,8 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
     """Compare the buffer with Ray's queue and TransferQueue, with batches of 2.2 MB.
 
     Returns:
-        The time of each of the two systems, divided by the time of the buffer. For TransferQueue, the faster of two
-        settings counts; None if TransferQueue is not installed.
+        Two ratios by name: the time of Ray's queue or of TransferQueue, divided by the time of the buffer. For
+        TransferQueue, the faster of two settings counts. If TransferQueue is not installed, its ratio is None.
     """
     num_bytes = 2_200_000
     batch = peer_batch(num_bytes)
@@ -274,7 +278,7 @@ async def against_peers(rounds: int) -> dict[str, float | None]:
 
 
 class LedgerLoad:
-    """A ledger (the states of all groups) with ``outstanding`` groups. Each step replaces a quarter of the groups."""
+    """A ledger (the states of all groups) with ``outstanding`` groups. Each `step` replaces a quarter of the groups."""
 
     def __init__(self, outstanding: int) -> None:
         self._size = outstanding // 4
@@ -284,7 +288,7 @@ class LedgerLoad:
         self.fill(4 * self._size)
 
     def fill(self, number: int) -> tuple[int, float]:
-        """Queue, lease and store ``number`` groups; return the number of state changes of groups and the seconds."""
+        """Queue, lease and store ``number`` groups. Return a pair: the number of state changes, and the seconds."""
         ledger, version = self._ledger, self._ledger.learner_version
         began = time.perf_counter()
         ledger.apply(Enqueue(group_ids=tuple(range(self._next_id, self._next_id + number))))
@@ -302,7 +306,7 @@ class LedgerLoad:
     def step(self) -> tuple[int, float]:
         """Make one learner step, and add groups in place of the consumed batch.
 
-        Return the number of state changes of groups and the seconds.
+        Return a pair: the number of state changes of groups, and the seconds.
         """
         version = self._ledger.learner_version
         began = time.perf_counter()
@@ -328,7 +332,7 @@ class LedgerLoad:
 
 
 def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
-    """Measure how fast a ledger with ``largest`` groups changes the states of groups.
+    """Measure how fast a ledger (the states of all groups) with ``largest`` groups changes the states.
 
     Returns:
         ``ledger_transitions_per_s``: state changes per second. ``ledger_cost_growth``: the time of a state change with
@@ -347,11 +351,11 @@ def ledger_figures(largest: int, rounds: int) -> dict[str, float]:
 
 
 async def slowest_producer_share(num_producers: int, num_consumers: int, duration_s: float) -> dict[str, float]:
-    """Run workers that store groups, and ranks that fetch groups, at the same time for ``duration_s`` seconds.
+    """Run workers and ranks at the same time for ``duration_s`` seconds. Workers store groups, and ranks fetch groups.
 
     Returns:
         ``slowest_producer_share``: groups of the slowest worker, divided by the mean over all workers.
-        ``most_stored_share``: the largest number of stored bytes, divided by the limit.
+        ``most_stored_share``: the largest number of stored bytes, divided by ``max_stored_bytes``.
     """
     size, limit = 64, 256 * 1024**2
     config = BufferConfig(max_lag=4, queue_size=512, max_stored_bytes=limit)
@@ -372,7 +376,7 @@ async def slowest_producer_share(num_producers: int, num_consumers: int, duratio
                 try:
                     await asyncio.wait({wait, advanced}, return_when=asyncio.FIRST_COMPLETED)
                 finally:
-                    wait.cancel()  # the next iteration sends a new request with the current version
+                    wait.cancel()  # The next iteration requests leases at the current version.
                 if not wait.done():
                     continue
                 for lease in wait.result():
@@ -422,25 +426,31 @@ TARGETS = {
 
 
 async def ledger_section(quick: bool) -> Figures:
-    """Measure the ledger without a server: `admission_figures`, and the number of state changes per second."""
+    """Measure the ledger (the states of all groups) without a server.
+
+    The figures are those of `admission_figures` and `ledger_figures`.
+    """
     figures = admission_figures(num_ticks=1000 if quick else 3000)
     return {**figures, **ledger_figures(100_000 if quick else 1_000_000, 3 if quick else 5)}
 
 
 async def large_section(quick: bool) -> Figures:
-    """Measure the buffer's throughput against bare sockets, with groups of 2 MB."""
+    """Compare the throughput of the buffer with the throughput of bare sockets. Each group has 2 MB."""
     ratio, group_s = await against_raw(2_000_000, 32, _rounds(quick))
     return {"payload_vs_raw_zmq": ratio, "payload_gb_per_s": 2 * 2_000_000 / group_s / 1e9}
 
 
 async def small_section(quick: bool) -> Figures:
-    """Measure the buffer's throughput against bare sockets, with groups of 35 KB."""
+    """Compare the throughput of the buffer with the throughput of bare sockets. Each group has 35 KB."""
     ratio, group_s = await against_raw(35_000, 512, _SHORT_ROUNDS * _rounds(quick))
     return {"small_vs_raw_zmq": ratio, "small_groups_per_s": 1 / group_s}
 
 
 async def rows_section(quick: bool) -> Figures:
-    """Measure how many groups of 35 KB per second the buffer stores, sent one by one and `_WINDOW` at once."""
+    """Measure how many groups per second the buffer stores. Each group has 35 KB.
+
+    First, the groups are sent one by one. Then, up to `_WINDOW` groups are sent at once.
+    """
     one = await rows_per_s(512, _rounds(quick), window=1)
     return {"rows_per_s": one, "rows_windowed_per_s": await rows_per_s(512, _rounds(quick), window=_WINDOW)}
 
@@ -451,12 +461,12 @@ async def disk_section(quick: bool) -> Figures:
 
 
 async def fairness_section(quick: bool) -> Figures:
-    """Measure whether 64 workers that store groups at the same time get equal shares of the buffer."""
+    """Measure whether the buffer serves 64 workers equally. All workers store groups at the same time."""
     return {**await slowest_producer_share(64, 8, 5.0 if quick else 15.0)}
 
 
 async def peers_section(quick: bool) -> Figures:
-    """Measure the buffer against Ray's queue and TransferQueue."""
+    """Compare the speed of the buffer with the speed of Ray's queue and of TransferQueue."""
     return await against_peers(_rounds(quick))
 
 
@@ -484,9 +494,9 @@ async def measure(names: Sequence[str], *, quick: bool) -> Figures:
 
 
 def main() -> None:
-    """Measure the replay buffer, and print a table and the figures as JSON."""
+    """Measure the replay buffer. Print a table, then the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer", description="Measure the replay buffer.")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, and the ledger at 10^5 groups")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions, and the ledger at 10^5 groups")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=[*SECTIONS], help="measure these sections only")
     args = parser.parse_args()
     figures = asyncio.run(measure(args.only, quick=args.quick))

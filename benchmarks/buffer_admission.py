@@ -1,9 +1,9 @@
 """Compares the buffer's admission rule for new groups with a former rule.
 
-A worker that dies saves the tokens of its unfinished groups. The measure is the share of the saved tokens that do not
-become too old. The benchmark simulates a saturated system on the ledger (the states of all groups), without sockets or
-clocks. Workers run every group that the rule admits. From time to time, a worker saves its tokens and dies. The learner
-takes a batch as soon as one is ready.
+A worker that dies first saves the tokens of its unfinished groups. The benchmark measures how many of the saved tokens
+do not become too old for training. It simulates a saturated system on the ledger (the states of all groups), without
+sockets or clocks. Workers run every group that the rule admits. From time to time, a worker saves its tokens and dies.
+The learner takes a batch as soon as a batch is ready.
 
 Run as ``python -m benchmarks.buffer_admission``; `benchmarks.buffer` includes the same figures.
 """
@@ -26,7 +26,10 @@ _DEATHS_PER_TICK = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormerRule(StalenessRule):
-    """The former admission rule. It counts all open groups, even groups with a later deadline than the new group."""
+    """The former admission rule. This rule counts all open (leased or stored) groups.
+
+    Unlike the present rule, the former rule also counts the open groups with a later deadline than the new group.
+    """
 
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether a worker may begin one more group.
@@ -54,7 +57,7 @@ class SaturatedRun:
     Args:
         rule: The rule that decides which groups are admitted.
         seed: Seed of the lengths and deaths.
-        max_deaths: A group is dropped after this number of worker deaths; 0 drops none.
+        max_deaths: A group is dropped when this many of its workers have died; 0 drops no group.
     """
 
     def __init__(self, rule: StalenessRule, *, seed: int, max_deaths: int = 0) -> None:
@@ -129,8 +132,8 @@ class SaturatedRun:
 def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int = 0, max_deaths: int = 0) -> float:
     """Simulate ``num_ticks`` units of time with an admission rule.
 
-    Dying workers save tokens, and the ledger drops saved tokens that are too old. Return the remaining share of the
-    saved tokens.
+    Dying workers save tokens, and the ledger drops saved tokens that are too old. Return the share (0 to 1) of the
+    saved tokens that the ledger does not drop.
     """
     run = SaturatedRun(rule, seed=seed, max_deaths=max_deaths)
     for _ in range(num_ticks):
@@ -139,7 +142,7 @@ def saved_tokens_kept(rule: StalenessRule, *, num_ticks: int = 3000, seed: int =
 
 
 def admission_figures(*, num_ticks: int) -> dict[str, float]:
-    """Return the shares of saved tokens that the current and the former rule keep, by name, for 16 groups per step."""
+    """Return by name which share of the saved tokens each admission rule keeps, with 16 groups per learner step."""
     figures = {}
     for max_lag in (1, 2):
         exact = saved_tokens_kept(StalenessRule(max_lag=max_lag, groups_per_step=16), num_ticks=num_ticks)
@@ -153,7 +156,7 @@ def admission_figures(*, num_ticks: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Compare the current and the former admission rule: print a table, and the figures as JSON on the last line."""
+    """Compare the present and the former admission rule. Print a table, then the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.buffer_admission", description=main.__doc__)
     parser.add_argument("--quick", action="store_true", help="simulate 1000 ticks instead of 3000")
     figures = admission_figures(num_ticks=1000 if parser.parse_args().quick else 3000)

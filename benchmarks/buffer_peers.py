@@ -1,7 +1,7 @@
-"""Stores and fetches batches with other data planes, as baselines of the buffer: Ray's queue and TransferQueue.
+"""Stores and fetches batches with Ray's queue and with TransferQueue, for a comparison with the buffer.
 
-`ray_queue_round` and `transfer_queue_round` return a function. Each call of this function stores a batch, gets the
-batch back, and returns the seconds.
+`ray_queue_round` and `transfer_queue_round` each return a function. Each call of the returned function stores a batch,
+fetches the batch again, and returns how many seconds this took.
 """
 
 import importlib
@@ -34,9 +34,9 @@ def own_ray() -> Iterator[None]:
 
 
 def ray_queue_round(batch: Batch) -> Callable[[], float]:
-    """Return a function that sends ``batch`` through a `ray.util.queue.Queue` and gets it back.
+    """Return a function that puts ``batch`` into a `ray.util.queue.Queue` and gets the batch back.
 
-    The function returns the seconds.
+    The returned function returns how many seconds this took.
     """
     from ray.util.queue import Queue
 
@@ -54,10 +54,10 @@ def ray_queue_round(batch: Batch) -> Callable[[], float]:
 
 
 def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | None:
-    """Return a function that puts ``batch`` into TransferQueue, verl's data plane, and gets it back.
+    """Return a function that puts ``batch`` into TransferQueue (verl's data store) and gets the batch back.
 
-    The function returns the seconds. TransferQueue has ``num_units`` storage units. If TransferQueue is not installed,
-    return None.
+    The returned function returns how many seconds this took. TransferQueue has ``num_units`` storage units. If
+    TransferQueue is not installed, return None instead of a function.
     """
     try:
         transfer_queue = importlib.import_module("transfer_queue")
@@ -90,5 +90,5 @@ def transfer_queue_round(batch: Batch, num_units: int) -> Callable[[], float] | 
 
 
 def stop_transfer_queue() -> None:
-    """Stop the actors of TransferQueue. The next `transfer_queue_round` then starts new actors."""
+    """Stop the actors of TransferQueue. The next call of `transfer_queue_round` starts new actors."""
     importlib.import_module("transfer_queue").close()

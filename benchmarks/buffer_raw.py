@@ -1,4 +1,4 @@
-"""A minimal buffer on ZMQ, the baseline of the real buffer.
+"""A minimal buffer on ZMQ, for a comparison with the real buffer.
 
 The minimal buffer stores frames under a key, acknowledges them, and returns them on request. It checks nothing.
 """
@@ -39,9 +39,9 @@ class RawStore:
         self._socket.connect(self._process.stdout.readline().strip())
 
     def put_all(self, payloads: Sequence[Sequence[Any]], window: int) -> None:
-        """Store every payload, a list of frames, under its index. Wait for all acknowledgements.
+        """Store every payload (a list of frames) under its index, and wait for all acknowledgements.
 
-        At most ``window`` payloads are sent without an acknowledgement.
+        At most ``window`` payloads are sent and not yet acknowledged.
         """
         in_flight = 0
         for number, payload in enumerate(payloads):

@@ -58,7 +58,7 @@ class Outcome:
         start_s: Time before the first step.
         steps: Learner steps to the target, or all steps if the target was missed.
         step_s: Training time per step, averaged over all steps.
-        cpu_s: CPU seconds of all processes for the whole training, including the start.
+        cpu_s: CPU seconds of all processes of the whole training, including the start.
         hit: Whether the target was reached.
     """
 
@@ -71,7 +71,7 @@ class Outcome:
 
 
 class Contest:
-    """Runs the competitors with one seed, all from the same warm-started policy."""
+    """Runs the competitors with one seed. All competitors start from the same warm-started policy."""
 
     def __init__(self, seed: int, output_dir: Path, *overrides: str, eval_every: int, threads: int) -> None:
         self._overrides = [f"seed={seed}", f"output_dir={output_dir}", *WORK, *overrides]
@@ -215,7 +215,10 @@ def _median_ratio(mine: list[Outcome], others: list[Outcome], name: str) -> floa
 
 
 def _standard_error(mine: list[Outcome], others: list[Outcome], name: str) -> float:
-    """Estimate the standard error of the median over seeds of the ratio ``name``, with the bootstrap method."""
+    """Estimate the standard error of a median ratio with the bootstrap method.
+
+    Each seed gives one ratio: the field ``name`` of its outcome in ``mine``, divided by this field in ``others``.
+    """
     ratios, draw = _ratios(mine, others, name), random.Random(0)
     return statistics.pstdev(statistics.median(draw.choices(ratios, k=len(ratios))) for _ in range(_NUM_DRAWS))
 
@@ -225,7 +228,10 @@ def _ratios(mine: list[Outcome], others: list[Outcome], name: str) -> list[float
 
 
 def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> list[tuple[float, float]]:
-    """Return pairs (version, sampled accuracy), without versions after the target is reached (`first_crossing`)."""
+    """Evaluate published versions until the target is reached (`first_crossing`).
+
+    Return a pair (version, sampled accuracy) for each evaluated version.
+    """
     torch.set_num_threads(2)
     versions = {0: warm} | {int(path.name.removeprefix("v")): path for path in snapshots.glob("v????????")}
     curve: list[tuple[float, float]] = []
@@ -237,7 +243,10 @@ def _curve(warm: Path, snapshots: Path, held_out: HeldOut, eval_every: int) -> l
 
 
 def _run(command: list[str]) -> tuple[list[str], float]:
-    """Run one competitor to its end. Returns its printed lines, and the CPU seconds of all its processes."""
+    """Run the command of one competitor until it ends.
+
+    Return a pair: the lines that the command printed, and the CPU seconds of all its processes.
+    """
     with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=output, stderr=errors)
         try:
@@ -253,10 +262,10 @@ def _run(command: list[str]) -> tuple[list[str], float]:
 
 
 def _cpu_s_until_end(process: subprocess.Popen[bytes], timeout_s: float) -> float:
-    """Wait for the end of a process. Returns the CPU seconds of the process and its descendants.
+    """Wait for the end of a process. Return the CPU seconds of the process and its descendants.
 
-    The times are read once per second, so the last second of a process may be missing. Raises `TimeoutError` if the
-    process runs longer than ``timeout_s``.
+    The times are read once per second, so the last second of a process is possibly missing. Raises `TimeoutError` if
+    the process runs longer than ``timeout_s`` seconds.
     """
     used, run = dict[int, float](), psutil.Process(process.pid)
     end_s = time.monotonic() + timeout_s

@@ -1,9 +1,10 @@
-"""Measures the rollout fleet's efficiency: ``python -m benchmarks.fleet [--only PART]``. The last line is JSON.
+"""Measures the rollout fleet's efficiency: ``python -m benchmarks.fleet [--only PART]``.
 
-The part `scripted` has engines of different speeds, samples of two lengths, and an engine that dies. It takes two
-minutes. The part `leases` has a thousand simulated workers on the real buffer server. It takes half a minute. The part
-`engines` compares the fleet on two real SGLang servers with a bare client, and kills a server in each of four fleets.
-It takes six minutes, and needs an idle machine with two or more cores.
+There are three parts. The part ``scripted`` measures engines of different speeds, samples of two lengths, and an engine
+that dies. This part takes two minutes. The part ``leases`` measures a thousand simulated workers on the real buffer
+server. This part takes half a minute. The part ``engines`` compares the fleet on two real SGLang servers with a bare
+client, and kills a server in each of four fleets. This part takes six minutes, and needs an idle machine with two or
+more cores. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ TARGETS = {
     "commit_to_lease_p99_ms": Target(at_most=100.0),
 }
 LEASES_PER_COMMIT = (64, 256, 1000)
-"""Numbers of groups that may begin after a commit, while a thousand workers wait.
+"""Three measurements: this many groups may begin after a commit, while a thousand workers wait.
 
-The target applies to the first number.
+The target applies to the first measurement.
 """
 
 
@@ -53,8 +54,8 @@ def scripted() -> dict[str, float]:
 def leases() -> dict[str, float]:
     """Measure how long a thousand simulated workers wait for new groups after a learner step.
 
-    Return percentiles in milliseconds by name, for each value of `LEASES_PER_COMMIT`, the number of groups that may
-    begin after a step.
+    `LEASES_PER_COMMIT` lists how many groups may begin after a step. For each of these values, return percentiles of
+    the waiting time in milliseconds, by name.
     """
     from benchmarks.fleet_leases import measure_leases
 
@@ -80,11 +81,11 @@ PARTS: dict[str, Callable[[], dict[str, float]]] = {"scripted": scripted, "lease
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure the rollout fleet, and print a table and the figures as JSON."""
+    """Measure the rollout fleet. Print a table, then the figures as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.fleet", description=__doc__)
     parser.add_argument("--only", choices=PARTS, help="measure only this part")
     only = parser.parse_args(arguments).only
-    logging.basicConfig(level=logging.ERROR)  # hides warnings about engines that the benchmark kills
+    logging.basicConfig(level=logging.ERROR)  # Hide warnings about engines that the benchmark kills.
     logging.getLogger("benchmarks").setLevel(logging.INFO)
     figures: dict[str, float] = {}
     for name, measure in PARTS.items():

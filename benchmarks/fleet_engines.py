@@ -1,9 +1,9 @@
-"""Measures the fleet on real SGLang servers: its rate against a bare client, and its recovery from a killed server.
+"""Measures the fleet on real SGLang servers: its speed against a bare client, and its recovery from a killed server.
 
-There are two servers on the CPU, each pinned to a core. The fleet and the bare client take turns. Both sample the same
-prompts with the same options and the same number of concurrent requests. The fleet has two supervised rollout loops in
-this process, and a buffer server in its own process. The bare client sends one request per group, and only counts the
-tokens of the answers.
+There are two servers on the CPU, each pinned to a core. The benchmark measures the fleet and the bare client
+alternately. Both sample the same prompts with the same options and the same number of concurrent requests. The fleet
+has two supervised rollout loops in this process, and a buffer server in its own process. The bare client sends one
+request per group, and only counts the tokens of the answers.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from rollout_fleet.engines.sglang_server import GUARD
 logger = logging.getLogger(__name__)
 
 NUM_ENGINES = 2
-PLACES = 8  # prompt groups that an engine generates at a time
+PLACES = 8  # An engine generates this many prompt groups at the same time.
 SAMPLES = 2
 NEW_TOKENS = 256
 SHORT_TOKENS = 64
@@ -47,15 +47,15 @@ Responses are short, because the other server recomputes the tokens that were al
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
-USUAL_S = 10.0  # seconds of a measurement with both engines at work, before and after each kill
-SPREAD_S = 4.0  # seconds over which the first prompts are enqueued
+USUAL_S = 10.0  # Both engines work for this many seconds in each measurement before and after a kill.
+SPREAD_S = 4.0  # The first prompts are enqueued over this many seconds. Pauses around a kill are equally long.
 _VOCABULARY = 1000
 
 
 def save_model(directory: Path) -> str:
-    """Save a random Qwen3 of 4 layers and 5 million parameters; return the folder.
+    """Save a random Qwen3 with 4 layers and 5 million parameters; return the path of its folder.
 
-    The model rarely ends a response by itself.
+    The model rarely ends a response before the length limit.
     """
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     shape = {"layers": 4, "hidden": 256, "mlp": 768, "heads": 4, "head_dim": 64, "vocab_size": _VOCABULARY}
@@ -63,7 +63,7 @@ def save_model(directory: Path) -> str:
 
 
 class _PinnedEngine(SGLangEngine):
-    """An engine with its server pinned to one core."""
+    """An engine whose SGLang server is pinned to one CPU core."""
 
     _starting = asyncio.Lock()
 
@@ -76,7 +76,7 @@ class _PinnedEngine(SGLangEngine):
     async def start(self) -> None:
         """Start the engine, and pin its server to the core.
 
-        This process is pinned while the server starts, because child processes inherit the core.
+        This process is pinned to the core for half a second too, because a child process inherits the core.
         """
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
@@ -87,25 +87,25 @@ class _PinnedEngine(SGLangEngine):
         await starting
 
     def _take(self, event: Any, samples: Any) -> Any:
-        """Count tokens when they arrive. A measurement is too short to compute a rate from finished samples."""
+        """Count tokens when they arrive, because a measurement is too short to count only finished samples."""
         self.num_heard += len(event.get("output_ids", ()))
         return super()._take(event, samples)
 
 
 @dataclass(kw_only=True)
 class _Fleet:
-    """A fleet of two workers with an SGLang server each, and a client of the buffer."""
+    """A fleet of two workers, and a client of the buffer server. Each worker has an SGLang server."""
 
     client: ControlClient
     workers: list[LocalWorker]
     num_prompts: int = 0
 
     async def roll_out(self, number: int) -> float:
-        """Generate ``number`` groups, and wait until all are stored; return the tokens per second."""
+        """Generate ``number`` groups, and wait until all groups are stored; return the tokens per second."""
         tokens, stored = self.tokens, self.stored
         began_s = time.perf_counter()
         await self.enqueue(number)
-        while self.stored < stored + number:  # noqa: ASYNC110 - polls a counter
+        while self.stored < stored + number:  # noqa: ASYNC110 - the loop polls a counter
             await asyncio.sleep(0.01)
         return (self.tokens - tokens) / (time.perf_counter() - began_s)
 
@@ -135,7 +135,10 @@ def prompts_of(number: int) -> Iterator[np.ndarray]:
 
 
 def measure_engines() -> dict[str, float]:
-    """Compare the fleet with a bare client on two SGLang servers, and kill servers; return the figures by name."""
+    """Compare the fleet with a bare client on two SGLang servers. Then kill servers, and measure the recovery.
+
+    Return the figures by name.
+    """
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as folder:
         return asyncio.run(_measure(Path(folder)))
 
@@ -159,7 +162,7 @@ async def _rates(fleet: _Fleet) -> dict[str, float]:
         sides = ["fleet", "bare"] if turn % 2 else ["bare", "fleet"]
         for side in sides:
             rate = await (fleet.roll_out(GROUPS_PER_ROUND) if side == "fleet" else _bare(fleet, GROUPS_PER_ROUND))
-            if turn:  # the first round is a warm-up
+            if turn:  # Do not count the first repetition, because it is a warm-up.
                 rates[side].append(rate)
                 logger.info("%s: %.0f tokens/s", side, rate)
     paired = [fleet_rate / bare for fleet_rate, bare in zip(rates["fleet"], rates["bare"], strict=True)]
@@ -237,7 +240,7 @@ async def _bare(fleet: _Fleet, number: int) -> float:
 
 @dataclass
 class _Heard:
-    """Number of tokens that an engine sent during some measurements, and the seconds of these measurements."""
+    """How many tokens an engine sent during some measurements, and how many seconds these measurements took."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -248,7 +251,10 @@ class _Heard:
         return self.tokens / self.seconds
 
     async def listen(self, engine: _PinnedEngine, event: Awaitable[object]) -> float:
-        """Count the tokens that ``engine`` sends until ``event`` is done. Return the seconds of this measurement."""
+        """Count the tokens that ``engine`` sends until the awaitable ``event`` is done.
+
+        Return how many seconds ``event`` took.
+        """
         began_s, before = time.perf_counter(), engine.num_heard
         await event
         took_s = time.perf_counter() - began_s
@@ -260,11 +266,11 @@ class _Heard:
 class _Kills:
     """Kills a server in each of several fleets. Measures the recovery, the lost tokens and the surviving engine's rate.
 
-    The speed of a core changes by a fifth within minutes. So each recovery is compared with the start of the same
-    engine before the kill. The other engine works during the start and the recovery. A sample's tokens arrive in chunks
-    of `STREAM_INTERVAL`, so only a few dozen chunks arrive in ten seconds. Therefore the rate of the surviving engine
-    is measured over all recoveries together. For comparison, this rate is also measured over all periods before and
-    after the recoveries, and over the first starts of the engines that are killed later.
+    The speed of a core changes by a fifth within minutes. So the time of each recovery is divided by the time in which
+    the same engine started before the kill. The other engine works during the start and the recovery. A sample's tokens
+    arrive in chunks of `STREAM_INTERVAL`, so only a few dozen chunks arrive in ten seconds. Therefore the rate of the
+    surviving engine is measured over all recoveries together. For comparison, this rate is also measured over all
+    periods before and after the recoveries, and over the first starts of the engines that are killed later.
     """
 
     def __init__(self) -> None:
@@ -273,14 +279,14 @@ class _Kills:
         self._lost: list[float] = []
 
     async def strike(self, fleet: _Fleet) -> None:
-        """Start the engines one after the other, then kill the server of the first engine while both work.
+        """Start both engines one after the other. While both work, kill the server of the engine that started last.
 
         Add the measured times, rates and lost tokens to the figures.
         """
         struck, other = fleet.workers
         await other.start()
         survivor = _engine(other)
-        for _ in range(NUM_ENGINES * PLACES):  # enqueue prompts one by one, so samples end at different times
+        for _ in range(NUM_ENGINES * PLACES):  # Enqueue prompts one by one, so that samples end at different times.
             await fleet.enqueue(1)
             await asyncio.sleep(SPREAD_S / (NUM_ENGINES * PLACES))
         await fleet.enqueue(40 * GROUPS_PER_ROUND)
@@ -296,7 +302,10 @@ class _Kills:
         logger.info("started in %.1f s, served again after %.1f s", start_s, took_s)
 
     def figures(self) -> dict[str, float]:
-        """Return the figures of all kills by name: ratios of times and rates, and the lost tokens per kill."""
+        """Return the figures of all kills by name: ratios of times and rates, and the largest loss of a kill.
+
+        The loss is the number of lost tokens per running sample, divided by `STREAM_INTERVAL`.
+        """
         return {
             "recovery_vs_engine_start": statistics.median(self._vs_start),
             "survivors_during_recovery": self._beside_recovery.rate / self._usual.rate,
@@ -311,7 +320,10 @@ def _engine(worker: LocalWorker) -> _PinnedEngine:
 
 
 async def _kill_and_wait(worker: LocalWorker) -> None:
-    """Send SIGKILL to a worker's server, but not to the server's guard. Return when the worker's new engine serves."""
+    """Kill the SGLang server of a worker, but not the process that guards the server.
+
+    Then wait until the worker has a new engine that serves requests.
+    """
     member = worker.member
     epoch, port = member.epoch, _engine(worker).server.url.rpartition(":")[2]
     for process in psutil.process_iter(["cmdline"]):
@@ -319,7 +331,7 @@ async def _kill_and_wait(worker: LocalWorker) -> None:
         if {"sglang.launch_server", "--port", port} <= set(words) and str(GUARD) not in words:
             process.kill()
     async with asyncio.timeout(200):
-        while member.epoch == epoch or not member.is_serving:  # noqa: ASYNC110 - polls the member
+        while member.epoch == epoch or not member.is_serving:  # noqa: ASYNC110 - the loop polls the worker's state
             await asyncio.sleep(0.01)
 
 

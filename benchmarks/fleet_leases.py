@@ -1,8 +1,9 @@
 """Measures the time from a commit (the end of a learner step) until waiting workers get leases for the next step.
 
-The buffer is the real server in its own process, and the controller uses the real client. The workers are sockets in
-two more processes. Each socket sends the messages of a rollout worker, but generates nothing. With ``max_lag`` 0, no
-group of the next step may begin before the commit. The time includes the message that announces the new version.
+A lease permits a worker to generate a group. The buffer is the real server in its own process, and the controller uses
+the real client. The workers are sockets in two more processes. Each socket sends the messages of a rollout worker, but
+generates nothing. With ``max_lag`` 0, no group of the next step may begin before the commit. The time includes the
+message that announces the new version.
 """
 
 from __future__ import annotations
@@ -75,7 +76,10 @@ async def _measure(groups_per_step: int, num_workers: int, num_steps: int) -> li
 
 
 async def _train(client: ControlClient, learner: LearnerClient, groups_per_step: int, num_steps: int) -> dict[int, int]:
-    """Make the learner steps. Return the time of each commit in ns by version, without the warm-up steps."""
+    """Make the learner steps. Return the time of each commit (the end of a step) in nanoseconds, by version.
+
+    The warm-up steps are left out.
+    """
     prompt_ids = np.arange(16, dtype=np.int32)
     committed = {}
     for version in range(num_steps + 1):
@@ -119,7 +123,10 @@ def _end(process: subprocess.Popen[str]) -> str:
 
 
 class SimulatedWorker:
-    """Sends the messages of a rollout worker. The worker leases one group at a time and stores it immediately."""
+    """Simulates a rollout worker: sends the messages of a worker, but generates nothing.
+
+    The simulated worker leases one group at a time, and immediately stores a fixed result for the group.
+    """
 
     def __init__(self, address: str, number: int, heard: list[tuple[int, int]]) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
@@ -158,7 +165,10 @@ class SimulatedWorker:
                     raise error_of(failure)
 
     def _load(self, version: int) -> None:
-        """Report the version as loaded. Cancel a pending request for leases at the previous version."""
+        """Report ``version`` as loaded, and request leases at this version.
+
+        If a request for leases at the previous version is pending, cancel the request.
+        """
         before, self._version = self._lease_id, version
         taken_back = [self._request(operations.Cancel(before))] if before else []
         loaded = self._request(operations.Loaded(version=version, seconds=0.0, engine=self._name))
@@ -200,7 +210,7 @@ async def _work(address: str, first: int, number: int) -> None:
 
 
 def main() -> None:
-    """Run some of the simulated workers in this process, which `measure_leases` starts."""
+    """Run some of the simulated workers in this process. `measure_leases` has started the process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("first", type=int)

@@ -1,4 +1,4 @@
-"""Measures the fleet's efficiency with engines of different speeds, samples of two lengths, and a dying engine.
+"""Measures the rollout fleet with engines of different speeds, with samples of two lengths, and with a dying engine.
 
 Four rollout loops with scripted engines use a real buffer server. A scripted engine writes each sample at a fixed pace.
 So the fleet's throughput, divided by the sum of its engines' speeds, depends only on the assignment of work. The
@@ -36,7 +36,7 @@ from rollout_fleet.rewards import WeightedRewards
 
 GROUPS_PER_STEP = 16
 MAX_LAG = 3
-PLACES = 8  # prompt groups that an engine generates at a time; the buffer admits 64 groups for the four engines
+PLACES = 8  # An engine generates this many prompt groups at the same time. The buffer admits 64 groups for 4 engines.
 SAMPLES = 2
 TOKENS = 80
 TOKEN_DELAY_S = 0.01
@@ -49,7 +49,7 @@ OCCUPANCY_GROUPS = 160
 
 @dataclass(kw_only=True)
 class _FleetRun:
-    """Engines on one buffer server, and a learner that takes each batch as soon as it is complete."""
+    """Engines on one buffer server, and a learner that takes each batch as soon as the batch is complete."""
 
     server: BufferServer
     control: ControlClient
@@ -241,7 +241,7 @@ class LocalWorker:
     async def end(self, fault: Exception) -> float:
         """Stop the engine and its loop; return the seconds to wait before the next start.
 
-        If the engine may not start again, raise ``fault``.
+        If the engine must not start again, raise ``fault``.
         """
         self.member.fault(self.member.epoch, time.monotonic())
         await self._stop()
@@ -275,10 +275,11 @@ ONE_SLOW = [*EQUAL[:3], 10 * TOKEN_DELAY_S]
 async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) -> tuple[float, float]:
     """Measure the throughput of engines with different speeds. ``delays_s`` has each engine's seconds between tokens.
 
-    With ``hand_over``, a slow engine may hand running groups over to another engine.
+    If ``hand_over`` is true, a slow engine may hand running groups over to another engine.
 
     Returns:
-        The trained tokens per second, divided by the sum of the engines' speeds; and the busy share of this process.
+        A pair: the trained tokens per second divided by the sum of the engines' speeds, and the share of the time in
+        which this process is busy.
     """
     async with AsyncExitStack() as stack:
         run = await _start(stack, delays_s, hand_over=hand_over)
@@ -294,11 +295,11 @@ async def share_of_speeds(delays_s: Sequence[float], *, hand_over: bool = True) 
 
 
 async def occupancy() -> float:
-    """Return the mean occupied share (0 to 1) of the engines' slots, until the last group begins.
+    """Return which share (0 to 1) of the engines' slots is occupied on average, until the last group begins.
 
     A slot is the capacity for one sample. One group in four is ten times longer than the other groups. All samples of a
     group have the same length, so a slot is empty only while a group is scored, stored and leased. At the end, engines
-    hand over running groups to other engines. The measurement ends before, when the last group gets its first lease.
+    hand over running groups to other engines. The measurement ends earlier, when the last group gets its first lease.
     """
 
     def length(prompt_id: int) -> int:
@@ -316,7 +317,7 @@ async def occupancy() -> float:
 
         ledger.on_applied = note
         await run.control.enqueue([_prompt(number) for number in range(OCCUPANCY_GROUPS)])
-        while ledger.groups.num_queued or ledger.groups.num_leased:  # noqa: ASYNC110 - polls the ledger
+        while ledger.groups.num_queued or ledger.groups.num_leased:  # noqa: ASYNC110 - the loop polls the ledger
             await asyncio.sleep(0.1)
     return sum(meter.occupied_s for meter in meters) / sum(meter.lasted_s * PLACES * SAMPLES for meter in meters)
 
@@ -337,7 +338,7 @@ async def recovery() -> dict[str, float]:
         epoch = struck.member.epoch
         died_s = time.perf_counter()
         struck.engine.die("killed by the benchmark")  # type: ignore[attr-defined]
-        while struck.member.epoch == epoch or not struck.member.is_serving:  # noqa: ASYNC110 - polls the member
+        while struck.member.epoch == epoch or not struck.member.is_serving:  # noqa: ASYNC110 - the loop polls a state
             await asyncio.sleep(0.005)
         took_s = time.perf_counter() - died_s
         dropped = (await run.control.stats()).tokens_dropped

@@ -1,4 +1,4 @@
-"""Runs an update of the learner at full size on fake tensors, to measure memory, collectives and waits for the device.
+"""Runs a learner update at full size on fake tensors, to measure memory, collectives and waits for the device.
 
 Fake tensors have a shape and a dtype but no values. The process group is torch's fake process group. The code is the
 learner's own: `PackedModel`, FSDP2, the packed forward, log-probs, backward and AdamW. The fake tensors are on the CPU,
@@ -128,8 +128,8 @@ class FakeUpdate:
     """The measurements of one rank in an update of two micro-batches.
 
     Attributes:
-        peak_bytes: Largest number of bytes of all tensors at one time, as torch's memory tracker measures it; 0 with
-            adapters.
+        peak_bytes: Largest number of bytes of all tensors at one time, as torch's memory tracker measures it. 0 if only
+            adapters are trained.
         peak_kinds: The peak bytes by the tracker's kinds, for example parameters, gradients and activations.
         collectives: Number of calls of each collective, by name.
         collective_bytes: Bytes of the results of each collective, by name.
@@ -198,7 +198,7 @@ def fake_update(
     *,
     num_sequences: int = 4,
 ) -> FakeUpdate:
-    """Make an update of a policy at full width on fake tensors, and return the measurements of one rank.
+    """Make an update of a policy at its full width on fake tensors, and return the measurements of one rank.
 
     An update has two full micro-batches, then AdamW. The measured update is the second one, because the first update
     creates the optimizer's state.
@@ -232,7 +232,7 @@ def fake_update(
             trainer.head.train()
             batch = replace(batch, micro_batches=[_faked(each, fake) for each in batch.micro_batches])
             trainer.accumulate(batch, objective)
-            trainer.optimizer.update(1.0)  # the first update creates the optimizer's state
+            trainer.optimizer.update(1.0)  # The first update creates the optimizer's state.
             tracker = MemTracker()
             # `MemTracker` fails if a module has no trained parameters, for example if only adapters are trained.
             is_tracked = all(parameter.requires_grad for parameter in trainer.head.parameters())
@@ -240,7 +240,7 @@ def fake_update(
                 tracker.track_external(trainer.head, trainer.optimizer.adamw)
 
             def prepare(*args: Any, **options: Any) -> None:
-                tracker.reset_mod_stats()  # the tracker accepts only one call per module
+                tracker.reset_mod_stats()  # Reset the tracker, because it accepts only one call per module.
                 prepare_backward(*args, **options)
 
             stack.enter_context(mock.patch.object(trainer_module, "prepare_backward", prepare))
@@ -265,7 +265,7 @@ def fake_update(
 
 
 def peak_at_full_depth(settings: dict[str, Any], learner: LearnerConfig) -> int:
-    """Return the peak bytes of a rank for the model with the ``config.json`` ``settings``.
+    """Return the peak memory of a rank in bytes. ``settings`` is the model's ``config.json``.
 
     The peak is extrapolated from models with four and with six layers. Each layer adds the same number of bytes.
     """
@@ -314,7 +314,7 @@ def _fake_group(config: LearnerConfig) -> Iterator[LearnerMesh]:
             fsdp_size=config.num_ranks if config.fsdp_size == -1 else config.fsdp_size,
             timeout=timedelta(seconds=60),
         )
-        _ = mesh.fsdp_mesh  # creates and caches the mesh before FakeTensorMode starts
+        _ = mesh.fsdp_mesh  # Create and cache the mesh before FakeTensorMode starts.
         yield mesh
     finally:
         dist.destroy_process_group()

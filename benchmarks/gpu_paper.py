@@ -1,9 +1,9 @@
 """Computes the GPU memory of a learner, and how often the learner's host would wait for the GPU.
 
-``python -m benchmarks.gpu_paper`` does not need a GPU. These figures come from an update on fake tensors at full width
-(`benchmarks.full_size`). The update runs at two depths, and the peak is extrapolated to the full depth, because each
-layer adds the same number of bytes. Other figures count copies to the GPU (`benchmarks.gpu_publish`), or compare times
-(`benchmarks.learner`). The last line is JSON.
+``python -m benchmarks.gpu_paper`` does not need a GPU. The memory and the waits come from an update on fake tensors at
+full width (`benchmarks.full_size`). The update runs at two depths. The peak memory is extrapolated to the full depth,
+because each layer adds the same number of bytes. Other figures count copies to the GPU (`benchmarks.gpu_publish`), or
+compare times (`benchmarks.learner`). The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def planned_bytes(settings: dict[str, Any], learner: LearnerConfig) -> int:
 
 
 def waits_of_experiments() -> dict[str, int]:
-    """Return how often the host would wait for the GPU in the loop over micro-batches, by name of the experiment.
+    """Return for each experiment, by name, how often the host would wait for the GPU in the loop over micro-batches.
 
-    The result has all experiments of ``configs/experiment`` except ``custom``. Each model is cut to two layers.
+    The result has all experiments of ``configs/experiment`` except ``custom``. Each model is reduced to two layers.
     """
     found = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -79,10 +79,10 @@ def waits_of_experiments() -> dict[str, int]:
 
 
 def experiments_that_fit() -> dict[str, str]:
-    """Return for each built-in experiment, by name, why it does not fit on its GPUs; an empty text if it fits.
+    """Return for each built-in experiment, by name, why the experiment does not fit on its GPUs.
 
-    An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of 80 GB``. Experiments without this comment
-    also have an empty text.
+    The text is empty if the experiment fits. An experiment's file names the GPUs in the comment ``Hardware: ... GPUs of
+    80 GB``. The text is also empty if the file does not have this comment.
     """
     reasons = {}
     for path in sorted((CONFIG_DIR / "experiment").glob("*.yaml")):
@@ -99,7 +99,7 @@ def experiments_that_fit() -> dict[str, str]:
 
 
 def main() -> None:
-    """Compute memory and waits for the GPU, and print a table and the figures as JSON."""
+    """Compute the memory and the waits for the GPU. Print a table, then the figures as JSON."""
     torch.set_num_threads(1)
     rows: dict[str, str] = {}
     errors, peaks = [], {}

@@ -1,4 +1,4 @@
-"""Counts the bytes that an engine on a GPU copies to load a published version, without a GPU."""
+"""Counts, without a GPU, how many bytes an engine would copy to its GPU to load a published version."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class HostToDevice(TorchDispatchMode):
 
 
 class _CountedWeights(FileWeights):
-    """The weights of a version in files. Counts the bytes that its copying thread sends to the device.
+    """The weight files of a version. This class counts the bytes that its copying thread sends to the device.
 
     Attributes:
         num_bytes: Bytes that the copying thread has sent.
@@ -128,7 +128,10 @@ class _Experts(nn.Module):
                     layer.register_parameter(name, nn.Parameter(values, requires_grad=False))
 
     def published(self) -> Iterable[tuple[str, Tensor]]:
-        """Yield (name, tensor) pairs of all experts. As in a load, tensors are views of blocks of `BUCKET_BYTES`."""
+        """Yield a pair (name, tensor) for each weight matrix of the experts.
+
+        As in a real load, the tensors are views of blocks of `BUCKET_BYTES` bytes.
+        """
         size = 2 * self.inner * self.hidden
         left, span = 0, torch.empty(0)
         for name in (f"{la}.{e}.{k}" for la in range(self.num_layers) for e in range(self.num_experts) for k in "dgu"):
@@ -151,7 +154,7 @@ class _Experts(nn.Module):
 
 
 class _CountingObserver(LoadObserver):
-    """Also counts the writes to parameters.
+    """An observer of a load that also counts the writes to parameters.
 
     Attributes:
         num_writes: Number of writes so far.
@@ -165,7 +168,7 @@ class _CountingObserver(LoadObserver):
 
 
 class _Unverified:
-    """A stand-in for the `FileWeights` that `ComparedWrites` takes. It has no data and no copying thread."""
+    """Replaces the `FileWeights` that `ComparedWrites` takes. This object has no data and no copying thread."""
 
     copier = None
 

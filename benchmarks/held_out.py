@@ -40,7 +40,8 @@ class HeldOut:
         """Return the share of answers that equal the ground truth, 0 to 1. Special tokens are removed from answers.
 
         Args:
-            model: A transformers causal language model. This method restores its mode and torch's random state.
+            model: A transformers causal language model. This method restores the model's mode (training or evaluation)
+                and torch's random state.
             greedy: Answer each prompt once, with the likeliest tokens, instead of sampling at temperature 1.
         """
         samples = 1 if greedy else self.samples_per_prompt
@@ -67,8 +68,8 @@ class HeldOut:
 def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float | None:
     """Return the first x at which a noisy accuracy reaches a target.
 
-    The accuracy at x is the mean of the point and its two neighbors. The first point has only one neighbor. The last
-    point is left out.
+    The accuracy at x is the mean of the point at x and its two neighbors. At the first point, it is the mean of two
+    points. The last point is left out, because its mean would change as soon as the next point is measured.
 
     Args:
         curve: Pairs [x, accuracy] with rising x, in steps or seconds. Example: with 0.8 at 10, 0.9 at 20, and 1.0 at 30
@@ -80,7 +81,7 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
     """
     smooth = [
         (curve[index][0], fmean(accuracy for _, accuracy in curve[max(0, index - 1) : index + 2]))
-        for index in range(len(curve) - 1)  # without the last point, which has no next neighbor
+        for index in range(len(curve) - 1)  # Leave out the last point, because the next point would change its mean.
     ]
     for before, after in pairwise(smooth):
         if before[1] < target <= after[1]:
@@ -91,7 +92,7 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
 def load_held_out(path: str | Path, tokenizer: Any, *, max_new_tokens: int, samples_per_prompt: int = 8) -> HeldOut:
     """Read held-out prompts from a parquet file with the columns ``prompt`` and ``ground_truth``.
 
-    ``tokenizer`` is the policy's tokenizer. ``max_new_tokens`` limits an answer.
+    ``tokenizer`` is the policy's tokenizer. ``max_new_tokens`` limits the length of an answer.
     """
     rows = pq.read_table(path, columns=["prompt", "ground_truth"]).to_pydict()
     batch = tokenizer(rows["prompt"], padding=True, padding_side="left", return_tensors="pt")

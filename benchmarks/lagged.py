@@ -1,7 +1,7 @@
-"""Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps before.
+"""Trains at an exact lag in one process: every batch is sampled with the weights from ``lag`` learner steps earlier.
 
-asyncrl's own code chooses prompts and batches, samples, trains and publishes, one after another instead of in parallel
-processes. So the lag is the same at every step after the first ``lag`` steps, and a run takes seconds.
+asyncrl's own code chooses prompts and batches, samples, trains and publishes. All this runs one after another, and not
+in parallel processes. So the lag is the same at every step after the first ``lag`` steps, and a run takes seconds.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ class LaggedOutcome:
 
 
 class LaggedTraining:
-    """A training at a constant lag. Call `run` once.
+    """A training at a constant lag. Call `run` only once.
 
     Args:
         config: The run; ``model.path`` is the policy to start from.
-        lag: Learner version that trains on a batch, minus the version that sampled the batch; 0 is on-policy. Version 0
-            samples the first ``lag`` + 1 batches.
+        lag: Learner version that trains on a batch, minus the version that sampled the batch. 0 is on-policy. The first
+            ``lag`` + 1 batches are sampled with version 0.
         eval_every: Learner steps between evaluations.
         eval_samples: Samples per held-out prompt.
     """
@@ -96,7 +96,10 @@ class LaggedTraining:
         self._step = LearnerStep(self._trainer, objective, num_mini_batches=config.algorithm.num_mini_batches)
 
     def run(self) -> LaggedOutcome:
-        """Train for ``total_steps`` steps; return the accuracies, the metrics of the final step and the time."""
+        """Train for ``total_steps`` learner steps.
+
+        Return the held-out accuracies, the metrics of the final step, and the wall time.
+        """
         began_s, metrics = time.monotonic(), {}
         self._engine.load()
         with (
@@ -172,7 +175,7 @@ class LaggedTraining:
 
 
 def _alone(pending: Future[WeightOffer | None]) -> WeightOffer:
-    """Wait until a publish is finished, and return its offer. The learner group has only one rank."""
+    """Wait until a publish is finished, and return its offer. There is an offer, because the learner has one rank."""
     offer = pending.result()
     assert offer is not None
     return offer

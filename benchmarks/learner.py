@@ -1,8 +1,8 @@
-"""Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``. The last line is JSON.
+"""Measures the learner's speed and memory: ``python -m benchmarks.learner [--quick]``.
 
-All times are CPU times of one thread. For a ratio of times, each measurement alternates with its baseline. The figure
-is the median of these ratios. The comparison with TRL needs the ``bench`` extra. Without the extra, ``step_vs_trl`` is
-null.
+All times are CPU times of one thread. If a figure compares two times, each repetition measures one time and then the
+other. The figure is the median ratio over the repetitions. The comparison with TRL needs the ``bench`` extra. Without
+the extra, ``step_vs_trl`` is null. The last line of the output is JSON.
 """
 
 import argparse
@@ -51,7 +51,7 @@ VOCABULARY, CLIP, LR = 20, 0.2, 1e-4
 
 
 def save_model(directory: str) -> str:
-    """Save a random policy of 75 thousand parameters, the size of the quickstart's policy; return its folder."""
+    """Save a random policy as large as the quickstart's policy (75 thousand parameters); return the policy's folder."""
     return save_random_qwen3(directory, layers=2, hidden=64, mlp=128, heads=4, head_dim=16, vocab_size=VOCABULARY)
 
 
@@ -90,7 +90,7 @@ def long_tailed_batch() -> list[TokenSequence]:
 def our_step(model_path: str, sequences: list[TokenSequence], *, share_prompts: bool = True) -> Callable[[], object]:
     """Return a function that makes asyncrl's learner step on ``sequences``: packing, loss, backward and update.
 
-    With ``share_prompts``, the tokens of a group's prompt are computed once for all samples of the group.
+    If ``share_prompts`` is true, the tokens of a group's prompt are computed once for all samples of the group.
     """
     config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR), share_prompts=share_prompts)
     trainer = Trainer(config, model_path=model_path, total_updates=10_000)
@@ -103,7 +103,7 @@ def two_updates(
 ) -> Callable[[], object]:
     """Return a function that makes a learner step of decoupled PPO with two updates.
 
-    With ``separate_forward``, the step first computes the log-probs of all sequences in a separate forward pass.
+    If ``separate_forward`` is true, the step first computes the log-probs of all sequences in a separate forward pass.
     """
     trainer = Trainer(
         LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=LR)), model_path=model_path, total_updates=10_000
@@ -122,7 +122,7 @@ def two_updates(
 
 
 def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """Return a function that makes the step of a plain PyTorch loop, with the learner's packed tokens and attention."""
+    """Return a function that makes a step of a plain PyTorch loop with packed tokens and the learner's attention."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation=ATTENTION_NAME, dtype=torch.float32)
     (batch,) = Packer(max_tokens=1_000_000).pack(sequences)
     layout = packed_layout(batch.lengths, torch.device("cpu"))
@@ -139,7 +139,7 @@ def plain_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], 
 
 
 def padded_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], object]:
-    """Return a function that makes the step of a plain PyTorch loop, on a batch padded to the longest sequence."""
+    """Return a function that makes a step of a plain PyTorch loop. All sequences are padded to the longest sequence."""
     model = AutoModelForCausalLM.from_pretrained(model_path, attn_implementation="sdpa", dtype=torch.float32)
     longest = max(len(sequence.input_ids) for sequence in sequences)
     padded = [np.pad(s.input_ids, (0, longest - len(s.input_ids))) for s in sequences]
@@ -190,11 +190,11 @@ def trl_step(model_path: str, sequences: list[TokenSequence]) -> Callable[[], ob
 
 
 def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds: int) -> dict[str, float]:
-    """Time two functions alternately for ``rounds`` rounds.
+    """Time two functions alternately, with ``rounds`` repetitions.
 
     Returns:
-        ``ratio``: the time of ``theirs`` divided by the time of ``ours``, as the median over rounds. ``ours_ms`` and
-        ``theirs_ms``: the median times in milliseconds.
+        ``ratio``: the time of ``theirs`` divided by the time of ``ours``, as the median over the repetitions.
+        ``ours_ms`` and ``theirs_ms``: the median times in milliseconds.
     """
     ours()
     theirs()
@@ -207,17 +207,20 @@ def speed_ratio(ours: Callable[[], object], theirs: Callable[[], object], rounds
 
 
 def _seconds(step: Callable[[], object]) -> float:
-    """Measure the CPU seconds of a call. With one thread, other work of the machine hardly changes the CPU seconds."""
+    """Call ``step`` and return the CPU seconds.
+
+    With one thread, other work of the machine hardly changes the CPU seconds.
+    """
     start = time.process_time()
     step()
     return time.process_time() - start
 
 
 def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
-    """Return the peak bytes of the forward and backward pass of the log-probs of ``num_tokens`` tokens.
+    """Return the peak memory in bytes of a forward and backward pass for the log-probs of ``num_tokens`` tokens.
 
-    The inputs and their gradients are not counted. With ``way`` "ours", the learner's function computes the log-probs
-    in chunks. With "naive", all logits exist at the same time. The measurement runs in a separate process.
+    The inputs and their gradients are not counted. If ``way`` is "ours", the learner's function computes the log-probs
+    in chunks. If ``way`` is "naive", all logits exist at the same time. The measurement runs in a separate process.
     """
     command = [sys.executable, "-m", "benchmarks.learner", "--peak", way, str(num_tokens), str(vocabulary)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=600)
@@ -225,11 +228,11 @@ def peak_log_prob_bytes(way: str, num_tokens: int, vocabulary: int) -> int:
 
 
 def print_peak(way: str, num_tokens: int, vocabulary: int) -> None:
-    """Measure and print the peak bytes in this process, which `peak_log_prob_bytes` started."""
+    """Measure and print the peak bytes of this process. `peak_log_prob_bytes` has started the process."""
     hidden, weight = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(vocabulary, 64, requires_grad=True)
     targets = torch.randint(0, vocabulary, (num_tokens,))
-    (hidden[:8] @ weight[:8].t()).sum().backward()  # allocates the gradients of both inputs
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak memory of the process
+    (hidden[:8] @ weight[:8].t()).sum().backward()  # Allocate the gradients of both inputs.
+    Path("/proc/self/clear_refs").write_text("5")  # Reset the peak memory of the process.
     before = _peak_bytes()
     if way == "ours":
         chunk = LearnerConfig().logprob_chunk_tokens
@@ -269,7 +272,7 @@ def print_load_memory(model_path: str) -> None:
     """
     options = {"device": Device.cpu, "num_ranks": int(os.environ["WORLD_SIZE"]), "skip_selftest": "measures the load"}
     mesh = open_mesh(LearnerConfig(**options))
-    mesh.largest(torch.ones(1))  # opens gloo's connections before the measurement
+    mesh.largest(torch.ones(1))  # Open gloo's connections before the measurement.
     # Load a small model, so that all modules are imported before the measurement.
     PackedModel(LearnerConfig(**options), REFERENCE, model_path=save_model(tempfile.mkdtemp()))
     Path("/proc/self/clear_refs").write_text("5")
@@ -277,7 +280,7 @@ def print_load_memory(model_path: str) -> None:
     model = PackedModel(LearnerConfig(**options), REFERENCE, model_path=model_path)
     shards = sum(local_tensor(parameter.detach()).nbytes for parameter in model.head.parameters())
     print((_peak_bytes() - before) / shards)
-    mesh.largest(torch.ones(1))  # waits for all ranks: if one rank ends early, the remaining ranks fail
+    mesh.largest(torch.ones(1))  # Wait for all ranks, because the other ranks fail if one rank ends early.
 
 
 def balance_max_over_mean() -> float:
@@ -303,12 +306,12 @@ def balance_max_over_mean() -> float:
 def tokens_vs_ideal(num_prompt: int, num_samples: int, num_response: int, budget: int = 16_384) -> float:
     """Return the tokens that the learner computes for 8 prompt groups, divided by the smallest possible number.
 
-    The smallest number counts each prompt once, plus all responses. A prompt has ``num_prompt`` tokens and
+    The smallest possible number counts each prompt once and each response once. A prompt has ``num_prompt`` tokens and
     ``num_samples`` responses of ``num_response`` tokens. A micro-batch has at most ``budget`` tokens.
     """
     sequences = sequences_of([num_prompt] * 8 * num_samples, [num_response] * 8 * num_samples)
     for index, sequence in enumerate(sequences):
-        sequence.input_ids[:num_prompt] = index // num_samples  # makes the prompts of the groups different
+        sequence.input_ids[:num_prompt] = index // num_samples  # Give each group a different prompt.
     batches = Packer(max_tokens=budget, whole=False, share_prompts=True).pack(sequences)
     ideal = 8 * (num_prompt + num_samples * num_response)
     return sum(len(batch.input_ids) for batch in batches) / ideal
@@ -347,11 +350,11 @@ def window_attention_ratio(rounds: int, num_tokens: int = 4096, window: int = 12
 
 
 def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_000) -> float:
-    """Compare the time of log-prob gradients between a frozen and a trained output layer; return frozen ÷ trained.
+    """Return the time of log-prob gradients with a frozen output layer, divided by the time with a trained layer.
 
     The time of the gradients is the time of a forward and backward pass, minus the time of a forward pass without
-    gradients. The result is the median over ``rounds`` rounds. With a frozen layer, the gradients need one more matrix
-    product. With a trained layer, the gradients need three more products of the same size.
+    gradients. The result is the median over ``rounds`` repetitions. With a frozen layer, the gradients need one more
+    matrix product. With a trained layer, the gradients need three more products of the same size.
     """
     hidden, weight = torch.randn(num_tokens, 256, requires_grad=True), torch.randn(vocabulary, 256)
     targets = torch.zeros(num_tokens, dtype=torch.int64)
@@ -364,7 +367,7 @@ def frozen_head_ratio(rounds: int, num_tokens: int = 512, vocabulary: int = 80_0
         without_s = _seconds(lambda: log_probs(hidden.detach(), output.detach()))
         return _seconds(lambda: log_probs(hidden, output).sum().backward()) - without_s
 
-    added_s(trained)  # the first call allocates the gradients
+    added_s(trained)  # Allocate the gradients before the measurement.
     return statistics.median(added_s(weight) / added_s(trained) for _ in range(rounds))
 
 
@@ -381,7 +384,7 @@ def gae_seconds() -> float:
 
 
 def measure(rounds: int, num_tokens: int, vocabulary: int) -> tuple[dict[str, str], dict[str, float | None]]:
-    """Measure everything; return the lines of the table (text by name) and the figures (number by name)."""
+    """Measure everything. Return a pair: the lines of the table (text by name) and the figures (number by name)."""
     rows: dict[str, str] = {}
     figures: dict[str, float | None] = {}
     with tempfile.TemporaryDirectory() as directory:
@@ -448,9 +451,9 @@ TARGETS = {
 
 
 def main() -> None:
-    """Measure the learner, and print a table and the figures as JSON."""
+    """Measure the learner. Print a table, then the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="few rounds and a small vocabulary")
+    parser.add_argument("--quick", action="store_true", help="few repetitions and a small vocabulary")
     parser.add_argument(
         "--vocabulary",
         type=int,

@@ -77,7 +77,7 @@ def _tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _inputs(sequences: Sequence[TokenSequence]) -> dict[str, Tensor]:
-    """Pad prompts on the left and responses on the right, as the trainer does."""
+    """Pad prompts on the left and responses on the right, as TRL's trainer does; return the trainer's inputs."""
     prompts = [s.input_ids[~s.loss_mask] for s in sequences]
     responses = [s.input_ids[s.loss_mask] for s in sequences]
     num_prompt, num_response = max(map(len, prompts)), max(map(len, responses))

@@ -1,19 +1,19 @@
-"""Measures the overlap of generation and training: compares runs at several ``buffer.max_lag`` with each pool alone.
+"""Measures how well generation and training overlap, at several values of ``buffer.max_lag``.
 
 ``python -m benchmarks.overlap`` trains a random policy on the quickstart's prompts, without warm start and evaluation.
-The runs have ``buffer.max_lag`` 0, 1, 2 and 4. The engine and the learner rank are each pinned to a core. The
-in-process engine comes first, then SGLang (figures that end in ``_sglang``). All processes of the SGLang server share
-the engine's core.
+The runs have ``buffer.max_lag`` 0, 1, 2 and 4. The engine and the learner rank are each pinned to a core. The benchmark
+first measures the in-process engine, then SGLang (figures that end in ``_sglang``). All processes of the SGLang server
+share the engine's core.
 
 At max_lag 0, the rank waits while the engine generates, and the engine waits while the rank trains. So the run at
-max_lag 0 gives the time of each pool alone. The ideal step is the longer of the two times. The engine's time alone
-includes the wait for the last samples of a batch. When the pools overlap, the engine generates other batches during
-this wait. So an efficiency can exceed 1.
+max_lag 0 shows how long generation alone and training alone take. The ideal step is the longer of the two times. The
+time of generation alone includes the wait for the last samples of a batch. At a larger max_lag, the engine generates
+other batches during this wait. So an efficiency can exceed 1.
 
-In a step, each pool works for at least some tenths of a second (`Work`). The quickstart's own steps (``--work
-quickstart``) take less than a tenth of a second. The controller, the buffer and the messages of 256 short samples then
-take a seventh of the two cores. The speed of a machine changes by more than the margin of the figures. So runs are
-compared only within a round of runs, and the figure is the median of the rounds.
+In a step, the engine and the rank each work for at least some tenths of a second (`Work`). The quickstart's own steps
+(``--work quickstart``) take less than a tenth of a second. The controller, the buffer and the messages of 256 short
+samples then take a seventh of the two cores. The speed of a machine changes by more than the margin of the figures. So
+the benchmark compares only runs of the same repetition, and a figure is the median over the repetitions.
 
 The recorder's cost is measured separately, because it is much smaller than the difference between two runs. The cost is
 the CPU time of one record (with the writing thread), multiplied by the largest number of records per step of a process.
@@ -73,7 +73,7 @@ class Work:
     steps: int = NUM_STEPS
 
     def overrides(self, folder: Path) -> list[str]:
-        """Make a model and data in ``folder``; return the options of a run that select them, as Hydra overrides."""
+        """Make a model and data in ``folder``. Return Hydra overrides for a run with this model and data."""
         assets = make_assets(folder / "assets", seed=0)
         tokenizer = AutoTokenizer.from_pretrained(assets.model)
         ids = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
@@ -98,16 +98,16 @@ WORKS = {
 }
 """The work for each engine.
 
-With the in-process engine, both pools take about the same time. In this case the overlap of both pools saves the most
+With the in-process engine, generation and training take about the same time. In this case the overlap saves the most
 time, and any gap costs the most time. SGLang recomputes the running samples at each update. On a CPU this takes about a
-fourth of the time to generate the samples. So a step has several times as many samples as are in flight, as in large
-runs.
+fourth of the time to generate the samples. So a step has several times as many samples as the engine generates at the
+same time, as in large runs.
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The trace (the record) of a run, and the time windows of its steps after the warm-up."""
+    """The trace (the recorded events) of a run, and the time windows of the run's steps after the warm-up."""
 
     trace: Trace
     steps: tuple[StepWindow, ...]
@@ -119,18 +119,18 @@ class Measurement:
 
     @property
     def counted(self) -> set[int]:
-        """Numbers of the learner steps after the warm-up."""
+        """The step numbers of all learner steps after the warm-up."""
         return {step.version for step in self.steps}
 
     def learner_alone_s(self) -> float:
-        """Return the median seconds that a rank computes in a step, including the copy of the weights for a publish."""
+        """Return how many seconds a rank computes in a step (median), including the copy of weights for a publish."""
         updates = self._median(span for span in self.trace.spans_of(SpanKind.update) if span.step in self.counted)
         return updates + self._median(self.trace.spans_of(SpanKind.publish_copy))
 
     def fleet_alone_s(self) -> float:
         """Return the median seconds from the first lease of a batch until the last group of the batch is stored.
 
-        The figure is valid only if engines and ranks take turns.
+        The figure is valid only if engines and ranks never work at the same time.
         """
         times: dict[int, list[int]] = {}
         for group in self.trace.groups.values():
@@ -140,9 +140,9 @@ class Measurement:
         return statistics.median(max(moments) - min(moments) for moments in times.values()) * 1e-9
 
     def attribution_error_ns(self) -> int:
-        """Return how far the busy and idle times of the report differ from the available time.
+        """Return the difference between the available time and the sum of busy and idle times in the report.
 
-        The difference is in nanoseconds, summed over learner and fleet.
+        The difference is in nanoseconds. It is summed over the learner and the fleet.
         """
         attribution, (start, end) = Attribution.of(self.trace), self.trace.window
         places = {Pool.learner: len(self.trace.lanes(Pool.learner)), Pool.fleet: 0}
@@ -157,10 +157,10 @@ class Measurement:
 
 
 def main() -> int:
-    """Measure, and print the report. Return 0 if every target is met, else 1."""
+    """Measure the overlap, and print the report. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, help="learner steps of each run; the default depends on the work")
-    parser.add_argument("--rounds", type=int, default=3, help="number of rounds; the figures are their medians")
+    parser.add_argument("--rounds", type=int, default=3, help="number of repetitions; a figure is their median")
     parser.add_argument("--engine", choices=ENGINES, help="measure only this engine")
     parser.add_argument("--lags", type=int, nargs="+", default=LAGS, help="values of buffer.max_lag, including 0")
     parser.add_argument("--work", choices=("long", "quickstart"), default="long", help="work of a step")
@@ -175,7 +175,7 @@ def main() -> int:
 
 
 def _rounds(folder: Path, engine: str, args: argparse.Namespace) -> list[dict[int, Measurement]]:
-    """Make the runs of an engine. Returns one dictionary per round, which maps ``max_lag`` to a run."""
+    """Make the runs of an engine. Return one dictionary per repetition. Each dictionary maps ``max_lag`` to its run."""
     work = None if args.work == "quickstart" else WORKS[engine]
     steps = args.steps or (NUM_STEPS if work is None else work.steps)
     own = [] if work is None else work.overrides(folder / "work")
@@ -214,7 +214,7 @@ def _report(rounds: dict[str, list[dict[int, Measurement]]], *, record_s: float)
     figures["recorder_cost"] = max(_records_per_step(run) * record_s / run.step_s for run in measured)
     figures["attribution_error_ns"] = float(sum(run.attribution_error_ns() for run in measured))
     title = "overlap of generation and training, a core each"
-    baseline = "the slower pool alone, in the same round's run at max_lag 0"
+    baseline = "the longer of generation and training alone, in the same repetition's run at max_lag 0"
     return 0 if print_report(title, rows, figures, targets, baseline=baseline) else 1
 
 
@@ -227,7 +227,7 @@ def _list(values: Sequence[float]) -> str:
 
 
 def _in_the_way(run: Measurement) -> str:
-    """Format the largest causes of idle time, in seconds per step."""
+    """Return a text with the largest causes of idle time, in seconds per step."""
     report = OverlapReport.of(run.trace).run
     parts = []
     for pool in (Pool.learner, Pool.fleet):
@@ -242,7 +242,7 @@ def _measured(folder: Path, *overrides: str, engine: str) -> Measurement:
 
 
 def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
-    """Train in a separate process, with the engine and the rank pinned to a core each; return the run's folder.
+    """Train in a separate process; return the run's folder. The engine and the rank are each pinned to a core.
 
     The run writes into ``folder``. ``overrides`` are options of the run.
     """
@@ -278,7 +278,7 @@ def train_pinned(folder: Path, *overrides: str, engine: str) -> Path:
 def _pin(folder: Path, seen: set[Path]) -> set[Path]:
     """Pin the engines to the first core and the learner ranks to the last core.
 
-    The processes are found by their profile files. Returns the files that are not in ``seen``.
+    The processes are found by their profile files. Return the profile files that are not in ``seen``.
     """
     cores, found = sorted(os.sched_getaffinity(0)), set()
     for path in set(folder.glob(f"quickstart/*/{FOLDER}/*.msgpack")) - seen:
@@ -295,7 +295,10 @@ def _pin(folder: Path, seen: set[Path]) -> set[Path]:
 
 
 def _records_per_step(run: Measurement) -> float:
-    """Return the records per step of the process with the most records. A span counts as two records."""
+    """Return how many records per step a process writes: the largest value of all processes.
+
+    A span (a time interval) counts as two records.
+    """
     counts: dict[str, int] = {}
     for notes, weight in ((run.trace.spans, 2), (run.trace.levels, 1), (run.trace.stamps, 1)):
         for note in notes:
@@ -304,7 +307,7 @@ def _records_per_step(run: Measurement) -> float:
 
 
 def seconds_per_record(folder: Path) -> float:
-    """Return the CPU seconds that one record costs a process, including the thread that writes the records.
+    """Return how many CPU seconds a process needs per record, including the time to write the record to a file.
 
     The recorder writes a typical mix of records into ``folder``.
     """

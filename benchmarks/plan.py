@@ -2,13 +2,14 @@
 
 The benchmark records one quickstart on the in-process engine at ``buffer.max_lag=0``. The engine and the learner rank
 are each pinned to a core. The benchmark also makes runs at max_lag 1, 2 and 4 and with two engines. It predicts these
-runs from the record. In the simulation all engines share one core, the rank has the second core, and other
-processes use both (`HostModel`). ``--again DIR`` compares the runs that an earlier ``--keep DIR`` kept.
+runs from the recorded run. In the simulation all engines share one core, the rank has the second core, and other
+processes use both cores (`HostModel`). ``--again DIR`` compares the runs that an earlier ``--keep DIR`` kept.
 
-A machine's speed changes within minutes by more than the bounds of the figures. So there are several rounds. Each round
-predicts its own runs from its own record. The figure is the median error of the rounds. The order of the runs differs
-between rounds. Equal runs of two rounds also differ, and a prediction error below this difference means nothing. These
-differences are reported too (``equal_runs_differ_by``, ``equal_lags_differ_by``).
+A machine's speed changes within minutes by more than the bounds of the figures. So the benchmark makes several
+repetitions. Each repetition predicts its own runs from its own recorded run. The figure is the median error over the
+repetitions. The order of the runs differs between repetitions. Equal runs of two repetitions also differ, and a
+prediction error below this difference means nothing. The benchmark also reports these differences
+(``equal_runs_differ_by``, ``equal_lags_differ_by``).
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from benchmarks.report import Target, print_report
 NUM_SIMULATED = 150
 """Steps of each simulation."""
 NUM_SEEDS = 4
-"""Simulations per case and round. The prediction is their mean, because the division of work is random."""
+"""Simulations per case and repetition. The prediction is the mean, because the division of work is random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Case:
         return self.name.replace(" ", "-")
 
     def scenario(self, recorded: Scenario) -> Scenario:
-        """Return a copy of the scenario ``recorded`` with the options of this case."""
+        """Return a copy of ``recorded``, the scenario of the recorded run, with the options of this case."""
         return replace(recorded, max_lag=self.max_lag, num_engines=self.num_engines, num_steps=NUM_SIMULATED)
 
 
@@ -70,7 +71,7 @@ CASES = (Case(max_lag=1), Case(max_lag=2), Case(max_lag=4), Case(max_lag=2, num_
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One recorded run, the predictions from its record, and the real runs that were made at about the same time."""
+    """One repetition of the benchmark: a recorded run, the predictions from it, and the real runs of the same time."""
 
     recorded: Calibration
     predicted: Mapping[Case, Sequence[SimulatedRun]]
@@ -78,7 +79,7 @@ class Round:
 
     @classmethod
     def of(cls, folder: Path, number: int) -> Round:
-        """Read all runs of round ``number`` from ``folder``, and predict the other runs from the recorded run."""
+        """Read all runs of repetition ``number`` from ``folder``; predict the other runs from the recorded run."""
         recorded = _read_run(folder / RECORDED.folder / str(number))
         return cls(
             recorded=recorded,
@@ -107,10 +108,10 @@ class Round:
 
 
 def main() -> int:
-    """Record, predict, run and compare. Return 0 if every target is met, else 1."""
+    """Make the runs, and compare each run with its prediction. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plan", description="Predictions against reality.")
     parser.add_argument("--steps", type=int, default=60, help="learner steps of each run")
-    parser.add_argument("--repeats", type=int, default=7, help="number of rounds; the figure is their median error")
+    parser.add_argument("--repeats", type=int, default=7, help="number of repetitions; a figure is their median error")
     parser.add_argument("--keep", type=Path, help="keep the runs in this directory")
     parser.add_argument("--again", type=Path, help="compare the runs in this directory, and make no runs")
     options = parser.parse_args()
@@ -125,7 +126,7 @@ def main() -> int:
 
 
 def order_of_runs(number: int) -> Sequence[Case]:
-    """Return the runs of round ``number`` in a random order. The number is the seed of the order."""
+    """Return the runs of repetition ``number`` in a random order. ``number`` is the seed of the order."""
     cases = (RECORDED, *CASES)
     return random.Random(number).sample(cases, len(cases))
 
@@ -140,7 +141,7 @@ def _make(folder: Path, case: Case, num_steps: int) -> None:
 
 
 def _read_run(folder: Path) -> Calibration:
-    """Read the run in a folder, and calibrate the planner from it."""
+    """Read the recorded run in ``folder``, and calibrate the planner from this run."""
     run = next((path.parent for path in folder.rglob(FOLDER) if (path.parent / "config.yaml").is_file()), None)
     if run is None:
         raise FileNotFoundError(f"there is no recorded run in {folder}; make the runs with --keep")
@@ -179,7 +180,7 @@ def _report(rounds: Sequence[Round]) -> int:
 
 
 def _difference(values: Sequence[float], between: Callable[[float, float], float]) -> float:
-    """Return the median of ``between`` over all pairs of values; 0 for a single value."""
+    """Call the function ``between`` for all pairs of ``values``, and return the median; 0 for a single value."""
     return median([between(one, other) for one, other in combinations(values, 2)] or [0.0])
 
 
@@ -188,7 +189,7 @@ def _list(values: Iterable[float], digits: int = 3) -> str:
 
 
 def _idle(outcome: SimulatedRun) -> str:
-    """Return a text with the largest predicted causes of each pool's idle time, as shares of the whole time."""
+    """Return a text with the main predicted causes of idle time of learner and fleet, as shares of the whole time."""
     pools = {"learner": outcome.learner_idle, "fleet": outcome.fleet_idle}
     return "; ".join(
         f"{pool} idle: " + ", ".join(f"{cause} {share:.0%}" for cause, share in _largest(causes))

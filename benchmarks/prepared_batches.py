@@ -2,7 +2,8 @@
 
 One rank makes learner steps on groups that it fetches from a real buffer server. In every second run, the benchmark
 announces all steps before the first step begins, so the rank prepares the next batch during a step. In the other runs,
-the benchmark announces no step. The figures are median ratios of wall times over pairs of runs. The last line is JSON.
+the benchmark announces no step. A figure is a ratio of wall times, as the median over pairs of runs. The last line of
+the output is JSON.
 """
 
 import argparse
@@ -31,7 +32,7 @@ VOCABULARY, NUM_SAMPLES = 1000, 8
 
 @dataclass(frozen=True, kw_only=True)
 class Steps:
-    """Seconds of all steps of a run except the first one: waiting for batches, preparing batches, and in total."""
+    """Seconds of a run, summed over all steps except the first: time waiting for batches, time preparing, all time."""
 
     waited_s: float
     prepared_s: float
@@ -78,7 +79,8 @@ async def store(address: str, num_groups: int, length: int) -> list[int]:
 def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int, announces: bool) -> Steps:
     """Make one learner step for each list of group ids in ``steps``; return the times of all steps except the first.
 
-    The first step has the number ``first``. With ``announces``, all steps are announced before the first step begins.
+    The first step has the number ``first``. If ``announces`` is true, all steps are announced before the first step
+    begins.
     """
     rewards = np.arange(NUM_SAMPLES, dtype=np.float32)
     batches = [
@@ -101,7 +103,10 @@ def run_steps(worker: ActorWorker, steps: Sequence[Sequence[int]], *, first: int
 
 
 def measure(groups_per_step: int, length: int, num_steps: int, rounds: int) -> dict[str, float]:
-    """Measure ``rounds`` pairs of runs, with and without announcements; return the figures that `TARGETS` names."""
+    """Make ``rounds`` pairs of runs, and return the figures by name.
+
+    A pair is a run whose steps are not announced, and a run whose steps are announced.
+    """
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1"}
     num_groups = groups_per_step * num_steps
     with tempfile.TemporaryDirectory() as folder:
@@ -140,9 +145,9 @@ TARGETS = {"prepare_hidden_share": Target(at_least=0.9), "step_vs_unprepared": T
 
 
 def main() -> None:
-    """Measure, and print a table and the figures as JSON."""
+    """Measure how much time the prepared batches save. Print a table, then the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures = measure(groups_per_step=16, length=128, num_steps=5, rounds=2 if args.quick else 5)

@@ -1,4 +1,4 @@
-"""Compares asyncrl's batch codec with torch.save and pickle 5, and its single controller with plain Ray calls.
+"""Compares asyncrl's batch codec with torch.save and pickle 5, and asyncrl's single controller with plain Ray calls.
 
 ``python -m benchmarks.protocol`` measures a batch of 64 rows of 2048 tokens, with ids, two float columns, a mask and
 strings.
@@ -28,9 +28,9 @@ from benchmarks.report import Target, median_times, milliseconds, print_report
 NUM_ROWS = 64
 NUM_TOKENS = 2048
 NUM_WORKERS = 4
-# Number of starts of the workers of asyncrl and of plain Ray. A worker's speed depends on its CPU core.
-# After each start, calls of asyncrl and of plain Ray alternate, and give one ratio of the two times.
-# The figure is the median of these ratios.
+# The workers are started this many times, because a worker's speed depends on its CPU core.
+# After each start, the benchmark calls asyncrl's and plain Ray's workers alternately, and divides the two times.
+# The reported ratio is the median over all starts of the workers.
 NUM_STARTS = 3
 RAY_OPTIONS = {
     "address": "local",
@@ -123,7 +123,7 @@ def bytes_received(call: Callable[[], Any]) -> int:
 def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str, float]:
     """Return the median seconds to send a batch to workers and back, with asyncrl and with plain Ray, by name.
 
-    The workers are new processes.
+    This function starts new processes as workers.
     """
     group = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="measured")
     actors: list[Any] = [PlainEcho.remote() for _ in range(NUM_WORKERS)]
@@ -142,8 +142,8 @@ def measure_dispatch(data: DataProto, arrays: dict[str, np.ndarray]) -> dict[str
 def measure_bytes(data: DataProto) -> tuple[int, int]:
     """Return how many bytes the driver receives if one worker group processes the result of another worker group.
 
-    For the first number, the driver passes the batch itself to the second group. For the second number, the driver
-    passes a future of the batch.
+    The result is a pair. For the first number, the driver receives the batch from the first group and sends it to the
+    second group. For the second number, the driver passes only a future of the batch.
     """
     first = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="first")
     second = RayWorkerGroup(worker_pool(), RayClassWithInitArgs(Echo), name_prefix="second")
@@ -160,7 +160,7 @@ def worker_pool() -> RayResourcePool:
 
 
 def main() -> None:
-    """Measure codec and dispatch, and print a table and the figures as JSON."""
+    """Measure the codec and the calls of workers. Print a table, then the figures as JSON."""
     torch.set_num_threads(1)
     data = make_batch()
     arrays = plain_arrays(data)

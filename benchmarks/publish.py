@@ -1,8 +1,8 @@
 """Measures the cost of a weight publish: ``python -m benchmarks.publish``.
 
-The last line is JSON. The benchmark uses a model of 340 MB on two gloo ranks, and a real SGLang server on the CPU. Most
-figures are medians of ratios. The two times of a ratio are measured one after the other in the same process. The
-benchmark writes to shared memory and to the folder ``--directory``.
+The benchmark uses a model of 340 MB on two gloo ranks, and a real SGLang server on the CPU. Most figures are medians of
+ratios. The two times of a ratio are measured one after the other in the same process. The benchmark writes to shared
+memory and to the folder ``--directory``. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ BASELINE = (
 
 
 def save_model(directory: Path) -> str:
-    """Save a random Qwen3 of 85 million parameters in float32; return its folder."""
+    """Save a random Qwen3 with 85 million parameters in float32; return the path of the model's folder."""
     ids = {"eos_token_id": 1, "bos_token_id": 2, "pad_token_id": 0}
     return save_random_qwen3(directory, layers=4, hidden=1024, mlp=3072, heads=8, head_dim=128, vocab_size=32000, **ids)
 
 
 def rank_main(model_path: str, folders: list[str]) -> None:
-    """Run one learner rank. The rank publishes weights to each folder in turn, and prints the times as JSON."""
+    """Run one learner rank. The rank publishes weights to one folder after the other, and prints the times as JSON."""
     torch.set_num_threads(1)
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS)
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -84,7 +84,7 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         _reset_peak()
         publisher = WeightPublisher(PretrainedShards.of(model), folder, keep=2)
         for version in range(NUM_RUNS + 1):
-            # Wait until the file for the next version exists. In training, the file exists when a step ends.
+            # Wait until the files of the next version are prepared. In training, they are prepared when a step ends.
             publisher.ready.result()
             dist.barrier()
             memcpy_s = _timed(copy)
@@ -101,14 +101,14 @@ def rank_main(model_path: str, folders: list[str]) -> None:
         publisher.close()
         memory.append(_status("VmHWM") - before)
     # Report the memory only for the publishes to shared memory.
-    # If the folder is on a disk, the kernel also counts pages that other ranks wrote.
+    # If the folder is on a disk, the kernel also counts pages of other ranks in the memory of this rank.
     report = {"times": times, "memory": memory[0], "shard": sum(shard.nbytes for shard in shards)}
     sys.stdout.write(json.dumps(report) + "\n")
     dist.destroy_process_group()
 
 
 def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
-    """Return the figures of the learner's side by name, for the slower rank.
+    """Measure how long a publish takes on the learner's side. Return the figures of the slower rank by name.
 
     Times are multiples of the time to copy the rank's shard once, and memory is a multiple of the model's bytes.
     ``folders`` are a folder in shared memory and a folder on a disk.
@@ -132,7 +132,7 @@ def measure_ranks(model_path: str, folders: list[str]) -> dict[str, float]:
 
 
 async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[str, float]:
-    """Return the pause of an engine for a verified load of weights, divided by the seconds of SGLang's own load.
+    """Return how long an engine pauses for a verified load of weights, divided by the time of SGLang's own load.
 
     ``folder`` is in shared memory and contains the model. ``scratch`` is a folder for other files.
     """
@@ -174,7 +174,7 @@ def _reset_peak() -> None:
 
 
 def main() -> None:
-    """Measure the learner's and the engine's side, and print the figures."""
+    """Measure a publish on the learner's side and a load on the engine's side, and print the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--directory", default=".", help="folder on a disk for the figures of the file transport")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)

@@ -59,8 +59,8 @@ TARGETS = {
 def rank_main(way: str, model_path: str, folder: str) -> None:
     """Run one learner rank. For each line of stdin, publish one version and print one line of JSON.
 
-    The line has the seconds to copy the shard, the seconds of the publish, and the offer (the message that announces
-    the version). ``way`` is a key of `CARRIERS`.
+    A printed line has the seconds to copy the shard, the seconds of the publish, and the offer (the message that
+    announces the version). ``way`` is a key of `CARRIERS`.
     """
     torch.set_num_threads(1)
     model = PackedModel(LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS), ACTOR, model_path=model_path)
@@ -69,7 +69,7 @@ def rank_main(way: str, model_path: str, folder: str) -> None:
     shards = [local_tensor(parameter.detach()) for parameter in model.head.parameters()]
     copies = [torch.zeros_like(shard) for shard in shards]
     for version, _ in enumerate(sys.stdin):
-        # Wait until the file for the next version exists, as it does at the end of a training step.
+        # Wait until the files of the next version are prepared. In training, they are prepared when a step ends.
         publisher.ready.result()
         dist.barrier()
         began_s = time.perf_counter()
@@ -127,7 +127,7 @@ def _measure(way: str, model_path: str, scratch: Path, num_runs: int) -> list[tu
 
 
 class _Hosts:
-    """Two simulated hosts with two workers each. A host is a folder in shared memory.
+    """Two simulated hosts. A host is a folder in shared memory, and has two workers.
 
     Attributes:
         num_bytes: Bytes that the workers received from the network.
@@ -150,17 +150,17 @@ class _Hosts:
         self._patch.start()
 
     async def stage(self, offer: WeightOffer) -> tuple[float, int]:
-        """Receive the version that ``offer`` announces on all workers.
+        """Let all workers receive the version that ``offer`` announces.
 
         Returns:
-            The `time.perf_counter` at the end, and the bytes of weights in the memory of the host with more bytes.
+            A pair: the value of `time.perf_counter` at the end, and the bytes of weights on the host that has more.
         """
         async with AsyncExitStack() as stack:
             await asyncio.gather(*(stack.enter_async_context(worker.staged(offer)) for worker in self._workers))
             return time.perf_counter(), max(map(_bytes_in, self._folders))
 
     def close(self) -> None:
-        """Close the workers. They remove the folders that represent the memory of the hosts."""
+        """Close the workers. The workers remove the folders that represent the memory of the hosts."""
         self._patch.stop()
         for worker in self._workers:
             worker.close()
@@ -176,7 +176,7 @@ def _bytes_in(folder: Path) -> int:
 
 
 def _publish_and_receive(ranks: list[subprocess.Popen[str]], hosts: _Hosts) -> tuple[float, float, float]:
-    """Publish one version.
+    """Publish one version, and wait until all receivers have the version.
 
     Returns:
         Three ratios: the time in multiples of one memcpy, a host's network bytes per published byte, and a host's

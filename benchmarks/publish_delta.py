@@ -58,7 +58,8 @@ def measure(model_path: str, folder: Path, num_runs: int) -> dict[str, float]:
 def wire_vs_ideal(folder: Path, dtype: torch.dtype, share: float, *, seed: int) -> float:
     """Return the bytes of a delta file (the changed values of a version), divided by the ideal number of bytes.
 
-    Ideally, each changed value takes `INDEX_BYTES` plus its own bytes. ``share`` is the share of changed values.
+    Ideally, each changed value takes `INDEX_BYTES` bytes plus its own bytes. ``share`` is the fraction of the values
+    that change.
     """
     generator = torch.Generator().manual_seed(seed)
     size = 2 * PIECE_BYTES // dtype.itemsize
@@ -79,8 +80,8 @@ def publish_memcpys(
     The rank publishes deltas if ``full_every`` is above 1, and adapters if ``lora`` is given.
 
     Returns:
-        The median time until the version is announced, divided by the time to copy all weights once; and the offer of
-        the latest version.
+        A pair: the time until the version is announced, divided by the time to copy all weights once, as a median; and
+        the offer (the announcement) of the latest version.
     """
     config = LearnerConfig(device=Device.cpu, lora=lora or LoraConfig())
     model = PackedModel(config, ACTOR, model_path=model_path)
@@ -97,7 +98,7 @@ def publish_memcpys(
     for version in range(1, num_runs + 1):
         for weight in weights:
             weight.view(-1)[version % 32 :: 32] *= 1.01
-        # Wait until the file for the next version exists. In training, the file exists when a step ends.
+        # Wait until the files of the next version are prepared. In training, they are prepared when a step ends.
         publisher.ready.result()
         began_s = time.perf_counter()
         for place, weight in zip(copies, weights, strict=True):

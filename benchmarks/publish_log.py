@@ -36,9 +36,10 @@ START_TIMEOUT_S = 60.0
 
 
 def measure_log(num_engines: int = NUM_ENGINES, num_publishes: int = NUM_PUBLISHES) -> dict[str, float]:
-    """Return the controller's median milliseconds per publish, as a dictionary with the name of the figure.
+    """Return a dictionary with one figure: the controller's median milliseconds per publish.
 
-    The value is the seconds to end the step, plus the controller's CPU seconds until all engines have the version.
+    The milliseconds of a publish are the wall time to end the learner step, plus the controller's CPU time until all
+    engines have the version.
     """
     return asyncio.run(_measure(num_engines, num_publishes))
 
@@ -96,7 +97,7 @@ def _receivers(address: str, num_engines: int) -> Iterator[None]:
 
 
 class SimulatedReceiver:
-    """Sends the messages of a rollout worker. The worker immediately reports each announced version as loaded."""
+    """Simulates a rollout worker: immediately reports each announced version as loaded, but loads nothing."""
 
     def __init__(self, address: str, number: int) -> None:
         socket: zmq.Socket[bytes] = client_context().socket(zmq.DEALER)
@@ -131,7 +132,7 @@ async def _receive(address: str, num_engines: int) -> None:
 
 
 def main() -> None:
-    """Run the simulated engines in this process, which `measure_log` starts."""
+    """Run the simulated engines in this process. `measure_log` has started the process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("address")
     parser.add_argument("num_engines", type=int)

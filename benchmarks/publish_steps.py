@@ -1,4 +1,4 @@
-"""Compares the speed of training steps with and without a publish at the same time.
+"""Compares the speed of training steps during a publish with the speed of training steps without a publish.
 
 `benchmarks.publish` calls this module. Two gloo ranks share one core, and their publisher threads share a second core.
 No engine runs.
@@ -33,7 +33,10 @@ NUM_SEQUENCES, NUM_TOKENS = 6, 64
 
 
 def measure_steps(model_path: str, folder: str) -> dict[str, float]:
-    """Return the steps per second with a publish, divided by the rate without a publish, for the slower rank."""
+    """Return the rate of steps with a publish, divided by the rate without a publish.
+
+    The result is the smaller ratio of the two ranks.
+    """
     reports = run_ranks("benchmarks.publish_steps", model_path, folder)
     ratios = [statistics.median(r["without_s"]) / statistics.median(r["with_s"]) for r in reports]
     return {"steps_per_s_with_publish": min(ratios)}
@@ -68,7 +71,8 @@ def rank_main(model_path: str, folder: str) -> None:
     config = LearnerConfig(device=Device.cpu, num_ranks=NUM_RANKS, optimizer=OptimizerConfig(lr=1e-6))
     trainer, objective = Trainer(config, model_path=model_path, total_updates=1000), policy_objective(AlgorithmConfig())
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2)
-    publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()  # child threads inherit the core
+    # Pin the publisher's thread to the last core. Threads that this thread starts inherit the core.
+    publisher._thread.submit(os.sched_setaffinity, 0, cores[-1:]).result()
     sequences = _sequences(trainer.mesh.rank)
     times: dict[str, list[float]] = {"without_s": [], "with_s": []}
     for step in range(NUM_STEPS + 1):
@@ -79,7 +83,7 @@ def rank_main(model_path: str, folder: str) -> None:
             if name == "with_s":
                 publisher.publish(step)
             trainer.update(sequences, objective)
-            if step:  # the first round is a warm-up
+            if step:  # Do not count step 0, because it is a warm-up.
                 times[name].append(time.perf_counter() - began_s)
     publisher.close()
     sys.stdout.write(json.dumps(times) + "\n")

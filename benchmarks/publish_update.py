@@ -2,7 +2,7 @@
 
 Long samples run on a real SGLang server on the CPU, with and without updates, for each value of
 ``rollout_fleet.sglang.on_update``. The cost of one update is the delay of the end of the last sample. This delay
-includes the pause and the computation that is repeated after the pause. The last line is JSON.
+includes the pause and the computation that is repeated after the pause. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TARGETS = {f"update_s_{mode}": Target() for mode in OnUpdate}
 
 
 async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scratch: Path) -> dict[str, float]:
-    """Return the median delay of running samples by one weight update, in seconds, by name of the figure.
+    """Return a dictionary with one figure: the median delay of running samples by one weight update, in seconds.
 
     ``on_update`` says what the engine does with the KV cache of running samples. ``offer`` announces the weights.
     """
@@ -38,7 +38,7 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
     await engine.start()
     try:
         costs = []
-        await _run(engine, -1, offer, 1)  # a warm-up that is not measured
+        await _run(engine, -1, offer, 1)  # Warm up the engine before the measurement.
         for run in range(NUM_RUNS):
             undisturbed_s = await _run(engine, 2 * run, offer, 0)
             updated_s = await _run(engine, 2 * run + 1, offer, NUM_UPDATES)
@@ -51,7 +51,7 @@ async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scra
 async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: int) -> float:
     """Generate samples. Meanwhile, load the weights of ``offer`` into the engine ``num_updates`` times.
 
-    Each load starts after the next generated token. Returns the seconds until the last sample ends.
+    Each load starts after the engine's next token. Return the seconds until the last sample ends.
     """
     rng = np.random.default_rng(run + 1)
     options = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
@@ -82,7 +82,7 @@ async def _run(engine: SGLangEngine, run: int, offer: WeightOffer, num_updates: 
 
 
 def main() -> None:
-    """Measure every value of ``on_update`` and print the figures."""
+    """Measure weight updates with every value of ``on_update``, and print the figures."""
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="asyncrl-bench-") as folder:
         scratch = Path(folder)
         model_path = save_model(scratch / "model")

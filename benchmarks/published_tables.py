@@ -1,9 +1,10 @@
 """Compares predictions with published figures of other systems: ``python -m benchmarks.published_tables``.
 
 There are three tables: lags measured by Applied Compute (2026), step times of verl's fully asynchronous trainer by
-staleness threshold, and step times of marin by maximum lag (its issue 8955). The benchmark predicts all rows of the
-first table. The other tables lack lengths and speeds. The benchmark fits these to some rows, and predicts the remaining
-rows. docs/planning.md names the fitted rows and the failures. The report marks a figure that misses its target.
+staleness threshold, and step times of marin by maximum lag (marin's GitHub issue 8955). The benchmark predicts all rows
+of the first table. The other two tables do not state the response lengths and the speeds. The benchmark fits these
+unknown values to some rows, and predicts the remaining rows. docs/planning.md names the fitted rows and the failures.
+The report marks a figure that misses its target.
 """
 
 from __future__ import annotations
@@ -222,7 +223,10 @@ def _compare(
     fitted: Sequence[float],
     rows: dict[str, str],
 ) -> list[float]:
-    """Fit on some rows and predict the remaining rows. Returns the relative errors of the predictions."""
+    """Fit the unknown parameters to the rows ``fitted``, and predict the remaining rows.
+
+    Return the relative errors of the predictions.
+    """
     best = fit(candidates, predict, {setting: measured[setting] for setting in fitted})
     rows[f"{name}: fitted"] = ", ".join(f"{option} {value:g}" for option, value in best.items())
     errors = []

@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def report(runs: dict[str, Learned]) -> int:
-    """Print all runs and the worst figures. Return 0 if every target is met, else 1."""
+    """Print the results of all runs, and the worst value of each figure. Return 0 if every target is met, else 1."""
     figures = {
         "greedy_before_worst": max(run.greedy[0] for run in runs.values()),
         "greedy_after_worst": min(run.greedy[1] for run in runs.values()),

@@ -1,4 +1,4 @@
-"""Saves policies with random weights in Hugging Face layout, with the sizes that the benchmarks need."""
+"""Saves policies with random weights in Hugging Face layout. The benchmarks choose the sizes of these policies."""
 
 from __future__ import annotations
 

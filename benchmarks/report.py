@@ -1,4 +1,4 @@
-"""Prints the report of a benchmark: a table of medians, and the figures as JSON on the last line."""
+"""Prints the report of a benchmark: a table of measurements, and the figures as JSON on the last line."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def median_times(
 ) -> dict[str, float]:
     """Time several functions; return the median seconds per call by name.
 
-    The functions take turns, so other work of the machine affects all of them. Every second run reverses the order of
-    the functions.
+    The functions are called alternately, so other work of the machine affects all of them. Every second run reverses
+    the order of the functions.
 
     Args:
         calls: The functions by name.
@@ -57,7 +57,7 @@ def median_times(
 
 
 def _timed(call: Callable[[], Any], num_calls: int) -> float:
-    """Measure the seconds of some calls, without garbage collection, as in ``timeit``."""
+    """Return the seconds of ``num_calls`` calls, without garbage collection, as in ``timeit``."""
     gc.disable()
     try:
         start = time.perf_counter()
@@ -81,7 +81,7 @@ def print_report(
     Args:
         title: Title of the measurement.
         rows: The value of each measurement, as text. Example: ``{"codec": "0.021 ms"}``.
-        figures: The value of each figure; None if it could not be measured here.
+        figures: The value of each figure. None if the figure could not be measured on this machine.
         targets: The bounds of figures, by name.
         baseline: What the figures are compared with, as text.
 

@@ -45,7 +45,7 @@ _BASE = [
     "sft.enabled=false",
     "evaluation.enabled=false",
     "learner.restarts=0",
-    # A step with this batch takes about a second. A step of the quickstart is shorter than a checkpoint.
+    # Use large batches, so that a step takes about a second. A step of the quickstart is shorter than a checkpoint.
     "algorithm.groups_per_step=256",
     "rollout_fleet.groups_in_flight=128",
 ]
@@ -57,10 +57,10 @@ class Kept:
 
     Attributes:
         share: Share of the first life's generated tokens that the resumed run kept.
-        steps: Pair: number of learner steps that the first life made, and number of learner steps in the checkpoint.
+        steps: A pair: how many learner steps the first life made, and how many learner steps the checkpoint includes.
         start_s: Seconds from the command to the end of the first learner step, in the first life.
         resume_s: Seconds from the command to the end of the first learner step, in the resumed life.
-        stall_s: Pair: seconds that a rank waits for one checkpoint, and seconds of a step. None if not measured.
+        stall_s: A pair: seconds that a rank waits for one checkpoint, and seconds of a step. None if not measured.
     """
 
     share: float
@@ -121,7 +121,7 @@ class Life:
 
     @property
     def run_dir(self) -> Path:
-        """The folder of the run, from the output of the process."""
+        """The folder of the run, as the training process has printed it."""
         return Path(next(line for line in self.lines if " writing to " in line).partition(" writing to ")[2].strip())
 
     def kill(self) -> None:
@@ -180,7 +180,7 @@ def measure(number: signal.Signals, folder: Path, steps: int, overrides: Sequenc
 
 
 def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[float, float] | None:
-    """Return the seconds that a rank waits for one checkpoint, and the median seconds between two steps.
+    """Return a pair: the seconds that a rank waits for one checkpoint, and the median seconds between two steps.
 
     Return None if the run recorded no profile.
     """
@@ -194,11 +194,12 @@ def _stall(summary: dict[str, Any], metrics: Sequence[dict[str, Any]]) -> tuple[
 async def memory_vs_held(payload_mb: int, folder: Path) -> tuple[float, str]:
     """Measure the memory of a buffer server that starts from a checkpoint with ``payload_mb`` MB of groups.
 
-    Return the memory divided by the bytes of the groups, and a text with both numbers of bytes.
+    Return a pair: the server's memory divided by the bytes of the groups, and a text with both byte counts.
     """
     num_groups = max(1, payload_mb * 1_000_000 // (_GROUP_TOKENS * 13))
     options: dict[str, Any] = {
-        "max_lag": 0,  # the buffer admits one batch, which has all groups; larger values slow down the leases
+        # The buffer admits one batch at max_lag 0, and this batch has all groups. A larger max_lag slows down leases.
+        "max_lag": 0,
         "request_timeout_s": 120.0,
         "max_stored_bytes": 4 * payload_mb * 1_000_000,
     }
@@ -240,7 +241,7 @@ def _server_memory(folder: Path) -> int:
 
 
 def main() -> int:
-    """Measure, and print the report. Return 0 if every target is met, else 1."""
+    """Measure resumed runs and a resumed buffer, and print the report. Return 0 if every target is met, else 1."""
     parser = argparse.ArgumentParser(description="Measure what a resume keeps and what checkpoints cost.")
     parser.add_argument(
         "--steps", type=int, default=65, help="steps before SIGKILL, and half before SIGTERM (default 65)"

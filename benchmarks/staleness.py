@@ -1,9 +1,9 @@
 """Measures the cost of staleness, and the effect of off-policy corrections: ``python -m benchmarks.staleness``.
 
-The benchmark trains the quickstart's task from one warm start per seed at an exact lag η. A cell of the table is one
-training with one correction, and with one or four optimizer updates per learner step. ``benchmarks/lagged.py`` trains
-the cells in this process. A file keeps finished cells, so an interrupted run continues with the missing cells. The last
-line is JSON.
+The benchmark trains the quickstart's task from one warm start per seed at an exact lag η. Each training has one
+off-policy correction, and one or four optimizer updates per learner step. ``benchmarks/lagged.py`` trains in this
+process. A file keeps the results of finished trainings, so an interrupted benchmark continues with the missing
+trainings. The last line of the output is JSON.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ PUBLISHED = ("none", "ppo_behavior", "tis", "decoupled", "icepop")
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One cell of the table: one training.
+    """The options of one training. The table shows means over trainings that differ only in the seed.
 
     Attributes:
         seed: Seed of assets, warm start and sampling.
@@ -80,36 +80,36 @@ class Cell:
     lr: float
 
     def algorithm(self, base: AlgorithmConfig) -> AlgorithmConfig:
-        """Return a copy of the options ``base`` with the correction and the mini-batches of this cell."""
+        """Return a copy of ``base`` with the correction and the number of mini-batches of this training."""
         return replace(base, num_mini_batches=self.mini_batches, **CORRECTIONS[self.correction])
 
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """A file with the finished cells, one JSON object per line.
+    """A file with the results of finished trainings, one JSON object per line.
 
     Attributes:
-        path: The file. It is created when the first cell is finished.
+        path: Path of the file. The file is created when the first training is finished.
     """
 
     path: Path
 
     def read(self) -> dict[Cell, dict[str, Any]]:
-        """Return the JSON object of each finished cell, by cell. The result is empty if the file does not exist."""
+        """Return the results (JSON objects) of finished trainings. If the file does not exist, the result is empty."""
         if not self.path.is_file():
             return {}
         rows = [json.loads(line) for line in self.path.read_text().splitlines()]
         return {Cell(**row["cell"]): row for row in rows}
 
     def add(self, cell: Cell, figures: Mapping[str, Any]) -> None:
-        """Append a finished cell and its figures to the file."""
+        """Append the options and the figures of a finished training to the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with self.path.open("a") as file:
             file.write(json.dumps({"cell": asdict(cell), **figures}) + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train the unfinished cells of the table, and print the table. Return 0."""
+    """Make the trainings that the results file does not have, and print the tables. Return 0."""
     options = _parser().parse_args(arguments)
     cells = list(cells_of(options))
     results = Results(path=Path(options.results))
@@ -141,14 +141,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--results",
         default="outputs/staleness.jsonl",
-        help="file of finished cells; an interrupted run continues from it",
+        help="file of finished trainings; an interrupted benchmark continues from this file",
     )
-    parser.add_argument("--table-only", action="store_true", help="train nothing, and print the finished cells")
+    parser.add_argument("--table-only", action="store_true", help="train nothing, and print the finished trainings")
     return parser
 
 
 def cells_of(options: argparse.Namespace) -> Iterator[Cell]:
-    """Yield all cells, seed by seed. So if the benchmark is interrupted, the table is complete for the first seeds."""
+    """Yield the options of all trainings, seed by seed.
+
+    So if the benchmark is interrupted, the table is complete for the first seeds.
+    """
     for seed in options.seeds:
         for eta in options.eta:
             for mini_batches in options.mini_batches:
@@ -196,7 +199,10 @@ def _train(cell: Cell, config: RunConfig) -> dict[str, Any]:
 
 
 def print_tables(cells: Sequence[Cell], finished: Mapping[Cell, Mapping[str, Any]]) -> None:
-    """Print Markdown tables of the accuracy at the end and over training, then all figures as JSON."""
+    """Print Markdown tables of the final accuracy and of the mean accuracy over training.
+
+    Then print the mean final accuracies as JSON.
+    """
     done = {cell: finished[cell] for cell in cells if cell in finished}
     print(f"{len(done)} of {len(cells)} trainings are finished")
     for figure, title in (("final", "sampled accuracy at the end"), ("area", "mean sampled accuracy over training")):
@@ -219,7 +225,7 @@ def _print_table(cells: Sequence[Cell], done: Mapping[Cell, Mapping[str, Any]], 
 
 
 def _means(done: Mapping[Cell, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the mean of the final accuracy over seeds. Example key: ``tis/eta=4/updates=1``."""
+    """Return the final accuracies by name, as means over seeds. Example of a name: ``tis/eta=4/updates=1``."""
     values: dict[str, list[float]] = {}
     for cell, row in done.items():
         values.setdefault(f"{cell.correction}/eta={cell.eta}/updates={cell.mini_batches}", []).append(row["final"])

@@ -1,4 +1,4 @@
-"""Measures the time from the command to the end of the first learner step, and the time of each part.
+"""Measures the time from the command to the end of the first learner step, and the time of each part of the start.
 
 ``python -m benchmarks.start_up`` runs the quickstart for one step in a new folder, twice. The first run makes the
 warm-started policy, and the second run reuses it. ``--engine`` is ``sglang`` or ``transformers``. The arguments after
@@ -35,8 +35,9 @@ class StartUp:
 
     Attributes:
         first_step_s: Seconds from the command to the end of the first learner step.
-        cpu_s: CPU seconds of all processes until the end of this step.
-        parts: By name of a part of the start: seconds until the part was ready, and seconds that the run waited for it.
+        cpu_s: CPU seconds of all processes until the end of the first learner step.
+        parts: A pair for each part of the start, by name: seconds from the command until the part was ready, and
+            seconds that the run waited for the part.
     """
 
     first_step_s: float
@@ -45,7 +46,7 @@ class StartUp:
 
 
 def start(engine: str, output_dir: Path, overrides: Sequence[str]) -> StartUp:
-    """Run the quickstart for one step, with ``overrides`` as more options of the run; return the times of the start."""
+    """Run the quickstart for one step, and return the times of the start. ``overrides`` are more options of the run."""
     command = [sys.executable, "-m", "asyncrl", "train", "total_steps=1", f"rollout_fleet.engine={engine}"]
     began_s = time.monotonic()
     run = subprocess.Popen(
@@ -73,7 +74,7 @@ def _cpu_s(run: psutil.Process) -> float:
     used = 0.0
     for process in (run, *run.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
-            used += sum(process.cpu_times()[:4])  # user and system time of the process and of its ended children
+            used += sum(process.cpu_times()[:4])  # Add user and system time of the process and of its ended children.
     return used
 
 

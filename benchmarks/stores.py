@@ -1,9 +1,10 @@
-"""Measures network traffic if each host stores the groups of its workers: ``python -m benchmarks.stores``, as root.
+"""Measures network traffic if each host stores the groups of its workers.
 
-There are two hosts, each with its own network namespace. A link with a limited rate connects them. The first host has
-the buffer's ledger (the states of all groups) and a worker. The second host has a worker and a learner rank. Each
-worker puts groups as fast as it can. The rank fetches and commits each batch. In one run, the host of the ledger stores
-all groups. In a second run, each host stores the groups of its worker. The benchmark compares the bytes on the link.
+Run as root with ``python -m benchmarks.stores``. There are two hosts, each with its own network namespace. A link with
+a limited rate connects the hosts. The first host has the buffer's ledger (the states of all groups) and a worker. The
+second host has a worker and a learner rank. Each worker puts groups as fast as it can. The rank fetches and commits
+each batch. In one run, the host of the ledger stores all groups. In a second run, each host stores the groups of its
+worker. The benchmark compares the bytes on the link.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class HostProcess:
             sys.exit("network namespaces are not permitted here; run this benchmark as root on your own machine")
 
     def run(self, *command: str, check: bool = True) -> None:
-        """Run a command in the host's network namespace. With ``check``, a failure raises an error."""
+        """Run a command in the host's network namespace. If ``check`` is true, a failure raises an error."""
         subprocess.run(self.inside(command), check=check, stderr=None if check else subprocess.DEVNULL)
 
     def inside(self, command: Sequence[str]) -> list[str]:
@@ -93,7 +94,10 @@ def two_hosts(rate: str) -> Iterator[list[HostProcess]]:
 
 
 class Host:
-    """The process of one of the two hosts. ``number`` is 0 or 1; ``keys`` is the directory of the keys."""
+    """The process of one of the two hosts.
+
+    ``number`` is 0 or 1. ``keys`` is the directory with the keys that encrypt the buffer's connections.
+    """
 
     def __init__(self, number: int, *, keys: Path, stores_on: StoresOn, num_bytes: int) -> None:
         self._number = number
@@ -178,7 +182,10 @@ def link_bytes() -> int:
 
 
 def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float]:
-    """Make one run on two new hosts; return the figures of `Host.learn`. ``stores_on`` says where groups are stored."""
+    """Make one run on two new hosts, and return the figures that `Host.learn` has measured.
+
+    ``stores_on`` says where groups are stored.
+    """
     command = [sys.executable, "-m", "benchmarks.stores", "--stores-on", stores_on]
     command += ["--mb", str(options.mb), "--steps", str(options.steps)]
     with ExitStack() as stack:
@@ -197,9 +204,9 @@ def measure(options: argparse.Namespace, stores_on: StoresOn) -> dict[str, float
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure both runs, and print the report. Return 0 if the target is met, else 1.
+    """Make both runs, and print the report. Return 0 if the target is met, else 1.
 
-    With ``--host``, this process only runs one of the hosts.
+    If ``--host`` is given, this process only runs one of the hosts.
     """
     options = _parser().parse_args(arguments)
     if options.host is not None:

@@ -69,8 +69,9 @@ class TrlResult:
     """The measurements of a run.
 
     Attributes:
-        time_to_target_s: Training seconds until the target, by `first_crossing`. None if ``max_steps`` came first.
-        steps_to_target: Number of updates until the target. None if ``max_steps`` came first.
+        time_to_target_s: Training seconds until the target is reached, as `first_crossing` computes it. None if
+            ``max_steps`` updates do not reach the target.
+        steps_to_target: Number of updates until the target is reached. None if the target is not reached.
         startup_s: Seconds from the start of the process to the first step, excluding the first evaluation.
         steps: Number of updates.
         train_s: Training seconds of all updates.
@@ -99,14 +100,14 @@ class StoppedClock:
         self._since = time.perf_counter()
 
     def stop(self) -> None:
-        """Stop the clock. Has no effect on a stopped clock."""
+        """Stop the clock. A second call has no effect."""
         if self._since is not None:
             self.elapsed_s += time.perf_counter() - self._since
         self._since = None
 
 
 class TargetCallback(TrainerCallback):
-    """Evaluates before the first step and after every ``eval_every`` steps, with the clock stopped.
+    """Evaluates the policy before the first step and after every ``eval_every`` steps, with the clock stopped.
 
     If the accuracy has reached the target, the callback ends the training.
     """
@@ -126,7 +127,7 @@ class TargetCallback(TrainerCallback):
         self.clock.start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Evaluate with a stopped clock, if an evaluation is due or the step is the last one.
+        """Stop the clock and evaluate the policy, if an evaluation is due or the step is the last one.
 
         End the training if the accuracy has reached the target.
         """
@@ -189,7 +190,7 @@ def _trainer(settings: TrlSettings, model: Any, tokenizer: Any, callback: Any, d
         bf16=False,
         seed=settings.seed,
         max_steps=settings.max_steps,
-        # One update per generated batch: the PPO ratio is 1, and TRL makes no forward pass for old log-probs.
+        # Make one update per generated batch. Then the PPO ratio is 1, and TRL needs no forward pass for old log-probs.
         per_device_train_batch_size=settings.groups_per_step * settings.samples_per_prompt,
         gradient_accumulation_steps=1,
         steps_per_generation=1,

@@ -1,6 +1,7 @@
 """The worker of the PPO example, in the form of verl's `ActorRolloutRefWorker`.
 
-Ranks that share a sequence form an sp group. Each sp group has one engine, in a thread of its first rank.
+Ranks that share a sequence form an sp (sequence-parallel) group. Each sp group has one engine. The engine runs in a
+thread of the group's first rank.
 """
 
 import asyncio
@@ -38,7 +39,7 @@ class ActorRolloutRefWorker(ActorWorker):
             **options,
         )
         self.sampling, self.engine, self.loop = sampling, None, asyncio.new_event_loop()
-        if is_actor and self.rank % run.learner.sp_size == 0:  # the first rank of each sp group has the engine
+        if is_actor and self.rank % run.learner.sp_size == 0:  # The first rank of each sp group has the engine.
             threading.Thread(target=self.loop.run_forever, daemon=True).start()
             places = {"rank": self.rank, "log_dir": folder, "seed": run.seed}
             self.engine = make_engine(run.rollout_fleet, model_path=model_path, **places)
@@ -56,11 +57,11 @@ class ActorRolloutRefWorker(ActorWorker):
     def rollout_mode(self, version: int) -> None:
         """Publish the actor's weights as ``version``, and move model and optimizer to host memory.
 
-        Then the engines load and verify the published weights. A reference publishes nothing.
+        Then the engines load and verify the published weights. A reference model publishes nothing.
         """
         if self._publisher is None:
             return super().rollout_mode(version)
-        offers = [self._publisher.publish(version).result()]  # rank 0 gets an offer, other ranks get None
+        offers = [self._publisher.publish(version).result()]  # Rank 0 gets an offer, other ranks get None.
         self.offload.enter_rollout()
         dist.broadcast_object_list(offers, src=0)
         if self.engine is not None:
@@ -86,7 +87,7 @@ class ActorRolloutRefWorker(ActorWorker):
         If ``meta_info["do_sample"]`` is False, the engine always takes the most probable token. A rank without an
         engine returns None.
         """
-        if self.engine is None:  # the caller collects results only from ranks with an engine
+        if self.engine is None:  # The caller collects results only from ranks with an engine.
             return None
         sampling = self.sampling if data.meta_info.get("do_sample", True) else replace(self.sampling, temperature=0.0)
         rows = zip(data.batch["input_ids"].numpy(), data.batch["attention_mask"].numpy(), strict=True)

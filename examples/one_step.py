@@ -56,19 +56,19 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     ledger = Ledger(StalenessRule(max_lag=MAX_LAG, groups_per_step=NUM_GROUPS))
     store: dict[int, TrajectoryGroup] = {}
 
-    # Prompts enter the queue. With max_lag 1, the engine may begin at most two batches before the first step.
+    # Put prompts into the queue. With max_lag 1, the engine may begin at most two batches before the first step.
     stream = PromptStream(DataConfig(train_files=[str(assets.train)], max_prompt_tokens=9), tokenizer, seed=0)
     prompts = {prompt.group_id: prompt for prompt in stream.take(3 * NUM_GROUPS)}
     ledger.apply(Enqueue(group_ids=tuple(prompts)))
     granted = ledger.apply(LeaseGroups(engine_version=engine.version, max_groups=len(prompts))).leases
     assert len(granted) == (MAX_LAG + 1) * NUM_GROUPS
 
-    # The engine samples each group, and the reward function scores it. The ledger notes that `store` has the group.
+    # Sample and score each group. Then tell the ledger (the states of all groups) that `store` has the group.
     for lease in granted:
         store[lease.group_id] = await rollout(engine, lease, prompts[lease.group_id], tokenizer)
         ledger.apply(Put(summary=store[lease.group_id].summary))
 
-    # The plan of step 0 lists the ids, lengths and rewards of its groups. Convert these groups to sequences.
+    # Plan step 0: the plan lists the ids, lengths and rewards of the step's groups. Convert these groups to sequences.
     ledger.apply(PlanBatch(version=0))
     plan = ledger.batch(version=0)
     (batch,) = rank_batches(plan, algorithm, num_shards=1, max_lag=MAX_LAG)
@@ -83,11 +83,11 @@ async def one_step(folder: str) -> tuple[dict[str, float], Engine, Ledger]:
     metrics |= LearnerStep(trainer, policy_objective(algorithm)).run(sequences)
     ledger.apply(Commit(version=0))
 
-    # The learner publishes the weights of version 1, and the engine loads and verifies them.
+    # Publish the weights of version 1. Then the engine loads and verifies these weights.
     publisher = WeightPublisher(PretrainedShards.of(trainer), f"{folder}/snapshots", keep=1)
     offer = publisher.publish(ledger.learner_version).result()
     publisher.close()
-    assert offer is not None  # only rank 0 gets an offer
+    assert offer is not None  # Rank 0 gets an offer.
     await engine.load_weights(offer)
 
     # Now the engine may begin another batch. Samples of version 0 have a lag of 1 in step 1.

@@ -1,4 +1,4 @@
-"""Synchronous PPO in the form of a verl driver: one process calls groups of workers, one call after the other.
+"""Synchronous PPO in the form of a verl driver: one process calls groups of workers, one group after the other.
 
 Four Ray workers form a mesh of dp × sp = 2 × 2. Each worker holds an actor with a rollout engine, a reference and a
 critic. Each data-parallel rank has an SGLang server, which loads weights as in an asynchronous run. Run it with::
@@ -39,7 +39,7 @@ OPTIONS += ["learner.critic.warmup_steps=0"]
 
 
 class PPOTrainer:
-    """The driver. It has the prompts, computes rewards and advantages, and calls the worker groups one by one."""
+    """The driver. The driver has the prompts, computes rewards and advantages, and calls one worker group at a time."""
 
     def __init__(self, run: RunConfig, model_path: str, folder: str, reward: Reward = exact_match) -> None:
         self.run, self.reward = run, reward
@@ -98,7 +98,7 @@ class PPOTrainer:
     def generated(self, prompts: list[Prompt], *, do_sample: bool) -> DataProto:
         """Generate one response for each prompt; return a batch with the responses and the rewards ``scores`` [B].
 
-        With ``do_sample=False``, the engine always takes the most probable token.
+        If ``do_sample`` is False, the engine always takes the most probable token.
         """
         width = self.run.data.max_prompt_tokens
         ids = torch.zeros(len(prompts), width, dtype=torch.long)

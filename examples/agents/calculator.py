@@ -1,7 +1,7 @@
-"""A calculator as a tool. The policy may call the calculator until it gives its answer.
+"""A calculator as a tool. The policy may call the calculator several times before it answers.
 
-Run it with ``rollout_fleet.environment.name=examples/agents/calculator.py:Calculator``. Rows need ``messages`` and the
-right answer as ground truth.
+Run this environment with ``rollout_fleet.environment.name=examples/agents/calculator.py:Calculator``. The rows of the
+data need ``messages``, and the right answer as the ground truth.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def calculate(expression: str) -> str:
     """Return the value of an expression of numbers, ``+ - * /`` and parentheses, as text.
 
     Raises:
-        ValueError: the expression has other elements, or a number of at least 1e12.
+        ValueError: the expression has other elements, or a number of 1e12 or more.
         SyntaxError: the text is not an expression.
     """
 
@@ -59,10 +59,13 @@ def calculate(expression: str) -> str:
 
 
 class Calculator:
-    """One question per episode. The reward is 1 if the last message is the ground truth."""
+    """An environment with one question per episode. The reward is 1 if the last message is the ground truth."""
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one episode, in which the policy may call the tool. Return the reward and the number of calls."""
+        """Play one episode, in which the policy may call the calculator.
+
+        Return the reward, the answer and the number of calls.
+        """
         messages = await use_tools(policy, prompt.messages, tools=TOOLS, call=self._call)
         answer = messages[-1].text.strip()
         num_calls = sum(message["role"] == "tool" for message in messages)

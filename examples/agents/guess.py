@@ -1,6 +1,6 @@
 """A game with ``reset`` and ``step``, as in Gymnasium: guess a number from 1 to 100.
 
-Run it with ``rollout_fleet.environment.name=gym`` and
+Run this game with ``rollout_fleet.environment.name=gym`` and
 ``rollout_fleet.environment.options={env: examples/agents/guess.py:GuessTheNumber, kwargs: {max_guesses: 7}}``.
 """
 
@@ -19,15 +19,16 @@ class GuessTheNumber:
         self.max_guesses = max_guesses
 
     def reset(self, *, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """Begin a new game with a random number; return the first message for the policy, and an empty info."""
+        """Begin a new game with a random number. Return the first message for the policy, and an empty dictionary."""
         self.number = random.Random(seed).randint(1, self.highest)
         self.guesses = 0
         return f"Guess my number from 1 to {self.highest}. You have {self.max_guesses} guesses.", {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """Take a guess, the policy's text; return Gymnasium's five values.
+        """Take a guess (the policy's text), and return the five values of Gymnasium's ``step``.
 
-        These are the answer to the guess, the reward (1 for the right number), terminated, truncated and an empty info.
+        The values are the answer to the guess, the reward (1 for the right number), ``terminated``, ``truncated``, and
+        an empty dictionary.
         """
         self.guesses += 1
         is_last = self.guesses == self.max_guesses

@@ -1,8 +1,8 @@
 """Nim: two roles of one policy play against each other. The player who takes the last stone wins.
 
 The players move alternately, and take 1 to 3 stones each time. Each role has its own conversation in the episode. The
-turns (sampled messages) of the winner have the reward 1, and the turns of the loser have the reward -1. Use an
-advantage that reads the rewards of turns. Run it with
+turns (sampled messages) of the winner have the reward 1, and the turns of the loser have the reward -1. Choose an
+advantage estimator that reads the rewards of turns. Run this environment with
 ``rollout_fleet.environment.name=examples/agents/nim.py:Nim``.
 """
 
@@ -21,7 +21,7 @@ RULES = (
 
 
 class Nim:
-    """One game per episode. An illegal move loses."""
+    """An environment with one game per episode. A player who makes an illegal move loses the game."""
 
     def __init__(self, stones: int = 10) -> None:
         self.stones = stones

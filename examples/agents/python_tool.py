@@ -1,7 +1,7 @@
 """A Python interpreter as a tool. The policy's programs run in a sandbox, without a network.
 
-Run it with ``rollout_fleet.environment.name=examples/agents/python_tool.py:PythonTool``. Rows need ``messages``. A
-reward function scores the last message, for example ``rollout_fleet.reward=numeric``.
+Run this environment with ``rollout_fleet.environment.name=examples/agents/python_tool.py:PythonTool``. The rows of the
+data need ``messages``. A reward function scores the last message, for example ``rollout_fleet.reward=numeric``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class PythonTool:
     Args:
         wall_time_s: Seconds that a program may take. ``rollout_fleet.environment.tool_timeout_s`` must be larger.
         memory_mb: Memory that a program may use.
-        max_chars: Number of characters of a program's output that the policy gets.
+        max_chars: The policy gets at most this many characters of a program's output.
         kind: Kind of sandbox, see `rollout_fleet.sandbox.SandboxKind`.
     """
 
@@ -65,8 +65,8 @@ class PythonTool:
         self._max_chars = max_chars
 
     async def run(self, prompt: Prompt, policy: Policy) -> Outcome:
-        """Play one episode. Return the policy's answer, and the numbers of programs and of failed programs."""
-        await self._sandbox.start()  # fails if this machine cannot isolate programs
+        """Play one episode. Return the policy's answer, how many programs ran, and how many of them failed."""
+        await self._sandbox.start()  # This call fails if this machine cannot isolate programs.
         results: list[SandboxResult] = []
 
         async def call(_name: str, arguments: Mapping[str, Any]) -> str:

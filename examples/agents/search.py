@@ -1,6 +1,7 @@
-"""A search agent for a folder of texts, with an unmodified ``openai`` client, parallel tools, and compaction.
+"""An agent that searches a folder of texts, with an unmodified ``openai`` client and parallel tool calls.
 
-Run it with ``rollout_fleet.environment.name=examples/agents/search.py:main`` and
+If the conversation becomes too long, the policy summarizes it. Run this agent with
+``rollout_fleet.environment.name=examples/agents/search.py:main`` and
 ``rollout_fleet.environment.options={folder: texts}``. This module does not import asyncrl.
 """
 
@@ -28,7 +29,7 @@ SUMMARIZE = "Your memory is full. Write down all that you have found out so far 
 
 
 class Texts:
-    """The texts of a folder, in memory."""
+    """The text files of a folder, loaded into memory."""
 
     def __init__(self, folder: str) -> None:
         self.texts = {path.name: path.read_text() for path in sorted(Path(folder).glob("*.txt"))}
@@ -46,9 +47,9 @@ class Texts:
         return {"role": "tool", "tool_call_id": call.id, "content": content}
 
     def search(self, arguments: dict[str, str]) -> str:
-        """Search the files that contain all words of ``arguments["words"]``.
+        """Search for files that contain all words of ``arguments["words"]``.
 
-        From each file, return the first three lines with any of the words. Each line begins with the file's name.
+        From each such file, return the first three lines with any of the words. Each line begins with the file's name.
         """
         words = arguments["words"].lower().split()
         found = []
@@ -79,7 +80,8 @@ async def main(
             messages += await asyncio.gather(*map(texts.call, message.tool_calls))
             if sum(len(str(entry.get("content"))) for entry in messages) > max_chars:
                 request = [*messages, {"role": "user", "content": SUMMARIZE}]
-                summary = await client.chat.completions.create(  # TOOLS keep the start of the prompt unchanged
+                # Pass TOOLS although the policy must not call a tool, so that the start of the prompt stays the same.
+                summary = await client.chat.completions.create(
                     model="policy", messages=request, tools=TOOLS, tool_choice="none"
                 )
                 found = {"role": "user", "content": f"You found out before: {summary.choices[0].message.content}"}
