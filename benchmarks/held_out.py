@@ -83,10 +83,12 @@ def first_crossing(curve: Sequence[tuple[float, float]], target: float) -> float
         (curve[index][0], fmean(accuracy for _, accuracy in curve[max(0, index - 1) : index + 2]))
         for index in range(len(curve) - 1)  # Leave out the last point, because the next point would change its mean.
     ]
+    if smooth and smooth[0][1] >= target:
+        return smooth[0][0]
     for before, after in pairwise(smooth):
         if before[1] < target <= after[1]:
             return before[0] + (after[0] - before[0]) * (target - before[1]) / (after[1] - before[1])
-    return smooth[0][0] if smooth and smooth[0][1] >= target else None
+    return None
 
 
 def load_held_out(path: str | Path, tokenizer: Any, *, max_new_tokens: int, samples_per_prompt: int = 8) -> HeldOut:
