@@ -39,6 +39,7 @@ from .records import Command, LedgerOutcome, Row, leaves
 logger = logging.getLogger(__name__)
 
 FORMAT = 11
+"""Increase this number when records change, except when a record gets a new last field with a default value."""
 _MAGIC = b"asyncrl buffer journal %d\n" % FORMAT
 _COMPACT_BYTES = 16 * 1024**2
 _GROW_BYTES = 4 * 1024**2

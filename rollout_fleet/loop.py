@@ -126,6 +126,7 @@ class RolloutLoop:
         self._settling_turns = asyncio.Semaphore(SETTLED_AT_ONCE)
         self._state = LoopState.idle
         self._failure: Exception | None = None
+        self._has_loaded = False  # stays true after the first load
         self._has_weights = False
         self._is_released = False
         self._is_leaving = False
@@ -248,7 +249,7 @@ class RolloutLoop:
             self._released.close()
             record.level(LevelName.version, self._engine.version)
             record.cpu()
-            self._has_weights = True
+            self._has_loaded = self._has_weights = True
             if parked := self._groups.in_phase(GroupPhase.parked):
                 for group in parked:
                     group.phase = GroupPhase.generating
@@ -281,8 +282,7 @@ class RolloutLoop:
 
         def may_release() -> bool:
             needs_first_load = incarnation is None and current == self._incarnation
-            has_loaded = self._has_weights or self._is_released
-            return not self._is_loading and (has_loaded or not needs_first_load)
+            return not self._is_loading and (self._has_loaded or not needs_first_load)
 
         async with self._releasing:
             await self._until(may_release)

@@ -151,7 +151,7 @@ class WeightLog(Protocol):
 
 
 class LearnerBuffer(WeightLog, Protocol):
-    """The calls of a learner rank to the replay buffer."""
+    """The calls of a learner rank to the replay buffer. `buffer.role_clients.SyncBufferClient` implements them."""
 
     def fetch(self, group_ids: Sequence[int]) -> list[TrajectoryGroup]:
         """Return prompt groups of a planned batch, in the order of ``group_ids``.
@@ -166,7 +166,7 @@ class LearnerBuffer(WeightLog, Protocol):
 
 
 class ControlBuffer(Protocol):
-    """The calls of the controller (the run's main process) to the replay buffer."""
+    """The calls of the controller (the run's main process) to the buffer. Implemented by `buffer.ControlClient`."""
 
     async def enqueue(self, prompts: Sequence[Prompt], *, wants_outcomes: bool = False) -> Sequence[GroupSummary]:
         """Queue prompts for the rollout workers. Wait while the queue is full.

@@ -106,12 +106,13 @@ class LearnerRestarts:
         """
         if self.faults.restarts == 0:
             raise death
+        pause_s = self.faults.add(time.monotonic())
+        if pause_s is None:
+            raise LearnerDiedError(f"learner.restarts={self.faults.restarts} are used up: {death}")
         if self._newest() is None:
             steps = self._checkpoint_steps
             what = f"checkpoint.every_steps={steps} has written none yet" if steps else "set checkpoint.every_steps"
             raise LearnerDiedError(f"the run has no checkpoint to restart the learner from; {what}: {death}")
-        if (pause_s := self.faults.add(time.monotonic())) is None:
-            raise LearnerDiedError(f"learner.restarts={self.faults.restarts} are used up: {death}")
         return pause_s
 
     def _newest(self) -> Resumed | None:
@@ -130,7 +131,7 @@ class LearnerRestarts:
         self._died_s = time.monotonic()
         which = f"restart {self.faults.num_restarts} of learner.restarts={self.faults.restarts}"
         headline, _, _ = str(death).partition("\n")
-        self._say(f"the learner starts again from the newest checkpoint ({which}): {headline}")
+        self._say(f"the learner starts again from the newest checkpoint ({which}): {headline.rstrip(':')}")
         await self._learner.end()
         return pause_s
 

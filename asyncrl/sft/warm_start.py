@@ -28,7 +28,7 @@ from asyncrl.core.errors import DeadlineError, WorkerDiedError
 from asyncrl.core.host import NO_GPUS
 
 _COMMAND = ("-m", "asyncrl", "sft")
-_MODEL_FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
+_MODEL_FILES = ("*.safetensors", "*.bin", "*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt")
 """Patterns of a model folder's files: weights, configuration, tokenizer and chat template."""
 _END_TIMEOUT_S = 30.0
 _LOCK_RETRY_S = 0.2

@@ -81,7 +81,7 @@ class WeightStager:
             if offer.carrier == Carrier.host_stream:
                 local = await self._linked_on_host(offer)
             elif offer.carrier != Carrier.engine_stream:
-                local = await self._in_time(WeightStager.stage, offer)
+                local = await self._staged_in_time(offer)
         except NotPrivate as error:
             raise WeightsError(f"{self._name} did not stage {offer.name}: {error}") from error
         try:
@@ -93,16 +93,14 @@ class WeightStager:
         finally:
             self._remove_links()
 
-    async def _in_time(
-        self, work: Callable[[WeightStager, WeightOffer], WeightOffer], offer: WeightOffer
-    ) -> WeightOffer:
-        """Call the function ``work`` in a thread with a copy of this stager, and wait until the deadline of staging.
+    async def _staged_in_time(self, offer: WeightOffer) -> WeightOffer:
+        """Call `stage` of a copy of this stager in a thread, and wait until the deadline of staging.
 
         If the thread ends in time, the attributes of the copy replace the attributes of this stager.
         """
         limit_s = load_limit_s(self._timeout_s, offer.num_bytes)
         of_thread = copy(self)
-        working = asyncio.ensure_future(asyncio.to_thread(work, of_thread, offer))
+        working = asyncio.ensure_future(asyncio.to_thread(of_thread.stage, offer))
         try:
             async with asyncio.timeout(limit_s):
                 return await asyncio.shield(working)

@@ -187,7 +187,7 @@ class SGLangEngine(Engine):
         ):
             await self._order("/pause_generation", {"mode": "retract"}, status="ok")
             if self.server.saves_memory:
-                await self._post("/release_memory_occupation", {})
+                await self.client.call("POST", "/release_memory_occupation", {})
             elif not self._has_said_it_keeps:
                 logger.warning("%s: only pauses; it has no memory saver and keeps its memory", self._name)
                 self._has_said_it_keeps = True
@@ -213,7 +213,7 @@ class SGLangEngine(Engine):
             bodies = [{"abort_all": True}]
 
         async def send() -> None:
-            await asyncio.gather(*(self._post("/abort_request", body) for body in bodies))
+            await asyncio.gather(*(self.client.call("POST", "/abort_request", body) for body in bodies))
 
         await self.unless_failed(send())
 
@@ -384,11 +384,8 @@ class SGLangEngine(Engine):
 
     # Weights
 
-    async def _post(self, path: str, body: Any) -> Any:
-        return await self.client.call("POST", path, body)
-
     async def _order(self, path: str, body: Any, **confirmed: Any) -> None:
-        answer = await self._post(path, body)
+        answer = await self.client.call("POST", path, body)
         if not isinstance(answer, dict) or any(answer.get(key) != value for key, value in confirmed.items()):
             raise EngineError(f"{self._name} answered POST {path} with {str(answer)[:500]}, expected {confirmed}")
 
@@ -407,7 +404,7 @@ class SGLangEngine(Engine):
         takes_memory_back = self._is_released and self.server.saves_memory
         with _stage("running step", offer):
             if takes_memory_back:
-                await self._post("/resume_memory_occupation", {"tags": ["weights"]})
+                await self.client.call("POST", "/resume_memory_occupation", {"tags": ["weights"]})
             await self._order("/begin_weight_update", {}, success=True)
         stands_still()
         paused_s = time.perf_counter()
@@ -430,7 +427,7 @@ class SGLangEngine(Engine):
                 self._order("/update_weight_version", named, new_version=version),
             )
             if takes_memory_back:  # allocate the KV cache after the load, because the load may need this memory
-                await self._post("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
+                await self.client.call("POST", "/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]})
         self._is_released = False
         self._version = offer.version
         self._verified.add(offer.version)

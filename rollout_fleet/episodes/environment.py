@@ -267,7 +267,10 @@ class Policy:
                 result = await call
             failed = 0
             return result
-        except (ToolError, EpisodeFailure):
+        except EpisodeFailure:
+            failed = 0  # the episode failed, and not the tool
+            raise
+        except ToolError:
             raise
         except Exception as error:
             if isinstance(error, TimeoutError) and deadline.expired():  # else the tool itself raised `TimeoutError`

@@ -149,7 +149,7 @@ async def test_files_of_keys_that_cannot_be_read_again_change_nothing(tmp_path, 
 async def test_a_role_other_than_the_controller_does_not_renew_keys(tmp_path):
     make_keys(tmp_path)
     async with running(groups_per_step=1, keys=str(tmp_path)) as run:
-        with pytest.raises(NotAllowed, match="may not renew_keys"):
+        with pytest.raises(NotAllowed, match="must not send renew_keys"):
             await run.client(keys=client_keys(tmp_path, BufferRole.inspector)).renew_keys()
     async with running(groups_per_step=1) as run:
         with pytest.raises(Exception, match=r"has no keys to replace"):

@@ -1,4 +1,4 @@
-"""Two tables of faults: faults that end a run, and faults that a run survives.
+"""Tables of faults: faults that end a run, and faults that a run survives.
 
 ``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. Each row of the second table runs on both
 engines. A row of the first table runs on its ``engines``. The test draws the moment within a phase from a seed and

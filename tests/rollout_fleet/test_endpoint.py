@@ -172,7 +172,7 @@ async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
         ({"messages": [USER], "max_tokens": 0}, "max_tokens must be >= 1, got 0"),
         ({"messages": [USER], "stop": [""]}, "stop must be a text or a list of texts"),
         ({"messages": [USER], "response_format": {"type": "xml"}}, "response_format.type must be text"),
-        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0] must be"),
+        ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "messages[0].content[0].type must be"),
         ([], "the body of /v1/chat/completions must be a JSON object, got list"),
     ],
 )

@@ -544,6 +544,18 @@ async def test_an_engine_without_weights_loads_them_before_the_learners_turn_unl
     assert engine.released
 
 
+async def test_an_engine_that_has_never_loaded_loads_before_a_turn_of_the_learner_that_follows_a_restart(make_buffer):
+    loop = make_loop(make_buffer(4), engine := ScriptedEngine())
+    await engine.start()
+    await loop.release_device(1)
+    releasing = asyncio.create_task(loop.release_device())
+    await asyncio.sleep(0.02)
+    assert not releasing.done()
+    await loop.load_weights(replace(bare_offer(0), incarnation=1))
+    await asyncio.wait_for(releasing, 1)
+    assert engine.released
+
+
 async def test_a_group_that_outlives_the_drain_deadline_is_aborted_and_continued_after_the_next_load(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     async with running_loop(buffer, writes(60), drain_timeout_s=0.1) as (loop, engine, run):

@@ -575,6 +575,6 @@ async def test_a_stop_text_or_a_schema_is_refused_by_a_server_without_a_tokenize
     for option in ({"stop": ("END",)}, {"json_schema": "{}"}):
         request = SampleRequest(id="a", prompt_ids=np.array([3]), sampling=SamplingConfig(**option))
         with pytest.raises(
-            RequestRefused, match=rf"no tokenizer for {next(iter(option))}; set rollout_fleet.sglang.tok"
+            RequestRefused, match=rf"no tokenizer, .*{next(iter(option))}.*; set rollout_fleet.sglang.tok"
         ):
             await anext(engine.generate([request]))
