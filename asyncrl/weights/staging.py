@@ -15,7 +15,7 @@ import logging
 import mmap
 import os
 import shutil
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from copy import copy
 from dataclasses import replace
