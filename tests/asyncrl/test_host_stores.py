@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Control:
-    """Stands in for the controller's client. Tests set the ``hosts`` of the workers that connect."""
+    """Stands in for the controller's client. Tests put the hosts of connecting workers into ``hosts``."""
 
     def __init__(self) -> None:
         self.hosts: asyncio.Queue[str] = asyncio.Queue()
@@ -44,7 +44,7 @@ class Control:
 
 
 class Actor:
-    """Stands in for the actor of a `NodeStore`. Tests put restarts, or a final error, into ``events``."""
+    """Stands in for the actor of a `NodeStore`. Tests put restarts of the store, or a final error, into ``events``."""
 
     def __init__(self, host: str, number: int) -> None:
         self.host, self.number = host, number

@@ -40,7 +40,7 @@ class FullDisk(ScriptedLearner):
 
 
 class SilentWatching:
-    """Shows nothing."""
+    """A stand-in for `Watching` that does not show anything."""
 
     def examine(self, record):
         return record
