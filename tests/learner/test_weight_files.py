@@ -25,7 +25,7 @@ CONFIG = LearnerConfig(device=Device.cpu, skip_selftest="compares weights")
 def loaded(model_path: str, num_ranks: int = 1, lora_rank: int = 0) -> tuple[dict[str, np.ndarray], int]:
     """Return the whole weights by name, and the number of bytes that this rank read."""
     fsdp.MIN_UNIT_NUMEL = 1
-    weight_files.BLOCK_BYTES = 300  # gives each block only a few rows
+    weight_files.BLOCK_BYTES = 300  # a block then has only a few rows
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
     try:
@@ -97,9 +97,9 @@ def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, opt
 
 
 def loaded_with_shards(model_path: str, num_ranks: int) -> tuple[dict[str, np.ndarray], dict[str, int], dict]:
-    """Return the whole weights, and for each parameter its sharded dimension and facts about this rank's shard.
+    """Return three values: the whole weights, the sharded dimension by parameter, and facts about this rank's shards.
 
-    The facts are: number of values in the shard, number of values in total, and whether the shard is contiguous.
+    The facts by parameter are: values in the shard, values in total, and whether the shard is contiguous.
     """
     trainer = Trainer(replace(CONFIG, num_ranks=num_ranks), model_path=model_path, total_updates=1)
     parameters = {name.removeprefix("pretrained."): each for name, each in trainer.head.named_parameters()}
