@@ -149,7 +149,7 @@ async def test_any_error_of_a_store_ends_only_this_store(placed, error):
     assert await placed.control.dropped.get() == 0
     await asyncio.sleep(0.1)
     assert not placed.watching.done()
-    assert [host for _, host in placed.control.stores] == ["a", "b", "a"], "another is placed"
+    assert [host for _, host in placed.control.stores] == ["a", "b", "a"], "another store must be started on the host"
     placed.actors["b"].events.put_nowait("store server 1 was started again")
     await asyncio.sleep(0.1)
     assert placed.said[-1] == "store server 1 was started again"
