@@ -1,4 +1,4 @@
-"""The user's shell scripts."""
+"""The shell scripts in scripts/ that users start."""
 
 import shutil
 import signal

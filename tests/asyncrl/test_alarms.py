@@ -1,4 +1,4 @@
-"""Alarms about the records of steps and evaluations, and about the files of a run."""
+"""The alarms that the steps, the evaluations and the files of a run can raise."""
 
 import json
 import math

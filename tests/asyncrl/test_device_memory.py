@@ -153,8 +153,8 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
     assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
     assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
-    # The first two gradients are those of the tied output layer (float32) and of the logits of 4,096 tokens (bfloat16).
-    # The third gradient is that of the logits of one chunk, in both dtypes.
+    # The first two terms are the gradients of the tied output layer (float32) and of 4,096 tokens' logits (bfloat16).
+    # The third term is the gradient of the logits of one chunk of 1,024 tokens, in both dtypes.
     assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 6 * 1024 * 151936
     assert device_memory.WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
 

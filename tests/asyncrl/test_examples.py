@@ -1,4 +1,4 @@
-"""The scripts of examples/ with few steps."""
+"""The example scripts in examples/, run for a few steps."""
 
 import importlib.util
 import math

@@ -191,7 +191,7 @@ async def train_on_other_tokens(learner: LearnerGroup) -> None:
 
 async def fail(learner: LearnerGroup) -> None:
     summary = group(1).summary
-    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # the group has one sample less
+    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # more samples than the group has
     plan = Plan(version=7, groups=[replace(summary, response_lengths=lengths, rewards=rewards)])
     await learner.step(plan)
 

@@ -1,4 +1,4 @@
-"""The files of a run that a signal stops."""
+"""The files that a run writes when a signal stops it."""
 
 import asyncio
 import io

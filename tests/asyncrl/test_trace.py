@@ -1,4 +1,4 @@
-"""Reading the record of a run."""
+"""Traces of runs: how they are read from the records of a run's processes."""
 
 import pytest
 

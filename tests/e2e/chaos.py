@@ -411,5 +411,5 @@ class Lineage:
 def _take_all_space(filler: Path) -> None:
     """Make the file ``filler`` so large that its disk is full."""
     free = os.statvfs(filler.parent)
-    with filler.open("ab") as file, suppress(OSError):  # the run may take some of the space meanwhile
+    with filler.open("ab") as file, suppress(OSError):  # the run can take some of the space at the same time
         os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)

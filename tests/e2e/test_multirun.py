@@ -1,4 +1,4 @@
-"""Sweeps of whole runs."""
+"""Sweeps (``--multirun``) of real training runs."""
 
 import signal
 

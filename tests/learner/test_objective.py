@@ -137,7 +137,7 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior():
     )
     config = proximal(weight=Weight.token, weight_cap=0.0)
     terms = policy_objective(config).loss(given_inputs)
-    # The clipped ratio is policy / proximal = 1.5. The weight is proximal / behavior = 2.
+    # The clipped ratio is policy / proximal = 1.5. The importance weight is proximal / behavior = 2.
     assert terms.per_token.tolist() == pytest.approx([-2 * 1.2, 2 * 1.5], abs=1e-5)
     assert terms.metrics["importance_weight"].tolist() == pytest.approx([2.0, 2.0])
     assert terms.metrics["ratio"].tolist() == pytest.approx([3.0, 3.0])

@@ -1,4 +1,4 @@
-"""Offload, measured by the bytes of storages."""
+"""Offload of model and optimizer to host memory, measured by the bytes of tensor storages."""
 
 import logging
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Critic, reference and reward model in the actor's processes: own options do not change scores and steps."""
+"""Critic, reference and reward model in the actor's processes: a role's own options do not change results."""
 
 import os
 from collections.abc import Mapping, Sequence

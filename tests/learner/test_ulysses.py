@@ -40,7 +40,7 @@ def on_two_ranks() -> dict[str, Any]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     manager = UlyssesShardingManager(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp")))
-    whole = torch.arange(2 * 6 * 4 * 3, dtype=torch.float32).reshape(2, 6, 4, 3)  # batch, tokens, heads, D
+    whole = torch.arange(2 * 6 * 4 * 3, dtype=torch.float32).reshape(2, 6, 4, 3)  # dimensions: batch, tokens, heads, D
     mine = whole.chunk(2, dim=1)[rank].clone().requires_grad_()
     seen = {}
     with manager:

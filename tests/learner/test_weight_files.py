@@ -66,7 +66,7 @@ def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: P
     assert_equal(loaded(path)[0], want)
     ranks = run_on_ranks(3, loaded, path, 3)
     assert_equal(ranks[0][0], want)
-    if family == "qwen3_moe":  # four experts, stored separately
+    if family == "qwen3_moe":  # the file stores four experts separately
         num_bytes = sum(value.nbytes for value in want.values())
         assert sum(read for _, read in ranks) == num_bytes
         assert max(read for _, read in ranks) < 0.5 * num_bytes
@@ -127,7 +127,7 @@ def test_adapters_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert_equal(run_on_ranks(2, loaded, path, 2, 4)[0][0], alone)
     adapters = {name: value for name, value in alone.items() if "lora_" in name}
     for name, value in adapters.items():
-        bound = 1 / np.sqrt(value.shape[1])  # the bound of kaiming_uniform with a = sqrt(5)
+        bound = 1 / np.sqrt(value.shape[1])  # this is the bound of kaiming_uniform with a = sqrt(5)
         assert value.any() == ("lora_A" in name)
         assert np.abs(value).max() <= bound
     assert len(adapters) == 2 * 7 * 2

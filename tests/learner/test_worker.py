@@ -1,4 +1,4 @@
-"""The worker's methods on one and on two ranks, called as in the worker group, with a scripted buffer."""
+"""The methods of a learner worker on one rank and on two ranks, with a scripted buffer and without Ray."""
 
 import os
 import time

@@ -29,7 +29,7 @@ def next_token(context: np.ndarray) -> tuple[int, float, bool]:
 
 
 class Died(Exception):
-    """The engine has died."""
+    """Raised when the test's engine dies."""
 
 
 @dataclass

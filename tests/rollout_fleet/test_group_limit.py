@@ -1,4 +1,4 @@
-"""The limit of groups per engine follows the reported load within its bounds."""
+"""The limit of groups per engine changes with the load that the engine reports, but stays within its bounds."""
 
 import asyncio
 

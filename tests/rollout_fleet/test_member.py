@@ -30,7 +30,7 @@ def make_member() -> Member:
 
 
 def up() -> Member:
-    """Return a member that serves."""
+    """Return a member (a rollout worker with its engine) that has started and serves verified weights."""
     member = make_member()
     member.started(0)
     member.verified(0)

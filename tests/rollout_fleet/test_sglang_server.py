@@ -259,7 +259,7 @@ def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),  # the second name is too long for any file system
+    ("path", "words"),  # the second path is too long for any file system
     [("/dev/full", "/dev/full: [Errno 28] No space left on device"), ("n" * 300, "File name too long")],
 )
 async def test_a_log_that_cannot_be_written_or_made_does_not_block_a_server(make_server, caplog, tmp_path, path, words):

@@ -1,4 +1,4 @@
-"""Modes, their registry and `register`, without Ray."""
+"""Dispatch modes, their registry and the decorator `register`, tested without Ray."""
 
 import inspect
 import pickle

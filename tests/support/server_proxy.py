@@ -46,7 +46,7 @@ class ServerProxy:
         self._set((path, moment, answer))
 
     def heal(self) -> None:
-        """Forward all calls again."""
+        """From now on, forward all calls to the server again."""
         self._set(None)
 
     def _set(self, fault: tuple[str, str, bytes] | None) -> None:
