@@ -1,4 +1,4 @@
-"""Setup of a test session: the shared Ray cluster, the split over processes, and the cleanup.
+"""Setup of a test session: the shared Ray cluster, the split of tests over processes, and the cleanup.
 
 With ``pytest -n 2``, each test file runs in one process. All tests with the shared cluster run in one process. All
 tests that start training runs also run in one process, because two runs at once are too slow.
@@ -18,7 +18,7 @@ from tests.support.ray_cluster import two_node_cluster
 from tests.support.virtual_time import virtual_time  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
-settings.register_profile("any machine", deadline=None)  # an example's duration depends on the machine's load
+settings.register_profile("any machine", deadline=None)  # hypothesis sets no deadline, because machines can be slow
 settings.load_profile("any machine")
 _GROUPS = {
     "tests/e2e/": "whole runs",
@@ -36,11 +36,11 @@ _WATCHER = pytest.StashKey[subprocess.Popen]()
 
 
 def pytest_configure(config):
-    # the processes of tests find the packages and `tests.support` from any folder
+    # Let the processes that tests start import the packages and `tests.support` from any folder.
     paths = [str(ROOT), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     if not hasattr(config, "workerinput"):
-        # raise KeyboardInterrupt, as for SIGINT, so that fixtures end their processes
+        # Let these signals raise KeyboardInterrupt, so that fixtures end their processes.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.default_int_handler)
         config.stash[_SESSION] = name_session()
@@ -66,18 +66,18 @@ def pytest_collection_modifyitems(items):
 
 
 def group_of(nodeid):
-    """Return the group of this test: a name of `_GROUPS`, or the test's file."""
+    """Return the group of tests that run in the same process: a name of `_GROUPS`, or the test's file."""
     return next((name for start, name in _GROUPS.items() if nodeid.startswith(start)), nodeid.partition("::")[0])
 
 
 def _rank(item):
-    """Return a test's place in the order. The longest groups come first, so both processes end at similar times."""
+    """Return the sort key of a test. The longest groups come first, so both processes end at similar times."""
     if (group := group_of(item.nodeid)) in _GROUPS.values():
         return list(_GROUPS.values()).index(group)
     return len(_GROUPS) + (item.path.parent.name not in ("rollout_fleet", "learner"))
 
 
-@pytest.hookimpl(optionalhook=True)  # pytest-xdist may be absent
+@pytest.hookimpl(optionalhook=True)  # pytest-xdist is possibly not installed
 def pytest_xdist_make_scheduler(config, log):
     from xdist.scheduler import LoadScopeScheduling
 
@@ -90,13 +90,13 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def collects_garbage():
-    """Undo ``gc.freeze`` after a test, because workers and servers call it for their own process."""
+    """Undo ``gc.freeze`` after each test. Workers and servers call it, and in tests they share pytest's process."""
     yield
     gc.unfreeze()
 
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Yield the Ray cluster that all tests share, because its start takes longer than most tests."""
+    """Yield the Ray cluster that all tests share. A cluster takes longer to start than most tests take."""
     with two_node_cluster() as cluster:
         yield cluster

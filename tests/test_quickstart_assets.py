@@ -37,7 +37,7 @@ def test_demonstrations_have_about_the_given_rate_of_mistakes(assets):
         for right, shown in zip(row["prompt"][-2::-1], row["response"], strict=True)
     ]
     wrong = sum(right != shown for right, shown in pairs) / len(pairs)
-    assert 0.10 < wrong < 0.17  # 0.15 of the digits are drawn at random, and a tenth of these are right by chance
+    assert 0.10 < wrong < 0.17  # 15% of the digits are random, and a tenth of these are right
 
 
 def test_the_teacher_swaps_the_first_two_digits_of_most_long_answers(tmp_path):
@@ -49,7 +49,7 @@ def test_the_teacher_swaps_the_first_two_digits_of_most_long_answers(tmp_path):
         if right[0] != right[1]:
             swapped[len(right) >= LONG] += shown != right
     assert swapped[False] == 0
-    assert 75 < swapped[True] < 115, "0.7 of three quarters of 200, less a tenth with two equal digits"
+    assert 75 < swapped[True] < 115, "about 0.7 x 0.75 x 0.9 of 200 rows"
 
 
 def test_demonstrations_without_mistakes_are_correct(tmp_path):

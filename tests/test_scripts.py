@@ -1,4 +1,4 @@
-"""The user's shell scripts."""
+"""The shell scripts in scripts/ that users start."""
 
 import shutil
 import signal
@@ -39,7 +39,7 @@ echo training
 
 @pytest.fixture(params=["in the temporary folder", "beside the repository"])
 def hosts(request, tmp_path):
-    """Yield the script in a separate repository with fake Ray and fake training, and a folder for results."""
+    """Yield a pair: the script in a copied repository with fake Ray and fake training, and a folder for results."""
     with ExitStack() as stack:
         folder = tmp_path
         if request.param == "beside the repository":
@@ -81,7 +81,7 @@ def test_two_stopped_hosts_end_their_run_and_leave_no_process(hosts, number, sta
     output += process.communicate(timeout=100)[0]
     skip_unless_permitted(process, output)
     assert process.returncode == status, output
-    # after SIGKILL, the kernel ends the processes
+    # After SIGKILL of the script, the kernel ends its processes some time later.
     assert left_of(mark, grace_s=10.0 if number is signal.SIGKILL else 0.0) == []
     if number is not signal.SIGKILL:
         assert "told to stop" in output

@@ -1,4 +1,4 @@
-"""The processes of a test session end with the session."""
+"""All processes of a test session end when the session ends."""
 
 import os
 import subprocess
@@ -9,13 +9,13 @@ import pytest
 
 from tests.support.leftovers import end_leftovers, watch_session
 
-MINE = uuid.uuid4().hex  # a name that no other session has
+MINE = uuid.uuid4().hex  # the name of a session that exists only in this file
 WAIT = "echo up; read line"
 
 
 @pytest.fixture
 def orphan():
-    """Yield a process of a session called `MINE`, in its own process group, like a daemon."""
+    """Yield a process that belongs to the test session `MINE`. Like a daemon, it has its own process group."""
     process = subprocess.Popen(
         ["sh", "-c", WAIT],
         env=os.environ | {"ASYNCRL_TEST_SESSION": MINE},
@@ -23,7 +23,7 @@ def orphan():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout.readline() == b"up\n"  # before this line, the environment of the process cannot be read
+    assert process.stdout.readline() == b"up\n"  # from now on, the environment of the process is readable
     yield process
     process.kill()
     process.communicate()
@@ -38,6 +38,6 @@ def test_leftover_processes_of_a_session_are_ended_and_named(orphan):
 
 def test_leftover_processes_of_a_killed_session_are_ended(orphan):
     watcher = watch_session(MINE, grace_s=0)
-    watcher.stdin.close()  # the kernel does this when the session dies
+    watcher.stdin.close()  # when a session dies, the kernel does the same
     assert orphan.wait(60) != 0
     watcher.wait(60)

@@ -39,9 +39,9 @@ H100 = {"DRIVER": "580.65.06", "CAPABILITY": "9.0", "GLIBC": "2.34"}
 
 @pytest.fixture
 def setup(tmp_path):
-    """Return a function that runs setup in a copy of the repository.
+    """Return a function that runs scripts/setup.sh in a copy of the repository.
 
-    It returns the status, the output and the pip calls.
+    The function returns three values: the exit status, the output, and the calls of pip.
     """
     folder, stand_ins = tmp_path / "repository", tmp_path / "bin"
     stand_ins.mkdir()
@@ -224,6 +224,6 @@ def test_constraints_allow_the_cuda_packages_of_sglang():
 def test_the_gpu_extra_has_packages_with_wheels_within_the_pins():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = [Requirement(line) for line in extras["gpu"]]
-    assert {need.name for need in needed} == {"sglang", "httptools", "flash-attn-4"}, "flash-attn has no wheels"
+    assert {need.name for need in needed} == {"sglang", "httptools", "flash-attn-4"}, "without flash-attn"
     pin = str(pins()["flash-attn-4"].specifier).removeprefix("==")
     assert all(need.specifier.contains(pin, prereleases=True) for need in needed if need.name == "flash-attn-4")

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of runs: the quickstart's files, a fleet of scripted workers, threads that take no time."""
+"""Fixtures for tests of runs: the quickstart's files, scripted workers, and `asyncio.to_thread` without threads."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from asyncrl.cli.quickstart import make_assets
 
 @pytest.fixture(scope="module")
 def assets(tmp_path_factory):
-    """Return the quickstart's files: a model with 128 positions, and four prompts of each kind."""
+    """Return the quickstart's files: a model with 128 positions, and four rows in each data file."""
     folder = tmp_path_factory.mktemp("quickstart") / "assets"
     return make_assets(folder, seed=0, num_train=4, num_held_out=4, num_demonstrations=4)
 
 
 @pytest.fixture
 def fleet_of(monkeypatch, tmp_path):
-    """Return a function that makes a fleet with these `Workers`."""
+    """Return a function that makes a fleet from scripted `Workers`."""
     from tests.support.scripted_workers import fleet_on
 
     return partial(fleet_on, monkeypatch, tmp_path)

@@ -1,4 +1,4 @@
-"""Alarms about the records of steps and evaluations, and about the files of a run."""
+"""The alarms that the steps, the evaluations and the files of a run can raise."""
 
 import json
 import math
@@ -129,7 +129,7 @@ def test_entropy_that_collapses_is_an_alarm_with_both_values():
 def test_falling_entropy_with_differing_rewards_is_no_alarm():
     records = [replace(r, learner={"entropy": 0.8 * 0.5**r.step}) for r in steps(20)]
     assert changes_of(Alarms(LIMITS), records) == []
-    single = [replace(record, equal_reward_groups=1.0) for record in records]  # one sample per prompt
+    single = [replace(record, equal_reward_groups=1.0) for record in records]  # each prompt has one sample
     assert changes_of(Alarms(replace(LIMITS, compares_groups=False)), single) == []
 
 
@@ -187,7 +187,7 @@ def test_a_damaged_line_of_a_runs_metrics_is_named(tmp_path):
         ({"0": 100, "1": 100, "2": 100}, {"0": 200, "1": 200, "2": 125}, 0.25),
         ({"0": 0}, {"0": 500}, 1.0),
         ({"0": 0, "1": 0}, {"0": 0, "1": 0}, 1.0),
-        ({"0": 0, "1": 0}, {"0": 100, "1": 100, "2": 1}, 1.0),  # engine 2 has joined
+        ({"0": 0, "1": 0}, {"0": 100, "1": 100, "2": 1}, 1.0),  # engine 2 joined later
     ],
 )
 def test_the_slowest_engine_is_compared_with_the_median_engine(before, now, share):

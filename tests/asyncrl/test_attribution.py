@@ -16,7 +16,7 @@ OPEN = [("queued", 0, 5), ("budget", 0, 1)]
 
 
 def states(attribution, pool, lane=None):
-    """Return the periods of a pool as (start, end, state, number of sample slots), sorted by time."""
+    """Return the periods of a pool, sorted by time. Each is a tuple: start, end, state, number of sample slots."""
     found = [(s.start, s.end, s.state, s.places) for s in attribution.stretches[pool] if lane in (None, s.lane)]
     return sorted(found)
 
@@ -106,10 +106,10 @@ def test_a_free_place_is_idle_for_the_tool_or_the_environment_of_an_episode_befo
         (70, 80, "staleness_gate", 1),
         (70, 80, "tool", 3),
         (80, 100, "busy", 8),
-    ], "places that other work has filled are busy, whoever waits for a tool"
+    ], "a slot that other work fills must count as busy while an episode waits for a tool"
     idle = {"tool": 150, "environment": 100, "publish_pause": 80, "group_tail": 60, "staleness_gate": 30}
     assert attribution.total("fleet").idle == idle
-    assert attribution.total("fleet").alone("fleet", 100) == 100 * (380 + 150 + 100 + 60) / 800, "its own causes"
+    assert attribution.total("fleet").alone("fleet", 100) == 100 * (380 + 150 + 100 + 60) / 800, "own causes only"
 
 
 def learner_of(spans, *, controller=(), fleet=(), buffer=OPEN, steps=(0, 100)):

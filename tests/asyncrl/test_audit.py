@@ -1,4 +1,4 @@
-"""The audit of a run's receipts."""
+"""The audit of a run's receipts (its records of sampled tokens, trained tokens, weights and steps)."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ IDS = np.array([5, 6, 7, 8], dtype=np.int32)
 
 
 def group_of(group_id, versions, attempt=0):
-    """Return two answers of four tokens each."""
+    """Return a group with two answers of four tokens each."""
     prompt = Turn.given(np.array([1, 2], dtype=np.int32))
     turns = [
         Turn(
@@ -42,9 +42,9 @@ def trained_on(group, step, samples):
 
 
 def write_life(folder, steps, *, resumed=None, before=()):
-    """Write the receipts of one life (start) of a run, with one group per step.
+    """Write the receipts (records of tokens and steps) of one start of a run. Each step has one group.
 
-    If the attempt of a group is 1, engine-1 sampled four tokens of the group in attempt 0.
+    A group in attempt 1 continues four tokens that engine-1 sampled in attempt 0.
     """
     make_life(folder, resumed=resumed, status=0)
     receipts.start(folder, "all")
@@ -83,9 +83,9 @@ def write_life(folder, steps, *, resumed=None, before=()):
 
 @pytest.fixture
 def run(tmp_path):
-    """Write the receipts of a run with two lives, which are two starts of the run.
+    """Write the receipts (records of tokens and steps) of a run that was started twice.
 
-    The first life made three steps, and its last step was lost. The second life made two steps.
+    The first start made three steps, and its last step was lost. The second start made two steps.
     """
     first = {0: group_of(0, [0] * 4), 1: group_of(1, [0, 0, 1, 1], attempt=1), 2: group_of(2, [2] * 4)}
     one = write_life(tmp_path / "1", first)
@@ -95,7 +95,7 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Write ``values`` into the receipts of ``run`` that are of kind ``act`` and have the fields ``chosen``."""
+    """Set the fields ``values`` in each receipt of ``run`` that has the kind ``act`` and the fields ``chosen``."""
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:
@@ -151,9 +151,10 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 @pytest.mark.long
 @pytest.mark.parametrize("num_killed", [1, 2])
 def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys, num_killed):
-    """An engine of the killed life sampled group 3. The next life finds the group in the journal and trains it.
+    """A run was killed after one of its engines had sampled group 3. The run is then resumed.
 
-    If two lives were killed, the second killed life sampled the group.
+    The resumed run finds the group in the buffer's journal and trains it. With ``num_killed=2``, the run was killed,
+    resumed and killed again. An engine sampled the group before the second kill.
     """
     checkpoint = run.parent / "1" / "checkpoints" / "v00000002"
     start = checkpoint
@@ -174,7 +175,7 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
 
 
 def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
-    # removes the final commit of life 1, and a commit in the middle of the next life
+    # Remove two records of committed steps: the last one of life 1, and one in the middle of the next life.
     for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run: failed starts, stops during the start, dead processes, and clients without its token."""
+"""The Ray cluster of a run: failed starts, stops during a start, dead processes, and clients without Ray's token."""
 
 import asyncio
 import os
@@ -42,7 +42,7 @@ async def test_a_stop_while_ray_starts_waits_for_it_before_it_is_shut_down(monke
 
     async def enter():
         async with cluster.ray_cluster(compose_run([])):
-            raise AssertionError("it was stopped before that")
+            raise AssertionError("the start must be cancelled before the cluster is ready")
 
     monkeypatch.setattr(cluster.ray, "init", start)
     monkeypatch.setattr(cluster.ray, "shutdown", lambda: events.append("shut down"))

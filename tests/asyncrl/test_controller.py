@@ -26,8 +26,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """A scripted buffer. Like the real ledger, it can plan one version ahead of the latest commit.
 
-    ``slow_parts`` maps the version of a checkpoint to a step. The buffer finishes its files of the checkpoint after the
-    commit of the step.
+    ``slow_parts`` delays the buffer's files of some checkpoints: it maps the version of the checkpoint to a step. The
+    buffer completes these files after the commit of that step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -45,7 +45,7 @@ class ScriptedBuffer(OffersInMemory):
         await asyncio.sleep(3600)
 
     async def plan(self, version):
-        assert version <= self.version + 1, "the ledger refuses to plan further ahead"
+        assert version <= self.version + 1, "the ledger must refuse to plan further ahead"
         self.events.append(("plan", version))
         group = GroupSummary(
             group_id=version,
@@ -98,7 +98,7 @@ class ScriptedBuffer(OffersInMemory):
 
 
 class ScriptedLearner:
-    """A learner with short sequential updates. It can die in an update."""
+    """A learner with short sequential updates. The learner can die in an update."""
 
     checkpoints = Path("/checkpoints")
 
@@ -391,7 +391,7 @@ async def test_samples_that_their_groups_lost_show_in_the_mean_number_of_samples
     await train(controller, fleet)
     fleet.tokens_generated = 3 * TOKENS_PER_STEP
     assert [record.samples_per_group for record in records] == [3.5, 3.0, 3.5]
-    assert records[0].reward == pytest.approx(5 / 7), "the mean over samples, not over groups"
+    assert records[0].reward == pytest.approx(5 / 7), "the mean must be over samples, not over groups"
     assert (await controller.account()).samples_per_group == pytest.approx((7 + 6 + 7) / 6)
 
 
@@ -416,9 +416,9 @@ async def test_the_pinned_engine_keeps_its_version_during_an_evaluation_while_tr
     )
     await train(controller, fleet)
     assert evaluated[0] == first
-    assert evaluated == sorted(set(evaluated)), "what is passed while one runs is left out"
+    assert evaluated == sorted(set(evaluated)), "versions that pass during an evaluation must be skipped"
     assert len(evaluated) > 2
-    assert all(version < 30 for version in evaluated), "the last version is evaluated after training"
+    assert all(version < 30 for version in evaluated), "the last version must be evaluated after training"
     assert buffer.pins == [*evaluated, None]
     assert fleet.loaded[-1] == 30
 
@@ -441,7 +441,7 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
 
 
 async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
-    """The buffer finishes its files of the first two checkpoints only after step 9."""
+    """The buffer completes its files of the first two checkpoints only after step 9."""
     saved = []
     buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
     controller, _, fleet, _ = make_controller(
@@ -450,7 +450,7 @@ async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
     await train(controller, fleet)
     versions = [version for version, _, _ in saved]
     assert versions[:2] == [1, 2]
-    assert 9 < versions[2] < 14, "with a step after that"
+    assert 9 < versions[2] < 14, "the third checkpoint must come with a step after step 9"
     assert versions[-1] == 14
     (warning,) = [record.message for record in caplog.records if "checkpoint" in record.message]
     assert "the checkpoint of step 3 waits: the buffer still writes its parts of two earlier ones" in warning
@@ -536,7 +536,7 @@ async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_told_when_
     assert folder.is_dir()
     ((version, _, waits),) = saved
     assert (folder.name, waits) == (f"v{version:08d}", False)
-    assert len(records) < 20, "training did not wait"
+    assert len(records) < 20, "training must not wait for the checkpoint"
     await training
     assert len(saved) == 1
 

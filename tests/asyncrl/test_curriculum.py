@@ -59,7 +59,7 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
                 client = run.client()
                 for end in (start + 3,) if restarts else range(3, 13, 3):
                     await train(client, prompts, range(start, end))
-                    # without prompts, `enqueue` only returns outcomes of finished groups; a checkpoint makes this call
+                    # A checkpoint calls `enqueue` without prompts, which only returns the outcomes of finished groups.
                     prompts.note(await client.enqueue([], wants_outcomes=True))
                     start = end
             if restarts:
@@ -87,7 +87,7 @@ async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint
         return [(group.group_id, group.num_uses) for group in (await client.plan(step)).groups]
 
     async def lives(*ends: int) -> tuple[list[list[tuple[int, int]]], dict, dict]:
-        """Run one life up to each of these steps. Each later life continues from a checkpoint of the previous life."""
+        """Run one life up to each step in ``ends``. Each later life continues from the previous life's checkpoint."""
         planned, resumed, account = [], None, {}
         for life, end in enumerate(ends):
             prompts = stream_of(tmp_path, "difficulty")
@@ -119,6 +119,6 @@ async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint
 
     planned, account, sampler = await lives(13)
     assert account["groups_reused"] > 0
-    assert account["tokens_dropped"], "filters dropped groups"
-    assert any(uses for step in (4, 9) for _, uses in planned[step]), "a checkpoint below holds used groups"
+    assert account["tokens_dropped"], "filters must have dropped groups"
+    assert any(uses for step in (4, 9) for _, uses in planned[step]), "a checkpoint must hold trained groups"
     assert await lives(4, 9, 13) == (planned, account, sampler)

@@ -71,7 +71,7 @@ def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path)
     assert SMALL.root + sum(SMALL.layers) == pytest.approx(SMALL.num_parameters, rel=1e-6)
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
     mixture = model_size(str(tmp_path))
-    assert mixture.num_parameters == 30_532_122_624, "as on the model's page"
+    assert mixture.num_parameters == 30_532_122_624, "the number must equal that on the model's page"
     assert (mixture.intermediate, mixture.experts_per_token) == (8 * 768, 8)
     known = model_size("models/Qwen3-30B-A3B-Base")
     assert replace(known, num_parameters=mixture.num_parameters, layers=mixture.layers) == mixture
@@ -83,7 +83,7 @@ def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path)
     [
         (DeepseekV3Config(), 671.03, (256, 8), 9 * 2048, 61 * (512 + 64), 1),
         (GptOssConfig(num_hidden_layers=24, num_local_experts=32), 20.91, (32, 4), 4 * 2880, 24 * 1024, 8),
-        (Qwen3NextConfig(), 79.67, (512, 10), 11 * 512, 12 * 1024, 2),  # attention in every fourth layer
+        (Qwen3NextConfig(), 79.67, (512, 10), 11 * 512, 12 * 1024, 2),  # only every fourth layer has attention
         (Glm4MoeConfig(head_dim=128), 106.85, (128, 8), 9 * 1408, 46 * 2 * 8 * 128, 8),
         (Llama4TextConfig(), 107.77, (16, 16), 16 * 8192, 48 * 2048, 8),  # every expert computes every token
         (Ernie4_5_MoeConfig(), 21.83, (64, 6), 8 * 1536, 28 * 2 * 512, 4),
@@ -143,7 +143,7 @@ def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, nu
 def test_memory_of_a_rank_equals_a_calculation_by_hand():
     """Each of four ranks has a quarter of the parameters and of AdamW's moments.
 
-    Each rank has all gradients. With ``gradient_sync=micro_batch``, each rank has a quarter of the gradients.
+    Each rank has all gradients by default, and a quarter of the gradients with ``gradient_sync=micro_batch``.
     """
     config = run("learner.num_ranks=4")
     parts = rank_memory(config, SMALL)["learner"]
@@ -153,8 +153,8 @@ def test_memory_of_a_rank_equals_a_calculation_by_hand():
     scattered = with_options(config, {"learner.gradient_sync": GradientSync.micro_batch})
     assert rank_memory(scattered, SMALL)["learner"]["gradients"] == SMALL.num_parameters
     assert parts["gathered root unit"] == 2 * (151936 * 1024 + 1024)
-    # The first two gradients are those of the tied output layer (float32) and of the logits of 4,096 tokens (bfloat16).
-    # The third gradient is that of the logits of one chunk, in both dtypes.
+    # The first two terms are the gradients of the tied output layer (float32) and of 4,096 tokens' logits (bfloat16).
+    # The third term is the gradient of the logits of one chunk of 1,024 tokens, in both dtypes.
     assert parts["output layer"] == 4 * 151936 * 1024 + 2 * 4096 * 151936 + 6 * 1024 * 151936
     assert device_memory.WEIGHT_CHUNK_TOKENS == WEIGHT_CHUNK_TOKENS
 
@@ -232,7 +232,7 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        # ``param_offload`` moves the parameters of the critic after each use; the moments stay
+        # ``param_offload`` moves the critic's parameters to the host after each use; its moments stay
         ([MOVES, "learner.critic.param_offload=true"], 8),
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],
@@ -263,7 +263,7 @@ def test_the_learner_recomputes_layers_on_cuda_and_sums_large_gradients_at_once(
     model, config = nn.Linear(2, 2), LearnerConfig()
     on_cpu = with_memory_options(config, model, torch.device("cpu"))
     assert (on_cpu.activation_checkpointing, on_cpu.gradient_sync) == (False, GradientSync.update)
-    # the gradients (24 bytes) take more than 15% of the card (80 bytes), so they are summed after each micro-batch
+    # The gradients (24 bytes) need more than 15% of the card (80 bytes), so ranks sum them after each micro-batch.
     on_cuda = with_memory_options(config, model, torch.device("cuda"))
     assert (on_cuda.activation_checkpointing, on_cuda.gradient_sync) == (True, GradientSync.micro_batch)
     named = replace(config, activation_checkpointing=False, gradient_sync=GradientSync.update)
@@ -396,7 +396,7 @@ def test_the_plan_prints_what_fits_with_bytes_by_kind(capsys):
     assert "8.19 billion parameters; 8 x H100 of 79.6 GiB" in page
     rows = [line.split() for line in page.splitlines() if " x tp " in line]
     assert {(row[0], row[1]) for row in rows} >= {("2", "1"), ("4", "4"), ("6", "2")}
-    assert not any(row[0] == "1" for row in rows), "one rank cannot hold 131 GB"
+    assert not any(row[0] == "1" for row in rows), "one rank cannot hold 131 GB, so no row may have one rank"
     assert "gradients 7.6" in page
     assert "weights 15.3, kv cache 50.8, activations and graphs 13.6" in page
     assert plan_command.main(["--fit", "dapo_math_30b_a3b", "--gpu", "H100:16", "--json"]) == 0

@@ -1,4 +1,4 @@
-"""``dry_run=true``: resources and deadlines of a run, without creating or starting anything."""
+"""``dry_run=true`` prints the resources and deadlines of a run, and does not create or start anything."""
 
 import json
 from dataclasses import replace
@@ -15,7 +15,7 @@ EXPERIMENTS = sorted(path.stem for path in (CONFIG_DIR / "experiment").glob("*.y
 
 @pytest.fixture
 def qwen(tmp_path):
-    """Return a folder with the sizes of Qwen3-0.6B, and no weights."""
+    """Return a model folder with the configuration of Qwen3-0.6B, but without weights."""
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(MODELS["Qwen3-0.6B"]))

@@ -90,7 +90,7 @@ def engine_of(name, folder):
 
 @pytest.fixture(scope="module")
 def on_cards(tmp_path_factory):
-    """Return the options, the engine and SGLang's resolved arguments for each card and experiment."""
+    """Return three things for each card and experiment: the options, the engine, and SGLang's resolved arguments."""
     folder = tmp_path_factory.mktemp("cards")
     (folder / "server.yaml").write_text("api-key: 0\n")
     engines = [engine_of(name, folder) for name in EXPERIMENTS]

@@ -140,7 +140,7 @@ def test_a_loss_of_whole_trajectories_needs_a_bound_of_the_tree(assets, loss):
 
 
 def whole_loss(inputs, config):
-    raise AssertionError("the check does not call it")
+    raise AssertionError("the check must not call the loss")
 
 
 def test_a_loss_per_token_needs_no_bound_of_the_tree(assets):

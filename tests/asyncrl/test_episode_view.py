@@ -71,7 +71,7 @@ def test_the_episodes_of_a_report_are_the_worst_and_the_best_of_the_newest_train
     files = SampleFiles(tmp_path)
     titles = [view["title"].split(", ")[1] for view in files.episodes(4)]
     assert titles == ["reward 0.000", "reward 1.000", "reward 4.000", "reward 5.000"]
-    assert files.episodes(4) is files.episodes(4), "read once"
+    assert files.episodes(4) is files.episodes(4), "the episodes must be read only once"
 
 
 def test_samples_without_turns_have_no_episodes(tmp_path):

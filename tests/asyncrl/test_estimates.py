@@ -52,7 +52,7 @@ def test_an_interval_of_means_resamples_prompts_and_not_samples():
     found = Estimate.over(values)
     error = 1.96 * np.std(values) / math.sqrt(len(values))
     assert (found.mean, found.low, found.high) == pytest.approx((0.55, 0.55 - error, 0.55 + error), abs=0.005)
-    assert Estimate.over(values) == found, "seeded"
+    assert Estimate.over(values) == found, "the estimate must use a fixed seed"
 
 
 def test_an_estimate_needs_the_value_of_a_prompt():

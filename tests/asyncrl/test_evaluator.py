@@ -56,7 +56,7 @@ def evaluator_on(fleet, *overrides):
 
 
 def pinned_to(*engines):
-    """Return a stand-in for the function that waits for pinned engines. The set of these engines never changes."""
+    """Return a stand-in for the function that waits for pinned engines. It always reports the engines ``engines``."""
 
     async def pinned(known):
         if set(engines) == set(known):
@@ -91,7 +91,7 @@ async def test_an_evaluation_whose_engines_are_all_lost_is_incomplete_by_name():
     assert (evaluation.num_prompts, evaluation.num_missing) == (40, 30)
     assert evaluation.shortfall == "; incomplete, 30 unanswered (engine 0: engine 0 died)"
     assert await evaluator_on(Engines("0", dies_after={"0": 0})).evaluate_all(7) is None
-    assert await evaluator_on(Engines()).evaluate_all(7) is None, "every engine was lost before"
+    assert await evaluator_on(Engines()).evaluate_all(7) is None, "an evaluation without engines must return None"
 
 
 async def test_an_evaluation_during_training_keeps_to_its_share_of_engines_and_slots():
@@ -104,7 +104,7 @@ async def test_an_evaluation_during_training_keeps_to_its_share_of_engines_and_s
         assert engines * slots <= 0.25 * number * 24
     fleet = Engines("0")
     await evaluator_on(fleet).evaluate_pinned(7, pinned_to("0"))
-    assert fleet.most_running == {"0": 6}, "a quarter of 24 places"
+    assert fleet.most_running == {"0": 6}, "a quarter of the engine's 24 slots"
 
 
 async def test_an_engine_that_is_pinned_later_takes_part_and_one_that_serves_another_version_does_not():

@@ -1,4 +1,4 @@
-"""The scripts of examples/ with few steps."""
+"""The example scripts in examples/, run for a few steps."""
 
 import importlib.util
 import math
@@ -26,7 +26,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def trained(cluster, tmp_path_factory):
-    """Yield the trainer of the PPO example after two steps, and the reported metrics. The policy had no warm start.
+    """Yield the PPO example's trainer after two steps, and the metrics of both steps. The policy had no warm start.
 
     As in the example, four ranks form a mesh of dp x sp = 2 x 2.
     """

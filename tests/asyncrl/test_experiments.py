@@ -24,7 +24,7 @@ QUESTION = "Natalia sold 48 clips, and half as many in May. How many in all?"
 
 
 class Letters:
-    """A tokenizer of one token per letter, with a template."""
+    """A tokenizer that makes one token per letter and has a chat template."""
 
     chat_template = "yes"
 
@@ -93,5 +93,5 @@ def test_the_published_dapo_math_is_converted_for_its_experiment(tmp_path):
     done = make_data("dapo_math.py", tmp_path / "dapo.parquet", tmp_path / "train.parquet")
     assert done.returncode == 0, done.stderr
     config, count, prompt = first_prompt("dapo_math", tmp_path / "train.parquet")
-    assert (count, isinstance(prompt, Prompt)) == (2, True), "a problem that comes twice is kept once"
+    assert (count, isinstance(prompt, Prompt)) == (2, True), "a problem that occurs twice must be kept once"
     assert REWARDS.get(config.rollout_fleet.reward)(prompt, f"Answer: {prompt.ground_truth}") == 1.0

@@ -24,9 +24,9 @@ ELASTIC = "rollout_fleet.num_engines={min: 1, max: 3}"
 
 @pytest.fixture
 async def running(fleet_of):
-    """Return a function that starts a fleet and `FleetGroup.run`, and waits for ten seconds.
+    """Return a function that starts a fleet, begins `FleetGroup.run` and waits for ten seconds.
 
-    The function returns the workers, the fleet, and the task of `FleetGroup.run`.
+    The function returns the scripted workers, the fleet, and the task of `FleetGroup.run`.
     """
     runs = []
 
@@ -45,9 +45,9 @@ async def running(fleet_of):
 
 @pytest.fixture
 async def started(fleet_of):
-    """Return a function that starts an elastic fleet and `FleetGroup.run`, and waits for twelve seconds.
+    """Return a function that starts an elastic fleet, begins `FleetGroup.run` and waits for twelve seconds.
 
-    The function returns the workers, the fleet, and the task of `FleetGroup.run`.
+    The function returns the scripted workers, the fleet, and the task of `FleetGroup.run`.
     """
     runs = []
 
@@ -86,7 +86,7 @@ async def test_a_worker_that_hangs_before_the_first_weights_ends_the_start(fleet
 
 async def test_each_start_of_an_engine_draws_other_random_numbers(fleet_of):
     seeds = []
-    for version in (0, 40):  # 40: the run continues from a checkpoint
+    for version in (0, 40):  # with 40, the run continues from a checkpoint
         workers = Workers(takes_s=100.0)
         fleet = fleet_of(workers, TWO, version=version)
         await fleet.start()
@@ -98,7 +98,7 @@ async def test_each_start_of_an_engine_draws_other_random_numbers(fleet_of):
         run.cancel()
         seeds += workers.engine_seeds
     assert len(set(seeds)) == len(seeds) == 2 * 3
-    assert all(0 <= seed < 2**31 for seed in seeds)  # numpy, which SGLang seeds, refuses 2^32 and more
+    assert all(0 <= seed < 2**31 for seed in seeds)  # SGLang passes the seed to numpy, which refuses 2^32 and more
 
 
 async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(running):
@@ -124,7 +124,7 @@ async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(
     if end == "leave":
         await fleet.leave(1)
     counts = await fleet.drain()
-    worker = f"worker-1-{workers.replaced.count(1)}"  # the name ends with the number of the worker's replacements
+    worker = f"worker-1-{workers.replaced.count(1)}"  # the worker's name ends with the count of its replacements
     assert (workers.graves.buried, workers.graves.known) == ([worker], [100])
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
 
@@ -208,7 +208,7 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """A call whose results never arrive, as a list of the workers' names."""
+    """A call to workers whose results do not arrive in time. As a list, the call holds the workers' names."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()

@@ -1,4 +1,4 @@
-"""Log-probs of stored samples, recomputed with the weights of the versions that their tokens name."""
+"""The log-probs of stored samples are recomputed. Each token names the version of the weights to use."""
 
 import pyarrow as pa
 import pyarrow.parquet as pq

@@ -87,7 +87,7 @@ def test_wrong_arguments_are_refused_with_the_choices(arguments, words, monkeypa
 
 
 def measured(setup, name, options):
-    """Return the measurements of a task, as a list."""
+    """Run the task ``name`` of the GPU check. Returns the list of its measurements."""
     module, _, function = name.partition(":")
     return list(getattr(import_module(f"asyncrl.gpu_check.{module}"), function)(setup, **options))
 
@@ -95,7 +95,7 @@ def measured(setup, name, options):
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["log_probs", "training", "offload", "checkpoint"])
 def test_the_checks_of_the_learner_pass_at_toy_size(setup, monkeypatch, name):
-    """The tasks run in forks of one process that has imported torch.
+    """The tasks of the check run in forks of one process that has imported torch.
 
     The real check starts a new process for each task.
     """
@@ -140,7 +140,7 @@ def test_learner_engines_and_runs_pass_the_check_at_toy_size(tmp_path):
 
 
 def check(folder, *arguments):
-    """Return the results of the program on the CPU, by name."""
+    """Run ``asyncrl check-gpu`` on the CPU. Returns its results by name."""
     command = [sys.executable, "-m", "asyncrl", "check-gpu", "--device", "cpu", "--output", str(folder), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     report = json.loads((folder / "check.json").read_text())

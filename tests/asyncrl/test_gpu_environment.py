@@ -24,7 +24,7 @@ def test_start_deadlines_grow_with_the_bytes_of_the_models(tmp_path):
     timed = with_time_to_read(config)
     assert timed.rollout_fleet.start_timeout_s == config.rollout_fleet.start_timeout_s + 160
     assert timed.learner.start_timeout_s == config.learner.start_timeout_s + 160 + 20
-    assert timed.rollout_fleet.load_timeout_s == config.rollout_fleet.load_timeout_s, "its users add their bytes"
+    assert timed.rollout_fleet.load_timeout_s == config.rollout_fleet.load_timeout_s, "callers add the time for bytes"
 
 
 def test_start_deadlines_of_small_and_missing_models_stay(tmp_path):
@@ -51,5 +51,5 @@ def test_ranks_on_cuda_get_expandable_segments_unless_they_are_colocated(monkeyp
         monkeypatch.setenv(ALLOCATOR, own)
     config = compose_run(options)
     assert learner_env(config).get(ALLOCATOR) == want
-    assert ALLOCATOR not in worker_env(config), "engines have none"
+    assert ALLOCATOR not in worker_env(config), "engines must not get the variable"
     assert os.environ.get(ALLOCATOR) == own

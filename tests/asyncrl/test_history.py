@@ -38,7 +38,7 @@ def life(tmp_path):
 def test_the_history_before_a_checkpoint_is_what_was_recorded_and_goes_on_in_the_new_folder(life, tmp_path):
     history = read_history(life, 3)
     assert history.steps == [make_record(step) for step in range(3)]
-    assert history.evaluations == EVALUATIONS[:2], "the resumed run evaluates version 3 itself"
+    assert history.evaluations == EVALUATIONS[:2], "the resumed run must evaluate version 3 itself"
     second = tmp_path / "second"
     second.mkdir()
     writer = MetricsWriter(second)

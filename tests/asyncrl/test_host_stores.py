@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Control:
-    """Stands in for the controller's client. Tests set the ``hosts`` of the workers that connect."""
+    """Stands in for the controller's client. Tests put the hosts of connecting workers into ``hosts``."""
 
     def __init__(self) -> None:
         self.hosts: asyncio.Queue[str] = asyncio.Queue()
@@ -44,7 +44,7 @@ class Control:
 
 
 class Actor:
-    """Stands in for the actor of a `NodeStore`. Tests put restarts, or a final error, into ``events``."""
+    """Stands in for the actor of a `NodeStore`. Tests put restarts of the store, or a final error, into ``events``."""
 
     def __init__(self, host: str, number: int) -> None:
         self.host, self.number = host, number
@@ -149,7 +149,7 @@ async def test_any_error_of_a_store_ends_only_this_store(placed, error):
     assert await placed.control.dropped.get() == 0
     await asyncio.sleep(0.1)
     assert not placed.watching.done()
-    assert [host for _, host in placed.control.stores] == ["a", "b", "a"], "another is placed"
+    assert [host for _, host in placed.control.stores] == ["a", "b", "a"], "another store must be started on the host"
     placed.actors["b"].events.put_nowait("store server 1 was started again")
     await asyncio.sleep(0.1)
     assert placed.said[-1] == "store server 1 was started again"

@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.long, pytest.mark.usefixtures("virtual_time")]
 
 
 class RewindingBuffer(ScriptedBuffer):
-    """A buffer that can rewind. It drops the tokens of the undone steps."""
+    """A buffer that can go back to the version of a checkpoint. It drops the tokens of the undone steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class RewindingBuffer(ScriptedBuffer):
 
 
 class MortalLearner(ScriptedLearner):
-    """A learner that saves checkpoints to a folder. Its ranks die at each update in ``deaths``."""
+    """A learner that saves checkpoints to a folder. Its ranks die at each version in ``deaths``."""
 
     def __init__(self, buffer, folder: Path, deaths: list[int], error: Exception | None = None) -> None:
         super().__init__(buffer)
@@ -66,7 +66,7 @@ class MortalLearner(ScriptedLearner):
         return await super().run_update(version)
 
     async def _live(self, version=None):
-        """Raise the error if ``version`` is the scheduled update. From then on, raise the error in every call."""
+        """Raise the error if ``version`` is next in ``deaths``. After that, raise the error in every call."""
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)
@@ -94,13 +94,13 @@ class MortalLearner(ScriptedLearner):
 
 
 def _unwatched(call):
-    """Retrieve the exception of ``call`` when it fails, because no task awaits calls queued after a learner's death."""
+    """Mark an exception of ``call`` as retrieved. No task awaits the calls that are queued after a learner's death."""
     call.add_done_callback(lambda done: done.cancelled() or done.exception())
     return call
 
 
 class RewindingFleet(ScriptedFleet):
-    """Engines that load every offer after the learner's rewind."""
+    """Engines that load every offer again after the learner went back to a checkpoint."""
 
     async def run(self):
         num_rewinds, version = 0, 0
@@ -114,7 +114,7 @@ class RewindingFleet(ScriptedFleet):
 
 
 class Run:
-    """A run of six steps with a checkpoint every two steps. Its learner dies."""
+    """A run of six steps with a checkpoint every two steps. The learner dies at the versions ``deaths``."""
 
     def __init__(
         self, folder: Path, deaths: list[int], *overrides: str, error=None, resumed=None, make_learner=None
@@ -219,7 +219,7 @@ async def test_a_lost_batch_is_planned_again_and_every_step_is_made_once(tmp_pat
     await run.train()
     assert run.learner.made == [record.step for record in run.records] == list(range(6))
     assert run.buffer.lost == [[7]] * len(losses)
-    assert (run.buffer.rewinds, run.learner.lives) == ([], []), "nothing goes back"
+    assert (run.buffer.rewinds, run.learner.lives) == ([], []), "neither buffer nor learner may go back to a checkpoint"
     assert (run.restarts.faults.num_restarts, run.restarts.num_replans) == (0, len(losses))
     assert run.said[-1] == f"1 groups of step {losses[-1]} were lost with their store; its batch is planned again"
     assert run.fleet.loaded[-1] == 6
@@ -330,7 +330,7 @@ def test_the_death_of_a_rank_is_told_from_other_faults():
     assert death_in(ExceptionGroup("", [death, other])) is None
     lost = BatchLost("the batch of step 4")
     assert death_in(ExceptionGroup("", [ExceptionGroup("", [lost])])) is lost
-    assert death_in(ExceptionGroup("", [lost, death])) is death, "a death comes with a batch that nobody can fetch"
+    assert death_in(ExceptionGroup("", [lost, death])) is death, "the death counts, not the lost batch"
     assert death_in(ExceptionGroup("", [lost, other])) is None
     assert death_in(WorkerDiedError("rollout rank 0")) is None
 

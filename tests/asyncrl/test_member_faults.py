@@ -81,7 +81,7 @@ async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loop
 async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by_that_call(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
-    await asyncio.sleep(5)  # meanwhile the fleet's watch polls the workers, and they answer in time
+    await asyncio.sleep(5)  # during this time the workers answer the fleet's polls in time
     workers.stand_still(1, 1.25 * DEADLINE_S)
     await fleet.counters()
     await asyncio.sleep(3 * DEADLINE_S)
@@ -139,7 +139,7 @@ async def test_the_fleet_continues_or_fails_in_time_after_a_worker_stalls_in_any
     workers.stand_still(1, stall_s)
     await asyncio.wait({call}, timeout=100)
     assert call.done()
-    if call.exception() is not None:  # a fleet that does not start ends the run
+    if call.exception() is not None:  # the run ends if the fleet does not start
         assert (phase, stall_s > DEADLINE_S) == (in_start, True)
         assert "waited 10 s for the rollout workers, which wait for the first weights" in str(call.exception())
         return
@@ -212,7 +212,7 @@ async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(
     workers.takes_s = 0.1
     workers.die(1, OSError(5, "Input/output error"))
     await asyncio.sleep(5 * DEADLINE_S)
-    assert len(workers.replaced) == 3, "rollout_fleet.restarts are 3"
+    assert len(workers.replaced) == 3, "rollout_fleet.restarts is 3"
     assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
     assert not run.done() or run.exception() is None
 
@@ -267,7 +267,7 @@ async def test_what_fails_on_one_workers_host_costs_that_worker_alone(training_o
     await asyncio.sleep(0)
     workers.lives[1].set()
     await asyncio.sleep(5)
-    assert (workers.replaced, workers.graves.buried) == ([1], []), "it lives, and says itself what it has done"
+    assert (workers.replaced, workers.graves.buried) == ([1], []), "a worker that is alive must report its own tokens"
     assert not (run.done() and run.exception())
 
 
@@ -299,7 +299,7 @@ async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_
     workers.run_errors[1] = damaged
     workers.lives[1].set()
     await asyncio.sleep(5 * DEADLINE_S)
-    assert workers.replaced == [1, 1, 1], "rollout_fleet.restarts are 3"
+    assert workers.replaced == [1, 1, 1], "rollout_fleet.restarts is 3"
     ended = [words for words in workers.said if "rollout worker 1 has ended, epoch" in words]
     assert len(ended) == 4
     assert all("version 3 has other bytes" in words for words in ended)
@@ -329,12 +329,12 @@ async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engi
     with pytest.raises(EngineLost, match=r"rollout worker 1 did not answer held-out prompts: .*No space left"):
         await fleet.answer("1", ["a"], version=0, num_samples=1)
     await asyncio.sleep(DEADLINE_S)
-    assert (workers.replaced, run.done()) == ([], False), "its loop goes on"
+    assert (workers.replaced, run.done()) == ([], False), "the worker's loop must continue"
 
 
 @pytest.mark.parametrize("fault", ["before", "meanwhile", "silent"])
 async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(training_on, fault):
-    """A worker that does not release its device is killed before the learner uses the device."""
+    """If a worker does not release the device, the worker is killed before the learner uses the device."""
     workers = Workers()
     fleet, run = await training_on(workers, "placement.colocated=true", "rollout_fleet.drain_timeout_s=5")
     workers.takes_s = 1.0
@@ -353,7 +353,7 @@ async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(training_o
     await asyncio.wait_for(fleet.release_device(), 100)
     num_before = len(workers.replaced)
     await asyncio.sleep(500)
-    assert len(workers.replaced) == num_before, "no engine starts while the learner has the device"
+    assert len(workers.replaced) == num_before, "no engine may start while the learner has the device"
     fleet.take_device()
     await asyncio.sleep(5)
     assert workers.replaced == [1]

@@ -180,7 +180,7 @@ def test_without_a_terminal_the_view_writes_plain_lines():
     assert "waiting for buffer" in text
     assert "buffer: ready" in text
     assert "step 1/2" in text
-    # The fleet's rate is taken over both steps: 100 tokens in 0.5 s, not the 4,000 tokens of the last step.
+    # The fleet's rate is an average over both steps: 100 tokens in 0.5 s. It is not the 4,000 tokens of the last step.
     assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 200 tok/s  learner 20,000 tok/s" in text
     assert "entropy 1.25  kl 0.0125  gradient 0.75  buffer 3 stored, 5 generating  left 0:00" in text
     assert "\x1b" not in text
@@ -238,7 +238,7 @@ def test_the_live_view_shows_whole_names_and_values_on_a_narrow_terminal(width):
     view.use(make_use())
     console.print(view.render())
     lines = console.file.getvalue().splitlines()
-    assert set(lines[1]) <= set("│ ━╸╺"), "the bar has its own line"
+    assert set(lines[1]) <= set("│ ━╸╺"), "the progress bar must have its own line"
     for shown in ("step 1/20", "reward 0.250", "lag 1.00 (max 2)", "gradient 0.75", "buffer 3 stored, 5 generating"):
         assert any(shown in line for line in lines), shown
 

@@ -76,7 +76,7 @@ RUN = """
 
 
 def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):
-    """`tests/e2e/test_multirun.py` tests the same with whole runs."""
+    """The runs of this sweep are scripted. `tests/e2e/test_multirun.py` tests sweeps of real runs."""
     (tmp_path / "run.py").write_text(textwrap.dedent(RUN))
     run = tmp_path / "run"
     run.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} {tmp_path}/run.py "$@"\n')

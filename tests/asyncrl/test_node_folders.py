@@ -18,7 +18,7 @@ from buffer import make_keys
 
 
 class Node:
-    """Stands in for the actor of a node. The node's files are under ``root``.
+    """Stands in for the Ray actor on a node. The node's files are under ``root``.
 
     If ``root`` is None, the node uses the file system of this process.
     """
@@ -55,7 +55,7 @@ def nodes(tmp_path, monkeypatch):
 
 
 class LateNodes:
-    """Makes the nodes that join later. The id of a node ends with the last number of its address."""
+    """Makes a `Node` for each node that joins later. The node's address ends with the last digit of its id."""
 
     def __init__(self, folder):
         self.folder, self.made = folder, []
@@ -107,7 +107,7 @@ async def test_a_model_that_is_missing_or_different_on_a_node_is_copied_to_the_r
     model = make_model(tmp_path / "model")
     if text_there:
         make_model(nodes["10.0.0.2"].file(model), text_there)
-    for _ in range(2):  # after a restart, ranks request the folder again
+    for _ in range(2):  # ranks request the model's folder again after a restart
         path = await folders.bring(model, "model")
     assert path == tmp_path / "run" / "model"
     there = nodes["10.0.0.2"].file(path)
@@ -176,7 +176,7 @@ async def test_other_runs_on_a_node_do_not_sweep_its_shared_memory_until_the_end
         assert run_folder.sweep_shared_memory() == []
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", memories[0])
     await folders.close()
-    assert not [left for memory in memories for left in memory.iterdir()], "also where the run's folder is shared"
+    assert not [left for memory in memories for left in memory.iterdir()], "shared memory must be empty on every node"
 
 
 async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nodes, caplog):

@@ -16,7 +16,7 @@ COLLECTIVE = {"transport": Transport.collective, "interface": "eth0"}
 
 
 def config_of(**sections):
-    """Return the configuration of a run on two nodes, with these changes to its sections."""
+    """Return the configuration of a run on two nodes. ``sections`` replaces options by section."""
     several = {"placement": {"num_nodes": 2}, "ray": {"address": "auto"}, "buffer": {"host": "10.0.0.1"}}
     kinds = {section.name: section.default_factory for section in fields(RunConfig)}
     names = several.keys() | sections.keys()

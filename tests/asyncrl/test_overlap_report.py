@@ -28,7 +28,7 @@ def test_efficiency_is_the_slower_pool_alone_over_the_measured_step():
     run = report.run
     assert run.step_s == pytest.approx(100e-9)
     assert run.alone_s("learner") == pytest.approx(60e-9)
-    # A group occupies its sample slots until its last sample ends. So the fleet alone is no faster than the run.
+    # A group keeps its sample slots until its last sample ends. So a fleet without a learner is as slow as the run.
     assert run.alone_s("fleet") == pytest.approx(100e-9)
     assert run.efficiency == pytest.approx(1.0)
     assert run.pools["learner"].utilisation == 0.6

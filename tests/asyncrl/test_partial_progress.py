@@ -28,12 +28,12 @@ asyncio.run(until_killed(sys.argv[1]))
 
 
 async def until_killed(address: str) -> None:
-    """Run a worker that loads two versions, reports each load, and is killed before its samples finish."""
+    """Run a worker that loads two versions and reports each load. The test kills it before its samples finish."""
     async with running_loop(AnyRole(address), writes(NUM_TOKENS, 0.1), **OPTIONS) as (loop, engine, run):
         for version in (1, 2):
-            while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - each version starts two requests
+            while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - the engine gets two requests per version
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.25)  # time for two tokens of each sample
+            await asyncio.sleep(0.25)  # the engine writes two tokens of each sample meanwhile
             await asyncio.to_thread(sys.stdin.readline)
             await loop.load_weights(bare_offer(version))
             sys.stdout.write(f"loaded {version}\n")
@@ -57,7 +57,7 @@ def finished(lease: Lease) -> TrajectoryGroup:
 
 
 async def learn(control: AnyRole, version: int) -> None:
-    """Make a learner step on a new group, which ``control`` itself leases and puts."""
+    """Make a learner step on a new group. The client ``control`` leases the group and puts it into the buffer."""
     prompt = Prompt(group_id=100 + version, prompt_ids=np.array([3], dtype=np.int32))
     await control.enqueue([prompt])
     [lease] = await control.lease(version, 1)
@@ -68,7 +68,7 @@ async def learn(control: AnyRole, version: int) -> None:
 
 async def until_leased(control: AnyRole, number: int) -> None:
     async with asyncio.timeout(60):
-        while (await control.stats()).groups["leased"] != number:  # noqa: ASYNC110 - there is no notice of new leases
+        while (await control.stats()).groups["leased"] != number:  # noqa: ASYNC110 - no event reports leases
             await asyncio.sleep(0.02)
 
 
@@ -101,9 +101,9 @@ async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_t
     written = group.versions[len(group.prompt_ids) :]
     for versions in np.split(written, 2):
         assert versions.tolist() == sorted(versions)
-        assert {0, 2} <= set(versions.tolist()) <= {0, 1, 2}  # there may be no token of version 1
+        assert {0, 2} <= set(versions.tolist()) <= {0, 1, 2}  # version 1 possibly has no token
     assert 0 < saved < 2 * NUM_TOKENS
-    assert np.count_nonzero(written < 2) == saved, "what was saved was written under versions 0 and 1"
+    assert np.count_nonzero(written < 2) == saved, "the saved tokens must be of versions 0 and 1"
     assert counters.tokens_generated == 2 * NUM_TOKENS - saved
     assert (before.tokens_buffered, before.tokens_dropped) == (2 * NUM_TOKENS, {})
     assert (stats.tokens_trained, stats.tokens_buffered) == (2 * NUM_TOKENS + 4, 0)
@@ -116,7 +116,7 @@ def start_worker(address: str) -> subprocess.Popen[bytes]:
 
 
 def tell(process: subprocess.Popen[bytes], expected: str) -> None:
-    """Make the worker load the next version, and wait for the load."""
+    """Make the worker process load the next version, and wait until it reports the load."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write(b"go on\n")

@@ -68,7 +68,7 @@ def test_a_warm_start_is_not_reused_after_a_change_of_the_tokenizer_or_the_chat_
 
 @contextlib.contextmanager
 def locked(config):
-    """Hold the lock of the warm start, as a process of another run does."""
+    """Hold the lock of the warm start's folder, as a process of another run does."""
     folder = warm_start_path(config)
     folder.parent.mkdir(parents=True)
     with folder.with_name(f".{folder.name}.lock").open("w") as held:
@@ -160,7 +160,7 @@ def test_a_silent_warm_start_ends_at_its_deadline(config, tmp_path, monkeypatch)
 
 
 def test_training_continues_when_the_warm_start_has_written_its_policy(config, tmp_path, monkeypatch):
-    """The process normally takes a second to exit after it has written its policy. Here it never exits."""
+    """The process of a warm start needs a second to exit after it has written its policy. Here it never exits."""
     policy, made = warm_start_path(config), tmp_path / "made"
     write_warm_start(config, {"steps": 3, "accuracy": 0.5, "val_loss": None}, write_nothing)
     policy.rename(made)

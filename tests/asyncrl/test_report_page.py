@@ -1,4 +1,4 @@
-"""The report in a real Chromium. It draws all charts without errors or requests, and the keyboard zooms.
+"""The report in a real Chromium. The page draws all charts without errors or requests, and keys zoom a chart.
 
 If ``ASYNCRL_SCREENSHOTS`` is set, the tests write screenshots into that folder.
 """
@@ -77,7 +77,7 @@ def test_the_report_draws_every_chart_without_errors_or_requests(report, theme):
                 " return new Set(new Uint32Array(d.buffer)).size; }",
                 name,
             )
-            assert painted > 20, f"{name} is empty"
+            assert painted > 20, f"the chart {name} is empty"
         assert page.locator("#members tbody tr").count() == 2
         keep_screenshot(page, f"report-{theme}")
         assert visit.complaints == []
@@ -112,7 +112,7 @@ def test_an_episode_shows_its_turns_tools_versions_rewards_and_waits(report):
         ]
         assert page.locator("#episode script, #episode pre b").count() == 0
         page.click("#episode summary:has-text('turn 1') >> nth=0")
-        assert page.locator("#episode pre i").count() == 2, "a piece per policy version"
+        assert page.locator("#episode pre i").count() == 2, "the text must have one piece per policy version"
         page.keyboard.press("Tab")
         page.keyboard.press("Enter")
         assert page.locator("#episode pre").count() == 2
@@ -136,7 +136,7 @@ def test_samples_are_colored_by_version_or_difference_and_the_theme_can_be_switc
         colours = "[...document.querySelectorAll('.sample i')].map((token) => token.style.background)"
         by_version = page.evaluate(colours)
         assert len(by_version) == 24
-        assert len(set(by_version)) == 4  # one colour per version (three), and one for tokens that were not sampled
+        assert len(set(by_version)) == 4  # three versions and the unsampled tokens have a colour each
         page.select_option("[name=colour]", "difference")
         assert page.evaluate(colours) != by_version
         page.click("#theme")

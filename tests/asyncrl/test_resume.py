@@ -54,7 +54,7 @@ def test_changed_options_of_learning_are_told_and_no_others(tmp_path):
         "learner.optimizer.lr was 1e-06, is 0.0003",
         "buffer.max_lag was 2, is 5",
     ]
-    assert STATE.changed_options(other) == [], "a checkpoint without them says nothing"
+    assert STATE.changed_options(other) == [], "a checkpoint without options must not report changes"
 
 
 def test_a_new_run_resumes_nothing(tmp_path):

@@ -29,7 +29,7 @@ def data(tmp_path):
 
 
 def answers(capsys, *arguments):
-    """Return the exit status and the output of ``--json``."""
+    """Run ``asyncrl rewards try --json``. Returns a pair: the exit status, and the parsed output."""
     status = rewards_command.main(["try", *arguments, "--json"])
     return status, json.loads(capsys.readouterr().out)
 

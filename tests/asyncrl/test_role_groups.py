@@ -94,12 +94,12 @@ class ScriptedConnection(BufferConnection):
 
 @pytest.fixture(scope="module", autouse=True)
 def by_value():
-    """Send the definitions of this file with the call, because workers cannot import this file."""
+    """Make Ray send the definitions of this file with each call, because workers cannot import this file."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
 class Learners:
-    """Starts learners on one tiny model, each with its own folder."""
+    """Starts learners that use the same tiny model. Each learner has its own folder."""
 
     def __init__(self, folder: Path) -> None:
         self.model = save_tiny_model(folder / "model")
@@ -191,17 +191,17 @@ async def train_on_other_tokens(learner: LearnerGroup) -> None:
 
 async def fail(learner: LearnerGroup) -> None:
     summary = group(1).summary
-    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # the group has one sample less
+    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # more samples than the group has
     plan = Plan(version=7, groups=[replace(summary, response_lengths=lengths, rewards=rewards)])
     await learner.step(plan)
 
 
 @pytest.fixture(scope="module")
 def fused(cluster, tmp_path_factory):
-    """Return the results of a learner with all roles in one process, before a death and after a restart.
+    """Return the results of a learner with all roles in one process, before its death and after its restart.
 
-    The learner makes two steps, a checkpoint and a third step. The next step has tokens that differ from the plan, and
-    the step after it fails. Then the process is killed, and the learner repeats the third step from the checkpoint.
+    The learner makes two steps, a checkpoint and a third step. Then a step has tokens that differ from its plan, and
+    another step fails. The process is killed. The restarted learner repeats the third step from the checkpoint.
     """
     learners = Learners(tmp_path_factory.mktemp("fused"))
     learner = learners.start()
@@ -309,7 +309,7 @@ def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start,
         return found
 
     training, generating, again, *later = asyncio.run(asyncio.wait_for(turns(), DEADLINE_S))
-    assert [bool(size) for size in sorted(training)] == [False, True, True]  # the critic offloads after use
+    assert [bool(size) for size in sorted(training)] == [False, True, True]  # after use, the critic is on the host
     assert again == training
     assert generating == later[0] == later[1] == [0, 0, 0]
     assert pids(learner)["ref"] != pids(learner)["actor"]

@@ -1,4 +1,4 @@
-"""The files of a run that a signal stops."""
+"""The files that a run writes when a signal stops it."""
 
 import asyncio
 import io
@@ -40,7 +40,7 @@ class FullDisk(ScriptedLearner):
 
 
 class SilentWatching:
-    """Shows nothing."""
+    """A stand-in for `Watching` that does not show anything."""
 
     def examine(self, record):
         return record

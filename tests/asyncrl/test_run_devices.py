@@ -94,7 +94,7 @@ def run(*options):
 
 
 def seen_by_all(config, num_joining=0):
-    """Return the environment of each process, by the name of the process. The groups are started as in a run."""
+    """Start all processes of a run. Returns the environment variables of each process, by the process's name."""
     probe = RayClassWithInitArgs(ray.remote(Probe))
     layout = learner_layout(config)
     groups = {
@@ -133,7 +133,7 @@ async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
         seen = await asyncio.to_thread(seen_by_all, config)
         of_ranks = devices_of(seen, "learner")
         assert sorted(of_ranks) == ["2", "4", "5", "7"]
-        assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])], "they share them"
+        assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])], "not the ranks' GPUs"
         config = resolve_devices(run("learner.num_ranks=1", "rollout_fleet.num_engines=3"), visible_gpus(), print)
         seen = await asyncio.to_thread(seen_by_all, config)
         assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen.values()) == ["2", "4", "5", "7"]
@@ -143,7 +143,7 @@ async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
 
 
 class Reached(Exception):
-    """Raised when the run starts learner and engines."""
+    """The test raises this error when the run starts its learner and engines."""
 
 
 @pytest.mark.long
@@ -156,7 +156,7 @@ async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs
         return tmp_path
 
     def free_gpus(wanted=1):
-        for _ in range(100):  # Ray counts a GPU as free only some time after the end of its process
+        for _ in range(100):  # Ray counts a GPU as free some time after its process has ended
             if (count := ray.available_resources().get("GPU", 0)) == wanted:
                 break
             time.sleep(0.1)
@@ -208,7 +208,7 @@ def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, 
     said = []
     config = resolve_devices(run(*options), 8, said.append)
     seen = seen_by_all(config, num_joining=len(engines) - config.rollout_fleet.fewest_engines)
-    assert None not in (*devices_of(seen, "learner"), *devices_of(seen, "engine")), "a process sees every GPU"
+    assert None not in (*devices_of(seen, "learner"), *devices_of(seen, "engine")), "no process may see every GPU"
     for kind, wanted in (("learner", ranks), ("engine", engines)):
         assert [len(found.split(",")) if found else 0 for found in devices_of(seen, kind)] == wanted
     places = [(one["RANK"], one["LOCAL_RANK"], one["LOCAL_WORLD_SIZE"]) for one in seen.values()]

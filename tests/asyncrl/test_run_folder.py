@@ -54,14 +54,14 @@ def test_weights_go_to_the_run_folder_without_room_in_memory_or_if_all_versions_
         ValueError, match=r"shared_memory needs room: .*7 MiB free and 10 MiB are needed; .*transport=file"
     ):
         snapshots(run_dir, *in_memory)
-    # the 28 MiB include deltas since the latest full version, and one copy of the weights per engine
+    # The 28 MiB include all deltas after the latest full version, and one copy of the weights per engine.
     with pytest.raises(ValueError, match=r"28 MiB are needed"):
         snapshots(run_dir, *in_memory, "weights.full_every=5", "rollout_fleet.num_engines=3")
 
 
 def test_a_fallback_to_the_disk_warns_with_its_seconds_per_version(run_dir, monkeypatch, caplog):
     snapshots(run_dir, "weights.transport=file")
-    assert not caplog.records  # no warning, because the user chose the disk
+    assert not caplog.records  # the run does not warn, because the user chose the disk
     (run_dir / "snapshots").rmdir()
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
     snapshots(run_dir)
@@ -132,7 +132,7 @@ def test_the_shared_memory_of_a_run_is_swept_once_all_its_processes_are_killed(s
     controller = int((tmp_path / "controller").read_text())
     assert sweep_shared_memory() == []
     kill(run)
-    assert sweep_shared_memory() == [], "the controller still lives"
+    assert sweep_shared_memory() == [], "the sweep must keep the folder while the controller runs"
     os.kill(controller, signal.SIGKILL)
     wait_until_ended(controller)
     assert sweep_shared_memory() == [shared_folder(tmp_path)]
@@ -206,7 +206,7 @@ def test_a_run_that_begins_on_a_full_disk_names_the_file_and_the_remedy_and_leav
     tmp_path, monkeypatch, capsys, shared_memory
 ):
     def write(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # errors that come from writing have no file name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an error of a write has no file name
 
     monkeypatch.setattr(Path, "write_text", write)
     assert train_command.main([f"output_dir={tmp_path}/out"]) == 1

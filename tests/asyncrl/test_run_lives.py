@@ -28,7 +28,7 @@ def make_life(folder: Path, *, resumed: Path | None = None, steps: int = 0, stat
 
 @pytest.fixture
 def runs(tmp_path):
-    """Return a run of three lives and a failed run. The last of the three lives is still running."""
+    """Make a run that was started three times and still runs, and a failed run. Yields the folder of the two runs."""
     first = make_life(tmp_path / "digits" / "1", steps=12, status=143)
     save(first / "checkpoints", 10)
     newest = save(first / "checkpoints", 12)
@@ -112,7 +112,7 @@ def test_a_damaged_file_of_a_run_is_named(runs, capsys, file, message):
     assert main([str(runs)]) == 2
     printed = capsys.readouterr()
     assert f"error: {message.format(damaged)} must hold" in printed.err
-    assert str(runs / "digits" / "1") in printed.out, "the other runs are listed"
+    assert str(runs / "digits" / "1") in printed.out, "the other runs must be listed"
 
 
 def test_a_folder_without_runs_has_none_and_a_missing_one_is_refused(tmp_path, capsys):

@@ -1,4 +1,4 @@
-"""Asking a running training for a checkpoint."""
+"""Requests for a checkpoint, sent to a running training."""
 
 import asyncio
 

@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 
 def composed(folder, *overrides):
-    """Return the quickstart with a quarter of its demonstrations."""
+    """Return the quickstart's configuration with a quarter of its demonstrations."""
     assets = make_assets(f"{folder}/assets", seed=0, num_train=NUM_ROWS, num_held_out=256, num_demonstrations=NUM_ROWS)
     files = [
         f"model.path={assets.model}",
@@ -74,7 +74,7 @@ async def test_fine_tuning_changes_the_policy_and_records_its_evaluation(folder,
     with caplog.at_level("INFO", logger="asyncrl.sft"):
         policy = await fine_tune(config)
     losses = [float(line.split("loss ")[1].split()[0]) for line in caplog.messages if line.startswith("step")]
-    assert losses[-1] < losses[0] < 2.7, "log(14) = 2.64 is a policy that knows nothing"
+    assert losses[-1] < losses[0] < 2.7, "an untrained policy has a loss of log(14) = 2.64"
     result = json.loads((policy / "sft.json").read_text())
     assert result["steps"] == 60
     assert 0.0 <= result["accuracy"] <= 1.0
@@ -86,7 +86,7 @@ async def test_fine_tuning_changes_the_policy_and_records_its_evaluation(folder,
     caplog.clear()
     with caplog.at_level("INFO", logger="asyncrl.sft"):
         assert await fine_tune(config) == policy
-    assert [line.split()[0] for line in caplog.messages] == ["reusing"], "nothing is trained twice"
+    assert [line.split()[0] for line in caplog.messages] == ["reusing"], "the policy must not be trained again"
 
 
 @pytest.mark.long

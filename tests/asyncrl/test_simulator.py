@@ -65,7 +65,7 @@ def test_two_engines_halve_the_time_of_a_batch_if_places_are_the_limit():
 
 
 def test_an_engine_slows_down_with_the_number_of_running_samples():
-    model = EngineModel(step_s=0.01, step_s_per_sample=0.005)  # 8 samples give 0.05 s per token
+    model = EngineModel(step_s=0.01, step_s_per_sample=0.005)  # with 8 samples, each token takes 0.05 s
     outcome = simulate(scenario(max_lag=0, engine=model))
     assert outcome.step_s == pytest.approx(5 + 2)
 
@@ -76,7 +76,7 @@ def test_a_publish_costs_copy_travel_and_load_time_without_overlap():
 
 
 def test_more_ranks_share_the_tokens_of_a_step():
-    learner = LearnerModel(step_s=1.0, rank_s_per_token=0.01)  # 800 tokens take 8 rank-seconds
+    learner = LearnerModel(step_s=1.0, rank_s_per_token=0.01)  # one rank needs 8 s for 800 tokens
     assert simulate(scenario(max_lag=0, learner=learner)).step_s == pytest.approx(3 + 1 + 8)
     assert simulate(scenario(max_lag=0, learner=learner, num_ranks=4)).step_s == pytest.approx(3 + 1 + 2)
 
@@ -104,7 +104,7 @@ def test_the_jobs_on_a_core_share_it_equally():
     core.run(3.0, lambda: ends.setdefault("long", env.now))
     core.run(1.0, lambda: ends.setdefault("short", env.now))
     env.run(until=3.0)
-    core.run(0.5, lambda: ends.setdefault("late", env.now))  # at this time the long job needs another 1.5 s
+    core.run(0.5, lambda: ends.setdefault("late", env.now))  # the long job still needs 1.5 s at this time
     env.run()
     assert ends == pytest.approx({"short": 2.0, "late": 4.0, "long": 4.5})
     assert core.busy_s == pytest.approx(4.5)
@@ -124,10 +124,10 @@ def test_two_engines_on_one_core_are_as_fast_as_one():
 
 @pytest.mark.parametrize(("max_lag", "expected_s"), [(0, 3 + 0.25 + 0.3 + 3), (2, 3.8)])
 def test_other_work_on_the_host_slows_down_busy_pools(max_lag, expected_s):
-    """Per step, the engine generates for 3 s, stores four groups in 0.0625 s each and waits 0.3 s for leases.
+    """The engine and the learner each have one core. In each step the controller uses the less busy core for 1 s.
 
-    The learner trains for 3 s. The controller computes for 1 s on the core with fewer jobs. Without lag, this core is
-    idle. With lag, both cores are busy, so the controller slows down both pools.
+    In each step the engine generates for 3 s, stores four groups in 0.0625 s each, and waits 0.3 s for leases. The
+    learner trains for 3 s. Without lag, one core is always idle. With lag, the controller slows down both cores.
     """
     host = HostModel(is_shared=True, settle_s=0.0625, step_s=1.0)
     work = {"engine": BATCHES, "learner": LearnerModel(step_s=3.0), "host": host}
@@ -141,7 +141,7 @@ def test_only_engines_that_take_batches_can_share_a_core():
 
 
 def test_an_engine_runs_at_most_max_running_samples():
-    """Eight samples run four at a time, in two rounds of 3 s."""
+    """The engine runs four of the eight samples at a time. Each four samples take 3 s."""
     outcome = simulate(scenario(max_lag=0, engine=EngineModel(step_s=0.03, max_running=4)))
     assert outcome.step_s == pytest.approx(6 + 2)
 
@@ -356,7 +356,7 @@ def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token(
 
 
 def test_handed_over_groups_continue_without_lost_tokens():
-    """The two engines are equally fast. But an engine with many samples needs more than twice as long for a group."""
+    """The two engines are equally fast. With many samples, an engine needs more than twice as long for each group."""
     model = EngineModel(step_s=0.001, step_s_per_sample=0.01)
     lengths = LengthModel(recorded=[[10, 10], [300, 300]])
     keeps = scenario(max_lag=0, num_engines=2, groups_in_flight=8, engine=model, lengths=lengths, groups_per_step=8)

@@ -32,7 +32,7 @@ def start(body, before=(), after="", **constants):
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # needed if the tests run under nohup
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # undoes the effect of nohup on SIGHUP
     )
 
 
@@ -80,7 +80,7 @@ def test_a_signal_to_every_process_reaches_the_work_once_and_ends_none_of_its_ch
     for process in (*psutil.Process(run.pid).children(recursive=True), run):
         process.send_signal(number)
     time.sleep(0.1)
-    run.send_signal(number)  # a sweep forwards its own signal, so the run gets the signal twice
+    run.send_signal(number)  # a sweep forwards a signal to its run, so the run gets the signal twice
     assert run.communicate(timeout=30)[0] == "status 11 own\n"
 
 
@@ -116,7 +116,7 @@ def test_a_hangup_of_the_terminal_ends_the_work_except_under_nohup(before, statu
     )
     assert run.stdout.readline() == "ready\n"
     run.send_signal(signal.SIGHUP)
-    if not before:  # without a handler, the signal ends the run
+    if not before:  # the work has no handler yet, so the signal ends it
         run.wait(60)
     assert run.communicate("go on\n", timeout=60)[0] == status
 

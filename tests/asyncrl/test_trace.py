@@ -1,4 +1,4 @@
-"""Reading the record of a run."""
+"""Traces of runs: how they are read from the records of a run's processes."""
 
 import pytest
 
@@ -23,9 +23,9 @@ def test_a_trace_has_consecutive_steps(tmp_path):
 
 
 def steps_of(*spans):
-    """Return the steps of a trace and its window, which is the time from the first to the last finished step.
+    """Return a pair: the steps of a trace, and its window (the time from the first to the last finished step).
 
-    Each span is (version, start, end). If the end is 0, the span is open.
+    Each span is a tuple (version, start, end). A span with end 0 is open.
     """
     spans = [
         Span(lane="controller", kind="step", step=step, start=start, end=end or 99, is_open=not end)

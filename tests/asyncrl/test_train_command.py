@@ -1,4 +1,4 @@
-"""The end of ``asyncrl train`` with a scripted run: exit status, last output and processes."""
+"""The exit status, the last output and the processes of ``asyncrl train`` at its end. Its run is scripted."""
 
 import os
 import shlex
@@ -40,7 +40,7 @@ finally:
 
 
 class Command:
-    """The command in a separate process, with its output in one stream."""
+    """``asyncrl train`` in a separate process. Its stdout and stderr are one stream."""
 
     def __init__(self, body, output_dir, *options):
         script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    "))
@@ -56,7 +56,7 @@ class Command:
         return next(line for line in self.process.stdout if words in line)
 
     def end(self):
-        """Return the exit status and the unread output."""
+        """Wait for the end of the command. Returns its exit status and the output that was not read before."""
         output, _ = self.process.communicate(timeout=60)
         return self.process.returncode, output.strip()
 

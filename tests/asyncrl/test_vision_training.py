@@ -56,7 +56,7 @@ def stream(model_path, tmp_path):
 
 
 async def roll_out(engine, prompt, model_path, tokenizer):
-    """Return a scored group of a prompt, as it arrives at the learner. The reward is 1 for the colour's letter."""
+    """Generate a group and score it. The reward is 1 if an answer is the letter of the image's colour."""
     prompt = prompt_of([bytes(frame) for frame in prompt_frames(prompt)])
     images = await prompt_images(image_reader(model_path, max_pixels=4096), prompt)
     requests = [
@@ -77,7 +77,7 @@ async def roll_out(engine, prompt, model_path, tokenizer):
 
 
 async def train(model_path, stream, folder, *, num_steps, lr):
-    """Train for some steps. Returns the mean reward of each step, and the trainer and the engine at the end."""
+    """Train for ``num_steps`` steps. Returns three values: the mean reward per step, the trainer, the engine."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=lr))
     trainer = Trainer(config, model_path=model_path, total_updates=num_steps)

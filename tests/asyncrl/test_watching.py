@@ -19,7 +19,7 @@ from tests.support.traces import record_run
 
 @pytest.fixture
 def watched(tmp_path):
-    """Return a function that makes a watched run and the list of its messages."""
+    """Return a function that makes a `Watching`. The function also returns the stream of the run's messages."""
     (tmp_path / "logs").mkdir()
     said = io.StringIO()
 
@@ -31,7 +31,7 @@ def watched(tmp_path):
 
 
 async def test_a_run_goes_on_without_a_dashboard_that_does_not_come_up(watched):
-    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # an address that other hosts can reach
+    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # other hosts could reach this address
     async with watching:
         watching.step(make_record(0))
     assert "the dashboard did not start at 192.0.2.1:1; the run continues without it; see " in said.getvalue()
@@ -53,7 +53,7 @@ async def test_a_run_that_records_nothing_is_watched_all_the_same(watched):
     async with watching:
         watching.step(make_record(0))
         await asyncio.wait(asyncio.all_tasks() - {asyncio.current_task()}, timeout=20)
-        assert asyncio.all_tasks() == {asyncio.current_task()}, "no task waits for the use of the pools"
+        assert asyncio.all_tasks() == {asyncio.current_task()}, "no task may wait for the use of the pools"
     assert "step 1/9" in said.getvalue()
 
 

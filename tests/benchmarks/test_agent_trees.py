@@ -1,4 +1,4 @@
-"""The trees of the benchmark's search agent, and the tokens that the packer shares."""
+"""The turn trees of the benchmark's search agent, and the tokens that the packer stores once for several branches."""
 
 from benchmarks.agent_trees import AgentLengths, search_groups, tree_tokens
 

@@ -71,8 +71,8 @@ def test_a_target_is_crossed_where_the_mean_of_three_reaches_it_and_not_at_a_luc
     rising = [(10.0 * index, 0.1 * index) for index in range(11)]
     assert first_crossing(rising, 0.45) == pytest.approx(45.0)
     lucky = [(x, y + 0.4 * (x == 20)) for x, y in rising]
-    assert first_crossing(lucky, 0.6) == pytest.approx(60.0), "0.6 at 20 was luck"
-    assert first_crossing(rising, 0.99) is None, "the last mean is 0.95"
+    assert first_crossing(lucky, 0.6) == pytest.approx(60.0), "the single value of 0.6 at 20 must not count"
+    assert first_crossing(rising, 0.99) is None, "the last mean is only 0.95"
     assert first_crossing([(0.0, 0.9), (10.0, 0.9)], 0.5) == 0.0
     dip = [(0.0, 1.0), (10.0, 0.84), (20.0, 0.8), (30.0, 1.0), (40.0, 1.0)]
     assert first_crossing(dip, 0.9) == 0.0, "the first mean, 0.92, reaches the target, although the next one does not"

@@ -27,9 +27,9 @@ def test_the_spread_of_lengths_gives_the_straggling_that_was_measured():
 
 
 def test_a_threshold_lets_as_many_prompts_begin_as_the_bound_does():
-    """With a threshold of s, verl lets (1 + s) x 512 prompts begin per version.
+    """In verl with the staleness threshold s, (1 + s) x 512 prompts can begin per version.
 
-    With our bound, (max_lag + 1) x groups_per_step prompts begin.
+    In asyncrl, (max_lag + 1) x groups_per_step prompts can begin per version.
     """
     mapped = verl_scenario(0.5, token_s=0.01, spread=0.5)
     assert (mapped.max_lag + 1) * mapped.groups_per_step == 1.5 * 512
@@ -46,7 +46,7 @@ def test_a_case_changes_the_recorded_scenario_in_its_own_options_alone():
 
 
 def test_the_runs_of_each_round_are_made_in_an_order_of_its_own():
-    """The speed of a run depends on the run before it. So each run must follow different runs in different rounds."""
+    """The speed of a run depends on the run before it. So a run must follow other runs in other repetitions."""
     runs = (RECORDED, *CASES)
     rounds = [order_of_runs(number) for number in range(9)]
     assert all(sorted(map(runs.index, order)) == list(range(len(runs))) for order in rounds)

@@ -1,4 +1,4 @@
-"""The staleness table: the exact lag, finished cells and missing cells."""
+"""The benchmark of staleness: the exact lag of its runs, and which results of its table exist already."""
 
 import argparse
 import json
@@ -45,7 +45,7 @@ def test_every_batch_is_sampled_by_the_weights_of_exactly_lag_steps_before(confi
 def test_the_same_cell_gives_the_same_numbers_again(config):
     again = [LaggedTraining(config, lag=0, eval_every=5, eval_samples=1).run() for _ in range(2)]
     assert again[0].metrics == again[1].metrics
-    assert again[0].metrics["ratio"] == pytest.approx(1.0, abs=1e-3), "without lag the policy is the one that sampled"
+    assert again[0].metrics["ratio"] == pytest.approx(1.0, abs=1e-3), "without lag, the ratio must be 1"
 
 
 def test_the_area_is_the_mean_over_steps():

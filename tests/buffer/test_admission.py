@@ -8,7 +8,7 @@ from buffer.service import BufferService
 
 
 class CountedRequests:
-    """A service without sockets that counts the requests for leases to its ledger."""
+    """A buffer service without sockets. It counts how often the service requests leases from its ledger."""
 
     def __init__(self, *, max_lag: int) -> None:
         self.replies: list[tuple[bytes, Message]] = []
@@ -79,7 +79,7 @@ async def test_workers_of_both_versions_are_served_by_turn_as_far_as_each_is_adm
     for client, version in ((b"old", 0), (b"new", 1)):
         requests.hand_in(client, commands.LeaseGroups(engine_version=version, max_groups=4))
     requests.service.settle()
-    # Four groups may be open. At most two of them may be due by version 1, so engines at version 0 may begin two.
+    # Four groups may be open. At most two of the four may be due by version 1, so the old worker may begin two.
     assert requests.granted() == {b"old": 2, b"new": 2}
     requests.service.close()
 

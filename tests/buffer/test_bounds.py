@@ -1,4 +1,4 @@
-"""A server's memory stays within its bounds for any behavior of its clients, and a client at a bound gets an error."""
+"""The memory of a buffer server stays within its bounds, whatever its clients do. A client at a bound gets an error."""
 
 import asyncio
 import os
@@ -57,9 +57,7 @@ async def test_a_batch_whose_prompts_exceed_their_bound_together_is_planned():
             await feeding
             assert len((await client.plan(0)).groups) == 8
         stats = await client.stats()
-        assert stats.held_bytes - stats.stored_bytes == 8 * size, (
-            "prompts of stored groups are held, and counted as held"
-        )
+        assert stats.held_bytes - stats.stored_bytes == 8 * size, "prompts of stored groups must count as held bytes"
         await client.commit(0)
         assert (await client.stats()).held_bytes == 0
 
@@ -161,7 +159,7 @@ async def test_a_pending_request_is_answered_once_by_its_timer_or_by_a_grant():
 
 @pytest.mark.parametrize("num_store_servers", [0, 1])
 async def test_a_full_store_makes_nobody_send_a_payload_twice(monkeypatch: pytest.MonkeyPatch, num_store_servers: int):
-    """Eight producers share room for three of their groups. Each group is sent only once."""
+    """The buffer has room for three groups. Each of eight workers sends its group only once."""
     num_sent = Counter()
     push = ChunkSender.push
 
@@ -193,7 +191,7 @@ async def test_small_puts_that_meet_a_full_store_all_go_on_when_there_is_room():
         leases = await producer.lease(0, 8)
         puts = asyncio.gather(*(producer.put(rollout(lease, num_tokens=500)) for lease in leases))
         for version in range(8):
-            await asyncio.wait_for(control.plan(version), 30)  # fails if a producer misses a wake-up
+            await asyncio.wait_for(control.plan(version), 30)  # times out if a waiting worker is not woken
             await control.commit(version)
         await asyncio.wait_for(puts, 60)
 
@@ -296,7 +294,7 @@ async def test_a_stopped_consumer_holds_up_nobody_else(tmp_path: Path):
 
 
 async def test_a_renewal_of_very_many_leases_is_refused_at_once_and_holds_up_no_other_call():
-    """Half a million leases fit into the header of one message."""
+    """The header of one message has room for half a million leases."""
     async with running(groups_per_step=1) as run:
         modest = run.client()
         await modest.enqueue([prompt(0)])

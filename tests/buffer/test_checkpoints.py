@@ -28,8 +28,8 @@ def options_of(kind: str, directory: Path, **more: Any) -> dict[str, Any]:
 async def first_life(client: AnyRole, folder: Path) -> None:
     """Train step 0, and write the checkpoint of version 1.
 
-    As in a run, the checkpoint is written after the plan and before the commit. Groups 0 and 1 are consumed, 2 and 3
-    are stored. Group 4 has a saved prefix of 4 tokens, group 5 runs, and groups 6 to 9 are queued.
+    As in a run, the checkpoint is written after the step's plan and before its commit. Groups 0 and 1 are consumed.
+    Groups 2 and 3 are stored. Group 4 has a saved prefix of 4 tokens. Group 5 runs. Groups 6 to 9 are queued.
     """
     await client.enqueue([prompt(i) for i in range(10)])
     leases = await client.lease(0, 6)
@@ -42,7 +42,7 @@ async def first_life(client: AnyRole, folder: Path) -> None:
     written = await client.checkpoint(folder, 1, key="one")
     assert (written.num_groups, written.num_prefixes) == (4, 1)
     assert written.num_bytes > 4 * 40_000
-    assert await client.checkpoint(folder, 1, key="one") == written, "a repeated request"
+    assert await client.checkpoint(folder, 1, key="one") == written, "a repeated request must give the same answer"
     await client.commit(0)
 
 
@@ -67,7 +67,7 @@ async def test_a_new_life_goes_on_with_what_its_checkpoint_holds(kind: str, tmp_
         await begin_life(client, tokens_generated=REPORTED + 7)
         stats = await client.stats()
         assert (stats.learner_version, stats.tokens_trained, stats.tokens_buffered) == (1, 10, 5 + 40_005 + 4)
-        assert stats.tokens_dropped == {"resume": 7}, "the tokens of the attempt that ran and was never reported"
+        assert stats.tokens_dropped == {"resume": 7}, "only the tokens of the unreported attempt are lost"
         assert stats.lag_histogram == {0: 2}
         assert {state: stats.groups[state] for state in ("queued", "leased", "stored")} == {
             "queued": 6,
@@ -112,11 +112,11 @@ async def test_a_new_life_takes_over_a_newer_journal_and_drops_what_has_a_token_
         stats = await client.stats()
         assert (stats.learner_version, stats.tokens_trained) == (1, 10)
         lost = {"rewound": 5 + 40_005 + 5}
-        assert stats.tokens_dropped == lost, "batch 1 and the group of version 2"
+        assert stats.tokens_dropped == lost, "batch 1 and the group of version 2 are lost"
         assert stats.groups["stored"] == 1
         assert await client.finished() == [(0, 2)]
     async with running(**{**options, "earlier_epoch": "first"}) as run:
-        assert (await run.client().stats()).tokens_dropped == lost, "the second life restarts on its own journal"
+        assert (await run.client().stats()).tokens_dropped == lost, "the second life must restart from its own journal"
     with pytest.raises(ValueError, match="epoch='second', but this server has 'third'"):
         running(**options_of(kind, tmp_path / "buffer", epoch="third", earlier_epoch="first"))
 
@@ -129,7 +129,7 @@ async def test_a_checkpoint_that_lost_prompts_is_refused_by_name(kind: str, file
     frames = folder / file
     content = bytearray(frames.read_bytes())
     content[100] ^= 1
-    frames.unlink()  # a hard link may join the frames with a file of the journal, and this file must not change
+    frames.unlink()  # do not change a file of the journal that is hard-linked to this file
     frames.write_bytes(content)
     with pytest.raises(ReplayBufferError, match=r"v00000001/journal lacks the prompts of \d+ unfinished groups"):
         running(**options_of(kind, tmp_path / "second", checkpoint=str(folder)))

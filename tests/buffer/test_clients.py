@@ -95,14 +95,14 @@ def test_a_client_of_another_loop_is_refused_by_name_and_an_open_one_does_not_ho
 
 @pytest.mark.parametrize("call", ["enqueue", "lease", "put", "plan", "fetch", "commit", "renew", "release"])
 async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
-    """A cancelled call may have taken effect. A repeated call gives the result of a single call."""
+    """A cancelled call may already have had its effect. Then a repeated call must not have the effect again."""
     async with running(groups_per_step=2, max_lag=0) as run:
         worker, control = run.client(), run.client()
 
         async def through(name: str, make) -> object:
             """Make a call.
 
-            If ``name`` is the call under test, first make the call several times and cancel it at different moments.
+            If ``name`` is the call under test, first make the call eight times and cancel each at another moment.
             """
             for num_turns in range(8 if name == call else 0):
                 task = asyncio.ensure_future(make())
@@ -134,7 +134,7 @@ async def test_a_call_cancelled_at_any_moment_loses_no_group(call: str):
 
 
 async def test_a_request_that_the_server_may_hold_has_its_deadline_from_when_it_must_be_answered():
-    """The server stops just before it answers. It is restarted within two thirds of the request's deadline."""
+    """The server keeps a request open for half of ``request_timeout_s``, longer than the client's timeout."""
     async with running(request_timeout_s=2.4) as run:
         client = run.client(request_timeout_s=1.0)
-        assert await client.lease(0, 1) == [], "held for 1.2 s"
+        assert await client.lease(0, 1) == [], "the server keeps the request open for 1.2 s"

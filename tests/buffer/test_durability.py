@@ -96,7 +96,7 @@ async def test_messages_tools_and_environment_of_a_prompt_survive_a_restart(tmp_
 
 
 class Learner:
-    """The learner's version. Calls can wait until it changes."""
+    """Holds the learner's version. Requests for leases wait for a lease or for the next version."""
 
     def __init__(self) -> None:
         self.version = 0
@@ -108,7 +108,7 @@ class Learner:
         self._advanced = asyncio.Event()
 
     async def lease(self, client: AnyRole) -> list[Lease]:
-        """Request leases at the learner's version. If the version advances, cancel the call and make a new one."""
+        """Request leases at the learner's version. If the version advances, cancel the request and repeat it."""
         while True:
             call = asyncio.ensure_future(client.lease(self.version, 2))
             advanced = asyncio.ensure_future(self._advanced.wait())
@@ -122,7 +122,7 @@ class Learner:
 
 
 async def work(client: AnyRole, learner: Learner) -> None:
-    """Act as a rollout worker: lease at the learner's version, put, and continue after any error."""
+    """Act as a rollout worker: lease groups at the learner's version, put them, and ignore errors of the puts."""
     while True:
         for lease in await learner.lease(client):
             with suppress(ReplayBufferError):
@@ -160,7 +160,7 @@ async def train_through_kills(directory: Path, *, num_steps: int, kill_after: li
     tasks.append(killer := asyncio.ensure_future(kill()))
     try:
         consumed = await train(control, learner, num_steps=num_steps)
-        assert killer.done(), "the training was over before the last kill"
+        assert killer.done(), "training ended before the last kill"
         assert len(consumed) == len(set(consumed)) == 4 * num_steps
         stats = await control.stats()
         assert stats.learner_version == num_steps
@@ -216,7 +216,7 @@ async def test_a_full_disk_is_an_error_and_nothing_is_acknowledged_that_is_not_s
         stats = await worker.stats()
         assert stats.groups["stored"] == len(acknowledged)
         address = run.server.address
-    async with running(groups_per_step=4, **options) as run:  # the disk is still as full as before
+    async with running(groups_per_step=4, **options) as run:  # the disk is still full
         assert run.server.address == address
         fetched = await run.client().fetch(acknowledged)
         assert [group.group_id for group in fetched] == acknowledged
@@ -353,9 +353,9 @@ async def test_after_a_power_failure_large_frames_that_were_written_last_are_los
 
 
 async def outcomes_of_cut_files(tmp_path: Path) -> tuple[set[int], set[int]]:
-    """Cut each file of the journal at 13 places. A power failure may cut unsynced writes in this way.
+    """Cut each file of the journal at 13 places, as a power failure cuts unsynced writes.
 
-    Returns two sets over all cuts: the numbers of stored groups, and the numbers of lost groups.
+    After each cut, count the groups that are still stored and the groups that are lost. Returns the two sets of counts.
     """
     before = tmp_path / "before"
     options = {"durability": Durability.disk, "max_lag": 3}
@@ -393,7 +393,7 @@ async def test_a_group_whose_trajectories_did_not_survive_is_generated_again_and
             await client.put(rollout(lease, num_tokens=9 - lease.prompt.group_id))
         assert [group.group_id for group in (await client.plan(0)).groups] == [3, 2]
     frames = tmp_path / "journal.1.frames"
-    frames.write_bytes(frames.read_bytes()[:-200])  # cuts into the frames of group 3
+    frames.write_bytes(frames.read_bytes()[:-200])  # cut off a part of group 3
     async with running(**options) as run:
         client = run.client()
         stats = await client.stats()
@@ -426,7 +426,7 @@ async def test_a_saved_prefix_that_did_not_survive_is_dropped_and_counted(tmp_pa
 
 
 def test_frames_are_written_whole_though_the_system_takes_few_bytes_at_once(tmp_path: Path, monkeypatch):
-    """The test's ``os.pwritev`` writes only 7 bytes per call. The real one also writes only a part above 2^31 bytes."""
+    """The test's ``os.pwritev`` writes only 7 bytes per call. The real one writes less than 2^31 bytes per call."""
     written = os.pwritev
     monkeypatch.setattr(os, "pwritev", lambda fd, parts, *at: written(fd, [bytes(parts[0])[:7]], *at))
     file = AppendOnlyFile(tmp_path / "file")
@@ -473,7 +473,7 @@ async def test_a_put_is_acknowledged_only_when_it_is_written(tmp_path: Path, mon
             with pytest.raises(ReplayBufferError, match=r"journal cannot be written: Bad file descriptor"):
                 await client.put(rollout(first))
         await client.put(rollout(second))
-        await client.put(rollout(first))  # the group is stored; the repeated put adds it to the journal
+        await client.put(rollout(first))  # group 0 is stored already; the repeated put writes it to the journal
     async with running(groups_per_step=4, **options) as run:
         fetched = await run.client().fetch([0, 1])
         assert [group.group_id for group in fetched] == [0, 1]
@@ -512,7 +512,7 @@ async def test_the_files_stay_small_while_groups_come_and_go_and_a_restart_finds
         await client.put(rollout(lease, num_tokens=400))
         await client.save_progress(late, rollout(late, num_tokens=200))
         before = await client.stats()
-        assert largest < 600_000, "of more than 1,300,000 bytes that were written"
+        assert largest < 600_000, "the files must shrink: 1,300,000 bytes were written"
     async with running(groups_per_step=2, **options) as run:
         client = run.client()
         assert await client.stats() == before
@@ -537,7 +537,7 @@ async def test_a_journal_is_compacted_while_groups_are_stored_wherever_their_fra
             await client.commit(version)
             await old_files_are_deleted(tmp_path)
         before = await client.stats()
-    assert max(journal.numbers_of(tmp_path / "journal")) > 4, "it was compacted while the buffer held groups"
+    assert max(journal.numbers_of(tmp_path / "journal")) > 4, "the journal must be compacted several times"
     assert before.groups["stored"] == 2
     async with running(groups_per_step=2, max_lag=2, **options) as run:
         client = run.client()
@@ -582,7 +582,7 @@ def compact(journal_of_run: Journal) -> None:
     others = threading.enumerate()
     asyncio.run(compact_and_wait())
     for thread in threading.enumerate():
-        if thread not in others and thread.daemon:  # the thread that deletes the files
+        if thread not in others and thread.daemon:  # wait for the thread that deletes the files
             thread.join()
 
 

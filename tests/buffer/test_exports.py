@@ -1,4 +1,4 @@
-"""Exports of a buffer from every kind of checkpoint give the same bits."""
+"""The export of a buffer has the same bits for every kind of checkpoint."""
 
 from pathlib import Path
 
@@ -124,7 +124,7 @@ def test_an_export_of_any_groups_returns_with_the_same_bits(seed: int, has_token
 
 def test_images_and_many_groups_return_with_the_same_bits(tmp_path: Path):
     groups = []
-    for number in range(130):  # the export writes fewer groups at once
+    for number in range(130):  # more groups than an export writes at once
         held = grouped() if number == 5 else group_of_seed(1, number)
         groups.append(ExportedGroup(prompt=prompt(number), state=GroupState.stored, trajectories=held))
     sent = contents_of(*groups)

@@ -25,7 +25,7 @@ async def rotate(control: AnyRole, directory: Path) -> None:
 
 
 def without_file(directory: Path, role: BufferRole):
-    """Return a role's keys without the path of the key file. So a client with these keys cannot read newer keys."""
+    """Return a role's keys without the path of the key file. A client with these keys cannot read newer keys."""
     return replace(client_keys(directory, role), path=None)
 
 
@@ -90,7 +90,7 @@ async def test_clients_that_were_idle_or_unconnected_during_key_rotations_get_re
         for _ in range(2):
             await rotate(control, tmp_path)
         assert (await idle.stats()).learner_version == 0
-        assert (await away.stats()).learner_version == 0, "it connects for the first time, with keys of before"
+        assert (await away.stats()).learner_version == 0, "the old keys must still be accepted"
 
 
 async def test_a_replacement_that_was_interrupted_shuts_nobody_out_and_can_begin_again(tmp_path):
@@ -138,7 +138,7 @@ async def test_files_of_keys_that_cannot_be_read_again_change_nothing(tmp_path, 
         await control.renew_keys()
         put_keys(tmp_path, keys)
         (tmp_path / "rollout.json").chmod(0o644)
-        assert (await worker.stats()).learner_version == 0, "with the old key, which is still accepted"
+        assert (await worker.stats()).learner_version == 0, "the old key must still be accepted"
         assert "is readable by other users" in caplog.text
         (tmp_path / "rollout.json").chmod(0o600)
         retire_keys(tmp_path)

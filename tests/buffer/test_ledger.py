@@ -50,8 +50,8 @@ def test_more_groups_share_a_deadline_than_its_steps_take_and_the_last_leased_gi
     of.step()
     [fresh] = of.lease(1, 9, now=0.0)
     of.put(summary_of(fresh))
-    # Groups 1 and 2 are due at version 2, and a batch has one group. So group 1 or group 2 must be in batch 1.
-    # Otherwise a lease is revoked. Only group 3 is ready.
+    # Groups 1 and 2 are due at version 2, and a batch has one group. So batch 1 should contain group 1 or group 2.
+    # Groups 1 and 2 still run. So the ledger puts group 3 into batch 1, and revokes the lease of group 2.
     assert of.step() == [3]
     assert [r.group_id for _, r in of.attempts.drain_revocations()] == [2]
 
@@ -267,7 +267,7 @@ def test_only_the_owner_of_a_lease_reports_it_also_after_it_was_taken_back():
 
 @pytest.mark.long
 def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatch: pytest.MonkeyPatch):
-    """Groups end in many ways: lost, released, too old, filtered or trained."""
+    """In the test, groups are lost, released, too old, filtered or trained."""
     of = DrivenLedger(
         StalenessRule(max_lag=2, groups_per_step=4), on_stale=OnStale.drop, filters=["equal_rewards"], lease_s=5.0
     )
@@ -283,7 +283,7 @@ def test_what_the_ledger_holds_does_not_grow_with_the_length_of_a_run(monkeypatc
     def end(lease: commands.GrantedLease) -> None:
         ending = (lease.group_id * 7 + lease.attempt) % 16
         if ending == 0:
-            return  # the worker never sends another message
+            return  # let the lease expire
         if ending == 1:
             apply(commands.Release(group_id=lease.group_id, attempt=lease.attempt, num_tokens=3, reason="aborted"))
             return
@@ -349,9 +349,9 @@ def test_unreported_tokens_of_a_dead_worker_count_as_lost(num_generated, num_los
 
 
 def test_what_a_buried_worker_reports_later_is_counted_once_also_after_a_restart():
-    """An attempt expires before its worker is declared dead.
+    """The lease of an attempt expires before its worker is declared dead.
 
-    The attempt never reports its tokens, so the tokens count as lost.
+    The worker never reports the tokens of this attempt, so the tokens count as lost.
     """
     new = ledger(2, 2, lease_s=10.0)
     expired, running, _ = new.lease(0, 3, owner=b"a")

@@ -128,7 +128,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.hosts) > 1 and self.joining)
     @rule(data=st.data())
     def a_store_is_gone(self, data: st.DataObject) -> None:
-        """Drop a store. Its groups are queued again, except those of a planned batch."""
+        """Drop a store. The store's groups are queued again, except groups of a planned batch."""
         number = data.draw(st.sampled_from(sorted(self.hosts)))
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         lost = {group_id for group_id in self.stored if self.places[group_id] == number} - planned
@@ -188,7 +188,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), num_steps=st.integers(1, 5), stragglers=st.floats(0.0, 1.0))
     def steps_pass(self, data: st.DataObject, num_steps: int, stragglers: float) -> None:
-        """Make steps that leave some of the oldest groups unfinished, so their deadlines come close."""
+        """Make steps, but leave some of the oldest groups unfinished. So the deadlines of these groups come close."""
         for _ in range(num_steps):
             self.enqueue(number=30, again=False)
             number = data.draw(st.sampled_from([1, 3, 30]))
@@ -223,7 +223,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def _put(self, lease: GrantedLease, expires_at: float, oldest: int, num_tokens: int) -> None:
         num_tokens += self._least_tokens(lease)
         filtered = bool(self.filters) and num_tokens % 5 == 0
-        left_out = num_tokens // 4  # tokens of trajectories that the put omits
+        left_out = num_tokens // 4  # the put omits trajectories with this many tokens
         newest = oldest + num_tokens % (self.version - oldest + 1)
         rewards = (0.0, 0.0 if filtered else 1.0)
         summary = summary_of(lease, oldest=oldest, newest=newest, num_tokens=num_tokens - left_out, rewards=rewards)
@@ -264,10 +264,10 @@ class LedgerMachine(RuleBasedStateMachine):
             ]
             due_first = [group_id for group_id, deadline in new if deadline <= lease.deadline]
             held = [sum(self._size(g) for g in due_first if self.places[g] == place) for place in self.hosts]
-            assert may_move or min(held) + size > self.max_bytes, "the groups that are due first would have fitted"
+            assert may_move or min(held) + size > self.max_bytes, "the groups that are due first must fit"
             return False
         assert not (may_move and reserved.evicted)
-        assert not has_near or reserved.store in near, "what fits there goes to the store of its host"
+        assert not has_near or reserved.store in near, "a group that fits must go to its host's store"
         for group_id in reserved.evicted:
             if group_id in self.running:
                 other, _ = self.running[group_id]
@@ -280,7 +280,7 @@ class LedgerMachine(RuleBasedStateMachine):
                 assert self.stored.pop(group_id)[1] > lease.deadline
         self.places[lease.group_id] = reserved.store
         again = self.ledger.reserve(lease, size)
-        assert (again.store, again.evicted) == (reserved.store, ()), "the bytes are on their way there"
+        assert (again.store, again.evicted) == (reserved.store, ()), "a repeated reservation must be the same"
         return True
 
     def _held(self, place: int) -> int:
@@ -443,7 +443,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def a_worker_is_gone(self, worker: int) -> None:
         """Let a worker become silent. The server revokes its leases before they expire."""
         lost = [lease for lease, _ in self.running.values() if lease.owner == bytes([worker])]
-        assert sum(self._is_suspect(lease.group_id) for lease in lost) <= 1, "two suspects on one worker"
+        assert sum(self._is_suspect(lease.group_id) for lease in lost) <= 1, "a worker may hold only one suspect"
         assert self.ledger.take_back(bytes([worker])) == len(lost)
         for lease in lost:
             self.deaths[lease.group_id] = self.deaths.get(lease.group_id, 0) + 1
@@ -488,7 +488,7 @@ class LedgerMachine(RuleBasedStateMachine):
         if plan is None:
             assert given_up == []
             return
-        assert len(given_up) == num_too_few, "a batch gives up at most the groups that it lacks"
+        assert len(given_up) == num_too_few, "the plan gave up a wrong number of groups"
         assert self.ledger.plan(version) == plan
         ids = [summary.group_id for summary in plan.groups]
         assert len(set(ids)) == len(ids) == self.size
@@ -499,7 +499,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.planned[version] = ids
 
     def _num_missing_from(self, version: int) -> int:
-        """Return the number of groups that the batch still lacks: the largest number that any deadline requires."""
+        """Return how many groups batch ``version`` lacks. This is the largest number that a deadline requires."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         ready = [deadline for group_id, (_, deadline) in self.stored.items() if group_id not in planned]
         deadlines = self._open_deadlines()
@@ -539,7 +539,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.marked = {version: self.marked[version] for version in sorted(self.marked)[-MAX_MARKS:]}
 
     def _stay_for_further_uses(self, batch: dict[int, tuple[GroupSummary, int]]) -> None:
-        """Keep a trained group stored for another use, if all deadlines can still be met.
+        """Keep a trained group for another use, if all groups can still meet their deadlines.
 
         The group counts as open again.
         """
@@ -551,7 +551,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.stored)
     @rule(data=st.data())
     def trajectories_are_lost(self, data: st.DataObject) -> None:
-        """Lose trajectories, as after a power failure.
+        """Lose the trajectories of some groups, as after a power failure.
 
         The prompts of the lost groups are queued again. The first batch with a lost group and all later batches are
         planned again. Other groups of these batches are lost too if the store that held them no longer exists.
@@ -595,7 +595,7 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.enqueue(range(self.num_enqueued)) == sorted(again - self.stored.keys() - self.lost_by_rewind)
 
     def _lose_versions_above(self, version: int, again: set[int]) -> None:
-        """Remove the groups that the rewind loses. A group of a planned batch is also lost if its store is gone."""
+        """Remove groups with tokens of versions above ``version``, and planned groups whose store is gone."""
         planned = {group_id for ids in self.planned.values() for group_id in ids}
         gone = {group_id for group_id in planned if self.places[group_id] not in self.hosts}
         lost = {group_id for group_id, (summary, _) in self.stored.items() if summary.newest_version > version}
@@ -677,7 +677,7 @@ class LedgerMachine(RuleBasedStateMachine):
 
     @invariant()
     def whoever_waits_for_a_batch_is_woken(self) -> None:
-        """Check that a batch that cannot be planned waits for something that will come.
+        """If the next batch cannot be planned yet, check that it waits for an event that will come.
 
         The batch may wait for a running lease, for a commit, or for a lease that an engine can get when there are
         prompts.
@@ -699,13 +699,13 @@ class LedgerMachine(RuleBasedStateMachine):
             assert self.ledger.groups.leases.next_expiry() is None
 
     def _admits(self, version: int, deadlines: list[int]) -> bool:
-        """Return whether all deadlines can be met with one more group that begins at ``version``."""
+        """Return whether all groups can meet their deadlines if one more group begins at ``version``."""
         next_plan, deadline = self.version + len(self.planned), version + self.max_lag
         due = sorted([*deadlines, deadline])
         return deadline >= next_plan and all(due[i] >= next_plan + i // self.size for i in range(len(due)))
 
     def _check_prefix(self, lease: GrantedLease, version: int, deadlines: list[int]) -> None:
-        """Check that the lease has the saved prefix if, and only if, a group as old as the prefix is still admitted."""
+        """Check that the lease has the saved prefix exactly if a group as old as the prefix may still begin."""
         prefix = self.prefixes.pop(lease.group_id, None)
         if prefix is not None and self._admits(prefix.oldest_version, deadlines):
             assert lease.progress == prefix
@@ -716,28 +716,28 @@ class LedgerMachine(RuleBasedStateMachine):
             assert lease.engine_version == version
 
     def _prefixes_in_use(self) -> list[tuple[int, int]]:
-        """Return the running attempts that continue their inherited prefix, or may still continue it."""
+        """Return the running attempts that continue an inherited prefix, or can still continue such a prefix."""
         keys = [(lease.group_id, lease.attempt) for lease, _ in self.running.values()]
         return [key for key in keys if key in self.inherited and (self.continues[key] or key not in self.saved)]
 
     def _continued(self, lease: GrantedLease) -> bool:
-        """Return whether a report must say that the worker continued the prefix."""
+        """Return whether the worker's report on this lease must say that the attempt continued a prefix."""
         key = lease.group_id, lease.attempt
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """Return the smallest number of tokens that an attempt may have: its latest save, or the continued prefix."""
+        """Return the fewest tokens that an attempt can report: those of its latest save, or of its prefix."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued
 
     def _own(self, lease: GrantedLease, num_tokens: int) -> int:
-        """Return the number of tokens that an attempt wrote itself, without an inherited prefix."""
+        """Return the number of tokens that an attempt wrote itself. Tokens of a continued prefix do not count."""
         key = lease.group_id, lease.attempt
         return num_tokens - (self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0)
 
     def _report(self, lease: GrantedLease, num_tokens: int) -> None:
-        """Let an attempt report its ``num_tokens``, which include a continued prefix. Only the first report counts."""
+        """Let an attempt report ``num_tokens``, including a continued prefix. Only an attempt's first report counts."""
         key = lease.group_id, lease.attempt
         if key not in self.reported:
             self.reported.add(key)

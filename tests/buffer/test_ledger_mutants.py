@@ -63,7 +63,7 @@ except BaseException as error:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One mutant. ``change`` is applied at the ``number``-th place in a module where it fits."""
+    """One mutant of a module: ``change`` replaces the comparison with index ``number`` among those that it fits."""
 
     module: str
     change: str

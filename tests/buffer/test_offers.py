@@ -49,17 +49,17 @@ def test_the_newest_version_whose_step_is_committed_is_shown_and_older_ones_are_
 def test_the_first_engines_that_ask_keep_the_pinned_version_and_the_others_go_on():
     log = log_of(0)
     log.pin(2, 2)
-    assert [shown(log, 1, engine) for engine in ENGINES] == [0, 0, 0], "the pinned version is still to come"
+    assert [shown(log, 1, engine) for engine in ENGINES] == [0, 0, 0], "the pinned version is not offered yet"
     for version in (1, 2, 3, 4):
         log.append(bare_offer(version))
     assert [shown(log, 4, engine, at_least=1) for engine in ENGINES] == [2, 2, 4]
-    assert log.oldest() == 2, "it stays until the pinned engines serve it"
+    assert log.oldest() == 2, "the log must keep version 2 for the pinned engines"
     for engine in ENGINES[:2]:
-        assert shown(log, 4, engine, at_least=1) == 2, "asked again"
+        assert shown(log, 4, engine, at_least=1) == 2, "a repeated request must get the same version"
         log.loaded(engine, 2, name=str(engine[0]))
         assert shown(log, 9, engine, at_least=3) is None
     assert log.pinned() == ["0", "1"]
-    assert log.oldest() == 4, "the learner may remove what every pinned engine serves"
+    assert log.oldest() == 4, "every pinned engine serves version 2 already"
     log.unpin()
     assert [shown(log, 4, engine, at_least=3) for engine in ENGINES[:2]] == [4, 4]
 
@@ -75,7 +75,7 @@ def test_an_engine_that_is_gone_frees_its_place_while_the_pinned_version_is_ther
     log.loaded(ENGINES[1], 1, name="one")
     assert shown(log, 2, ENGINES[2]) == 2
     assert log.pinned() == ["one"]
-    assert shown(log, 2, ENGINES[1], at_least=0) == 2, "started again when the version had gone, it takes the newest"
+    assert shown(log, 2, ENGINES[1], at_least=0) == 2, "a restarted engine must get the newest version"
     log.loaded(ENGINES[1], 2, name="one")
     assert log.pinned() == []
 
@@ -92,7 +92,7 @@ def test_the_log_keeps_what_is_shown_and_a_bounded_number_of_newer_offers():
     assert shown(log, 0) == 0
     for version in range(1, 1000):
         log.append(bare_offer(version))
-    assert shown(log, 936) == 0, "of the versions after it, the log keeps 63"
+    assert shown(log, 936) == 0, "the log must keep 64 versions"
     assert shown(log, 937) == 937
     assert shown(log, 999) == 999
 
@@ -124,7 +124,7 @@ async def test_an_engine_is_told_of_weights_when_their_step_is_committed_and_ski
         waiting = asyncio.ensure_future(worker.next_offer(0))
         await asyncio.to_thread(rank.offer, bare_offer(1))
         await control.stats()
-        assert not waiting.done(), "the step that made version 1 is not committed"
+        assert not waiting.done(), "an offer must wait for the commit of its step"
         await commit_step(control, 0)
         assert await asyncio.wait_for(waiting, 5) == bare_offer(1)
         await commit_step(control, 1)
@@ -144,7 +144,7 @@ async def test_a_pinned_engine_waits_until_it_is_freed_and_the_controller_hears_
             await commit_step(control, version)
         assert (await pinned.next_offer(-1)).version == 1
         assert (await other.next_offer(-1)).version == 2
-        assert not waiting.done(), "nobody serves it yet"
+        assert not waiting.done(), "no engine serves the pinned version yet"
         await pinned.loaded(1, 0.5)
         assert await asyncio.wait_for(waiting, 5) == {"3"}
         gone = asyncio.ensure_future(control.pin(1, 1, {"3"}))
@@ -205,7 +205,7 @@ async def test_served_ignores_engines_that_left_or_are_silent_until_their_next_h
             await leaver.close()
             assert (await asyncio.wait_for(waiting, 5))[0] == 1
         async with asyncio.timeout(20):
-            while (await control.served(-1, 2))[0] != 0:  # waits until the next heartbeat has arrived
+            while (await control.served(-1, 2))[0] != 0:  # wait for the next heartbeat
                 pass
 
 

@@ -27,7 +27,7 @@ ONE_SLOW = [FAST, FAST, FAST, SLOW]
 
 
 def share(speeds, *, seconds=40.0, num_places=8, **options) -> float:
-    """Return the tokens trained per second, as a share of what fully occupied engines could generate."""
+    """Return the fraction: tokens trained per second, divided by the rate of fully occupied engines."""
     fleet = SimulatedFleet(speeds, num_places=num_places, **options)
     at_end = [speed(1e9) if callable(speed) else speed for speed in speeds]
     return fleet.rate(seconds, warm_up_s=10.0) / (num_places * sum(at_end))
@@ -67,7 +67,7 @@ def test_a_slow_engine_costs_nothing_where_batches_are_what_limits_the_fleet(opt
 
 @pytest.mark.parametrize("groups_per_step", [28, 48])
 def test_a_slow_engine_costs_little_at_max_lag_0_where_lengths_vary(groups_per_step):
-    """A step has more groups than the fast engines have places, so the slow engine begins some of them."""
+    """A step has more groups than the fast engines have slots. So the slow engine begins some of the groups."""
 
     def rate(speeds, seed: int) -> float:
         rng = random.Random(seed)
@@ -81,7 +81,7 @@ def test_a_slow_engine_costs_little_at_max_lag_0_where_lengths_vary(groups_per_s
 
 def test_without_hand_over_every_group_stays_where_it_began():
     fleet = SimulatedFleet(ONE_SLOW, hand_over=False)
-    assert fleet.rate(40.0, warm_up_s=10.0) < 0.7 * 8 * sum(ONE_SLOW), "the fleet waits for its slow engine"
+    assert fleet.rate(40.0, warm_up_s=10.0) < 0.7 * 8 * sum(ONE_SLOW), "the fleet must wait for its slow engine"
     assert sum(worker.num_handed_on for worker in fleet.workers) == 0
 
 
@@ -109,7 +109,7 @@ def test_an_engine_takes_nothing_over_from_itself(max_lag):
 
 
 def count_hand_overs(monkeypatch) -> Counter:
-    """Return a counter by group: how often the buffer asks a worker to hand over the group, from now on."""
+    """Count for each group how often the buffer asks a worker to hand over the group. Returns the counter."""
     asked: Counter = Counter()
     push = Replies.push
 
@@ -145,7 +145,7 @@ def test_equal_engines_hand_over_at_most_one_group_in_twenty(monkeypatch, num_en
 @pytest.mark.long
 @pytest.mark.parametrize("share_of_slow_groups", [pytest.param(0.1, marks=pytest.mark.slow), 0.5])
 def test_a_pace_that_belongs_to_the_groups_costs_at_most_two_hundredths(share_of_slow_groups):
-    """All engines are equal. On each of them, some groups take ten times as long per token, because they call tools."""
+    """All engines are equal. Some groups call tools, so each of their tokens takes ten times as long as usual."""
     ratios = []
     for seed in range(3):
         rng = random.Random(seed)
@@ -212,7 +212,7 @@ def test_the_earliest_deadline_of_the_slowest_worker_is_on_offer_first():
         of.take_over(group, b"fast", 1000.0)
     assert offered == [(b"slower", 1), (b"slow", 1), (b"slow", 2)]
     assert of.num_kept(b"fast", 1000.5) == 3
-    assert of.num_kept(b"fast", 1001.5) == 0, "a place is not kept for ever"
+    assert of.num_kept(b"fast", 1001.5) == 0, "a slot must not be kept forever"
 
 
 def test_a_worker_that_only_continues_groups_is_measured_by_what_it_writes():
@@ -272,7 +272,7 @@ def test_a_worker_that_takes_a_group_over_and_dies_leaves_it_to_others():
     of.granted(lease(0, b"other", attempt=1), 1000.2)
     of.forget(b"other")
     of.granted(lease(0, b"slow", attempt=2), 1000.3)
-    assert of.first_on_offer() is None, "nobody is left who would be faster"
+    assert of.first_on_offer() is None, "no faster worker is left"
 
 
 def test_a_call_costs_as_much_with_many_workers_and_groups_as_with_few():
@@ -297,11 +297,11 @@ def test_a_call_costs_as_much_with_many_workers_and_groups_as_with_few():
     assert seconds(4000) < 5 * seconds(100) + 0.02
 
 
-# Workers that may begin a group
+# Tests of workers that may begin a group
 
 
 class Workers:
-    """A service whose workers lease, store, save, fall behind and die on command. The test controls the time."""
+    """A buffer service with scripted workers. The test tells each worker what to do, and controls the time."""
 
     def __init__(self, max_lag: int) -> None:
         self.now = 0.0
@@ -329,7 +329,7 @@ class Workers:
     def check(self) -> None:
         """Check that no worker waits although it may begin a group.
 
-        A worker may wait if the place is reserved for a hand-over.
+        A worker may wait if the slot is reserved for a hand-over of a running group.
         """
         ledger = self.ledger
         if not ledger.groups.num_queued or not ledger.room.has_room():
@@ -359,7 +359,7 @@ async def test_workers_that_may_begin_a_group_do_not_wait_for_a_lease(max_lag: i
             key = data.draw(st.sampled_from(sorted(of.held)))
             owner, version = of.held.pop(key)
             pace_s = 0.02 if owner == b"worker-0" else 0.001
-            of.now += 3 * pace_s  # at this pace, a worker writes three tokens
+            of.now += 3 * pace_s  # the worker writes three tokens
             of.ask(owner, put_of(key, version))
         elif action == "step":
             version = of.ledger.learner_version

@@ -1,4 +1,4 @@
-"""A fast engine that may not lease must not delay slower engines."""
+"""A fast engine that cannot get a lease must not delay slower engines."""
 
 import asyncio
 import itertools
@@ -66,7 +66,7 @@ async def test_a_fast_engine_that_keeps_an_old_version_does_not_stop_a_slower_on
         await control.offer(offer(0))
         await start_loop(stack, server.address, 0.005, is_pinned=True)
         await start_loop(stack, server.address, 0.015, is_pinned=False)
-        async with asyncio.timeout(30):  # the slow engine makes the 4 groups of a step in 0.3 s
+        async with asyncio.timeout(30):  # the slow engine needs 0.3 s for a step of 4 groups
             for version in itertools.count():
                 first = version * GROUPS_PER_STEP
                 await control.enqueue([prompt(first + number) for number in range(2 * GROUPS_PER_STEP)])

@@ -76,8 +76,8 @@ async def test_what_was_granted_at_the_moment_of_closing_goes_back_at_once():
             num_known = len(answer) if isinstance(answer, list) else 0
             stats = await control.stats()
             assert stats.groups["leased"] == num_known
-            # If the server granted the group to the worker that left, this call waits.
-            # It returns when the server declares that worker silent.
+            # If the server granted the group to the worker that left, the next request for a lease waits.
+            # The request gets the group when the server notices that the other worker is silent.
             [lease] = await control.lease(0, 1)
             await control.put(rollout(lease))
             if number % 8 == 7:
@@ -130,7 +130,7 @@ async def test_a_worker_whose_engine_advances_cancels_its_call_and_is_granted_at
         await control.commit(0)
         wait = asyncio.ensure_future(worker.lease(0, 1))
         await until_waiting(control, 1)
-        assert (await control.stats()).leases_waiting == 1, "it waits, and does not ask again and again"
+        assert (await control.stats()).leases_waiting == 1, "the worker must have only one open request"
         wait.cancel()
         [lease] = await asyncio.wait_for(worker.lease(1, 1), 30)
         assert lease.engine_version == 1
@@ -195,7 +195,7 @@ async def test_a_stall_of_the_clients_own_loop_fails_no_request():
         waiting = asyncio.ensure_future(worker.lease(0, 1))
         await worker.stats()
         await control.enqueue([prompt(0)])
-        time.sleep(1.5)  # noqa: ASYNC251 - the loop itself must be blocked
+        time.sleep(1.5)  # noqa: ASYNC251 - block the event loop
         assert len(await waiting) == 1
 
 
@@ -219,7 +219,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
         await control.enqueue([prompt(0), prompt(1)])
         first, second = await worker.lease(0, 2)
         await worker.put(rollout(first))
-        await worker.stats()  # the heartbeat arrived before this request
+        await worker.stats()  # a heartbeat came before this request
         for _ in range(2):
             assert await control.bury(name) == 12
         stats = await control.stats()
@@ -232,7 +232,7 @@ async def test_a_worker_that_is_buried_loses_its_leases_at_once_and_what_it_cann
 
 
 async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp_path: Path):
-    """Leases and reports are not counted twice. A repeated call of `bury` returns the same number of tokens."""
+    """A restarted server does not count a dead worker's tokens again. `bury` returns the same number as before."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0, "epoch": "run"}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()
@@ -245,7 +245,7 @@ async def test_a_buried_worker_is_refused_by_a_server_that_was_started_again(tmp
         assert await control.bury(name) == 12
         before = await control.stats()
         run.server.close()
-        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the journal remembers the address
+        run.server = BufferServer(BufferConfig(**options), groups_per_step=4)  # the address is in the journal
         for call in (worker.put(rollout(second)), worker.lease(0, 1), worker.release(first, num_tokens=5, reason="x")):
             with pytest.raises(DeclaredDead):
                 await call
@@ -269,7 +269,7 @@ async def test_the_count_of_a_worker_that_ended_is_the_larger_of_its_own_and_its
 async def test_a_put_that_is_written_while_its_worker_is_buried_counts_only_as_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """The server receives the put before the worker is declared dead, and processes it afterwards."""
+    """The server receives a put of a worker before the worker's death is declared, and processes the put after it."""
     options = {"durability": Durability.disk, "directory": str(tmp_path), "lease_s": 600.0}
     async with running(groups_per_step=4, **options) as run:
         worker, control = run.client(), run.client()

@@ -51,7 +51,7 @@ class Script:
 
     def step(self, version: int) -> None:
         leases: list[commands.LeasedGroup] = []
-        while len(leases) < 2:  # a kill between two grants leaves the first grant in effect
+        while len(leases) < 2:  # a server that is killed between two leases has granted one
             leases += self.ask(WORKER, commands.LeaseGroups(engine_version=version, max_groups=2 - len(leases))).leases
         assert [lease.key for lease in leases] == [(2 * version, 0), (2 * version + 1, 0)]
         for lease in leases:
@@ -112,11 +112,11 @@ async def test_the_log_of_offers_and_a_pinned_engine_outlive_their_server(tmp_pa
         await control.offer(bare_offer(1))
         await control.commit(0)
     async with running(groups_per_step=1, **options) as run:
-        assert await control.served(-1, 1) == (0, 0.5), "the worker says it again as soon as it is back"
+        assert await control.served(-1, 1) == (0, 0.5), "the worker must report its version again"
         assert (await run.client().next_offer(-1)).version == 1
         waiting = asyncio.ensure_future(worker.next_offer(0))
         await worker.stats()
-        assert not waiting.done(), "it is pinned still"
+        assert not waiting.done(), "the worker's engine must still be pinned"
         await control.unpin()
         assert (await asyncio.wait_for(waiting, 5)).version == 1
         for client in (worker, control):
@@ -142,7 +142,7 @@ async def test_an_engine_that_was_lost_before_a_restart_takes_no_place_of_a_pinn
 
 
 async def test_a_late_message_about_a_lease_before_a_restart_does_not_affect_a_later_attempt(tmp_path: Path):
-    """Copies of a request and of its cancellation arrive after the group was leased to another worker."""
+    """Late copies of a lease request and of its cancellation arrive after another worker has leased the group."""
     server = MortalServer(BufferConfig(max_lag=1, request_timeout_s=60.0), tmp_path, groups_per_step=2)
     script, other = Script(server), b"other"
     parts = prompt_frames(prompt(0))
@@ -188,7 +188,7 @@ def supervised(directory: Path, said: asyncio.Queue[str], **options: Any) -> Buf
 
 
 def kill(server: BufferSupervisor, number: int = signal.SIGKILL) -> None:
-    """Send a signal to the process of a supervised server, the only child that listens at the server's address."""
+    """Send a signal to the process of a supervised server. Only this child has the server's address in its command."""
     folder = folder_of(server.connection.address)
     (process,) = [child for child in psutil.Process().children() if folder in " ".join(child.cmdline())]
     process.send_signal(number)
@@ -340,9 +340,9 @@ class FullDisk:
 async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     tmp_path: Path, monkeypatch, is_restarted_while_full: bool
 ):
-    """The store writes the removal of the payload to its journal as soon as the disk has room.
+    """A store with a full disk cannot note the removal of a payload in its journal. It does so when the disk has room.
 
-    If the store is killed before it writes the removal, the ledger sends the finished groups again.
+    If the store is killed before that, the ledger sends the ids of the finished groups again.
     """
     disk = FullDisk()
     monkeypatch.setattr(journal, "write_all", disk)
@@ -376,7 +376,7 @@ async def test_a_payload_that_left_while_the_disk_was_full_does_not_come_back(
     assert missing == ()
     assert ask(service, operations.Fetch((0,), (0,))).name == "UnknownGroup"
     ask(service, operations.PutPayload(0, 0), [b"late"])
-    assert ask(service, operations.Fetch((0,), (0,))).name == "UnknownGroup", "its group is finished"
+    assert ask(service, operations.Fetch((0,), (0,))).name == "UnknownGroup", "the store must refuse finished groups"
     assert ask(service, operations.Fetch((1,), (0,))).counts == (1,)
     service.close()
     kept.close()

@@ -32,7 +32,7 @@ def test_the_difference_of_two_sets_of_ids_is_that_of_python(one: set[int], othe
 
 
 class Life:
-    """A ledger, its running leases, and the version and the trained tokens of each checkpoint."""
+    """A ledger with its running leases. ``saved`` has the version and the trained tokens of each checkpoint."""
 
     def __init__(self) -> None:
         self.ledger = self.new()
@@ -49,7 +49,7 @@ class Life:
     def lease(self, number: int, behind: int = 0) -> None:
         """Lease groups to an engine that is some versions ``behind`` the learner."""
         for lease in self.ledger.lease(max(0, self.ledger.learner_version - behind), number, owner=b"w"):
-            assert (lease.group_id, lease.attempt) not in self.attempts, "an attempt is the fence of its group"
+            assert (lease.group_id, lease.attempt) not in self.attempts, "no attempt of a group may be leased twice"
             self.attempts.add((lease.group_id, lease.attempt))
             self.running.append(lease)
 
@@ -94,8 +94,8 @@ class Life:
         assert self.ledger.groups.num_leased == self.ledger.groups.num_planned == 0
         assert {group.group_id for group in self.ledger.groups.of_state(GroupState.stored)} == kept
         due = [*accumulate(self.ledger.groups.open_by_deadline.get(version + k, 0) for k in range(MAX_LAG + 1))]
-        assert due[-1] == len(kept), "no group is due later than the newest one that an engine may begin now"
-        assert all(number <= (k + 1) * SIZE for k, number in enumerate(due)), "F(c)"
+        assert due[-1] == len(kept), "no group may be due after version + MAX_LAG"
+        assert all(number <= (k + 1) * SIZE for k, number in enumerate(due)), "more groups are due than steps can take"
         assert self.ledger.account.tokens_trained == tokens
         self.ledger.enqueue(range(100))  # the ledger ignores groups that it already has
 
@@ -160,9 +160,9 @@ def test_a_run_that_resumes_with_another_bound_keeps_as_many_groups_as_can_be_co
     assert ledger.incarnation == 0
     due = [*accumulate(ledger.groups.open_by_deadline.get(version + k, 0) for k in range(max_lag + 1))]
     assert due[-1] == ledger.groups.num_stored == len(may_stay) - len(resumed.unfit)
-    assert all(number <= (k + 1) * size for k, number in enumerate(due)), "F(c)"
+    assert all(number <= (k + 1) * size for k, number in enumerate(due)), "more groups are due than steps can take"
     most = max(n for n in range(len(may_stay) + 1) if _fits(sorted(may_stay)[len(may_stay) - n :], version, size))
-    assert ledger.groups.num_stored >= most, "the latest deadlines fit best"
+    assert ledger.groups.num_stored >= most, "the ledger must keep as many groups as fit"
     if (max_lag, size) == (MAX_LAG, SIZE):
         assert not resumed.unfit
 
@@ -206,12 +206,12 @@ def test_groups_and_prefixes_without_a_token_of_a_lost_version_stay():
     assert [group.group_id for group in plan.groups] == [4, 6]
 
     ledger.rewind(1)
-    assert ledger.account.tokens_dropped == {"rewound": 10 + 5 + 4}, "batch 1, the new group and the new prefix"
+    assert ledger.account.tokens_dropped == {"rewound": 10 + 5 + 4}, "batch 1, the group and the prefix are lost"
     assert (ledger.account.tokens_trained, ledger.account.tokens_buffered) == (10, 5 + 4)
     again = ledger.lease(1, 3, owner=b"w")
     assert [lease.group_id for lease in again] == [6, 7, 5]
     assert [lease.num_inherited for lease in again] == [0, 0, 4]
-    assert [lease.deadline for lease in again] == [3, 3, 2], "the oldest token of the prefix is of version 0"
+    assert [lease.deadline for lease in again] == [3, 3, 2], "the prefix begins at version 0"
     ledger.put(summary_of(again[0]))
     assert ledger.step() == [4, 6]
     assert ledger.account.lags == {0: 3, 1: 1}
@@ -251,7 +251,7 @@ async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_of
         leasing = asyncio.ensure_future(worker.lease(2, 2))
         await control.enqueue([prompt(i) for i in range(8)])
         await control.stats()
-        assert not leasing.done(), "its engine holds weights that were lost with their learner"
+        assert not leasing.done(), "an engine with lost weights must not get a lease"
         assert not waiting.done()
         await new.offer(bare_offer(1))
         offer = await asyncio.wait_for(waiting, 5)
@@ -264,7 +264,7 @@ async def test_engines_lease_again_when_they_have_loaded_what_the_new_learner_of
             await train(worker, version)
         stats = await control.stats()
         assert (stats.tokens_trained, stats.learner_version) == (40, 4)
-        assert stats.tokens_dropped == {"rewound": 15}, "a batch that was trained on, and a late report"
+        assert stats.tokens_dropped == {"rewound": 15}, "a trained batch and a late report are lost"
 
 
 async def test_a_waiting_request_for_leases_gets_the_version_that_its_engine_loads_meanwhile():

@@ -48,7 +48,7 @@ def test_a_stored_group_that_is_due_later_gives_way_and_its_tokens_are_counted()
     [later] = of.lease(1, 1)
     of.reserve(later, 8)
     of.put(summary_of(later, lengths=(8,)), num_bytes=8)
-    assert of.plan(1) is None, "group 0 is due now"
+    assert of.plan(1) is None, "batch 1 must wait for group 0"
     assert of.reserve(slow, 9).evicted == (later.group_id,)
     of.put(summary_of(slow), num_bytes=9)
     assert of.step() == [slow.group_id]

@@ -168,11 +168,11 @@ async def test_a_connection_whose_message_has_no_end_is_closed_and_others_go_on(
         channel.close()
     assert refused == ["endless"]
     assert set(arrived) == {bytes(1 << 16)}
-    assert sum(map(len, arrived)) > 1 << 20  # the bound limits one message, not the sum of all messages
+    assert sum(map(len, arrived)) > 1 << 20  # the bound limits each message, not their sum
 
 
 async def send_without_end(writer: asyncio.StreamWriter, good: zmq.Socket[bytes]) -> None:
-    """Send frames of one message on one connection, and complete messages of the same total size on another."""
+    """Send an endless message on one connection, and many complete messages on another connection."""
     for _ in range(5000):
         writer.write(FRAME_AND_MORE)
         await writer.drain()
@@ -367,7 +367,7 @@ PLAIN = {
 
 
 def of_type(kind: Any) -> st.SearchStrategy:
-    """Return a strategy for the values of a field. Most values make a request that has an effect."""
+    """Return a hypothesis strategy for the values of a field. With most values, a request has an effect."""
     match kind:
         case inspect.TupleType():
             return st.tuples(*map(of_type, kind.item_types))
@@ -541,7 +541,7 @@ sys.stdin.read()
 
 
 def test_connections_beyond_the_limit_of_open_files_cost_the_server_no_core(tmp_path: Path):
-    """Many connections without keys are open on a port. A client of the run still gets answers."""
+    """Many connections without keys are open on the server's port. A client of the run still gets answers."""
     config = BufferConfig(host="127.0.0.1", keys=str(tmp_path / "keys"))
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (256, limits[1]))

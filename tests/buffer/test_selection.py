@@ -66,9 +66,9 @@ def test_admission_refuses_exactly_what_would_miss_a_deadline(max_lag: int, grou
 
 def test_a_batch_must_hold_what_the_steps_after_it_cannot_take():
     rule = StalenessRule(max_lag=2, groups_per_step=3)
-    # 2 groups are due at version 10, 5 by version 11, and 9 by version 12. The steps after 10 take 3 each.
+    # By versions 10, 11 and 12, the number of due groups is 2, 5 and 9. Each step after step 10 takes 3 groups.
     assert rule.required({10: 2, 11: 3, 12: 4}, version=10) == [2, 2, 3]
-    # 7 groups are due by 11, so step 10 would have to take 4 of them, more than a batch holds. Admission prevents this.
+    # 7 groups are due by version 11, so step 10 needs 4, more than a batch has. In a run, admission prevents this.
     assert rule.required({10: 2, 11: 5}, version=10) == [2, 4, 1]
 
 

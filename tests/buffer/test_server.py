@@ -309,7 +309,7 @@ async def test_a_store_too_small_for_a_batch_is_an_error_of_the_plan_and_not_a_w
         [lease] = await worker.lease(0, 1)
         await worker.put(rollout(lease))
         [lease] = await worker.lease(0, 1)
-        # the put waits for free bytes, and only a consumed batch frees bytes
+        # The put waits for free bytes. Bytes become free only when a batch is consumed.
         put = asyncio.ensure_future(worker.put(rollout(lease)))
         with pytest.raises(StoreFull, match=r"buffer\.max_stored_bytes=600 cannot hold a batch"):
             await asyncio.wait_for(plan, 30)
@@ -324,7 +324,7 @@ def test_the_services_of_the_two_servers_hold_the_handler_of_every_operation():
     }
     assert {name for name, found in handlers.items() if found} == {"buffer.service", "buffer.store_servers"}
     handled = handlers["buffer.service"].keys() | handlers["buffer.store_servers"].keys()
-    assert handled == set(OPERATIONS) - {Connect, RenewKeys}  # the socket of both servers handles these two
+    assert handled == set(OPERATIONS) - {Connect, RenewKeys}  # sockets handle these two operations
 
 
 def is_class_of(module, value):

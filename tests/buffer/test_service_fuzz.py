@@ -1,4 +1,4 @@
-"""Random lives of the real service on its journal: crashes, rewinds, late messages, and deaths of workers."""
+"""The real buffer service with its journal under random events: crashes, late messages, deaths of workers and so on."""
 
 import asyncio
 import os
@@ -41,10 +41,10 @@ class HeldGroup:
     Attributes:
         num_inherited: Tokens of the prefix that the attempt continues.
         num_own: Tokens that the worker wrote.
-        oldest: Version of the group's oldest token; the version of the lease until there is a token.
+        oldest: Version of the group's oldest token, or of the lease if the group has no token yet.
         newest: Version of the group's newest token.
         continued: Whether the worker continues the prefix of the lease.
-        is_finished: Whether the group was put. Then no more tokens are written.
+        is_finished: Whether the group was put. A finished group gets no further tokens.
     """
 
     group_id: int
@@ -85,7 +85,7 @@ class WorkerModel:
 
 
 class Life:
-    """One life of a buffer: a learner, workers, and their events."""
+    """A buffer service with a learner and workers, which act at random. The seed decides all events."""
 
     def __init__(self, seed: int, directory: Path) -> None:
         self.rng = rng = random.Random(seed)
@@ -133,7 +133,7 @@ class Life:
         return request.request_id
 
     def ask(self, client: bytes, operation: Operation, payload: Sequence[Any] = ()) -> Message:
-        """Send a request that gets an immediate reply, which may be an error."""
+        """Send a request, and return its immediate reply. The reply may be an error."""
         number = self.send(client, operation, payload)
         return self.server.replies.pop((client, number))
 
@@ -221,7 +221,7 @@ class Life:
                     group.continued = self.rng.random() < 0.8
                     if group.continued:
                         group.num_inherited, group.oldest, group.newest = num_tokens, oldest, newest
-                assert group.key not in self.written, "an attempt is leased once"
+                assert group.key not in self.written, "no attempt may be leased twice"
                 worker.groups[group.key] = self.written[group.key] = group
 
     def a_worker_writes(self) -> None:
@@ -265,7 +265,7 @@ class Life:
         )
 
     def report(self, worker: WorkerModel, group: HeldGroup, reply: Message) -> None:
-        """Take the reply to a put or a release. The worker forgets the lease, unless the reply is `HELD`."""
+        """Process the reply to a put or a release. If the reply is not `HELD`, the worker forgets the lease."""
         kind = kind_of(reply)
         self.counts[kind] += 1
         if kind != HELD:
@@ -286,7 +286,7 @@ class Life:
             group_id=group.group_id, attempt=group.attempt, progress=progress, continued=group.continued
         )
         reply = self.ask(worker.name, save, [b"%d %d %d" % (group.num_tokens, group.oldest, group.newest)])
-        # after a save, the new prefix replaces the inherited one
+        # a successful save replaces the prefix of the earlier attempt
         group.continued = group.continued or kind_of(reply) == "ok"
 
     def a_lease_is_released(self) -> None:
@@ -327,12 +327,12 @@ class Life:
             self.server.forget(worker.name)
 
     def a_worker_is_buried(self) -> None:
-        """Bury a worker (declare it dead) some time after its death. Copies of its messages may arrive later."""
+        """Declare a worker dead some time after its death. Copies of the worker's messages may arrive later."""
         if dead := [worker for worker in self.workers if worker.is_dead]:
             self.bury(self.rng.choice(dead), self.rng.choice([0, 1]))
 
     def bury(self, worker: WorkerModel, share: float) -> None:
-        """Bury a worker. ``share`` is the share of its generated tokens that the controller knows."""
+        """Declare a worker dead. The controller knows the fraction ``share`` of the worker's generated tokens."""
         known = int(worker.num_generated * share)
         for _ in range(self.rng.randint(1, 2)):
             number = self.control(operations.Bury(worker.name.hex(), known)).value
@@ -359,8 +359,8 @@ class Life:
         self.planned[version] = [(group.group_id, group.attempt) for group in reply.body.groups]
         assert len({*self.planned[version]}) == self.size
         for key in self.planned[version]:
-            assert 0 <= version - self.written[key].oldest <= self.max_lag, "the bound"
-            assert key not in self.lost, "a token of a lost version"
+            assert 0 <= version - self.written[key].oldest <= self.max_lag, "the lag exceeds the bound"
+            assert key not in self.lost, "a group with tokens of a lost version was planned"
             uses = [key for keys in self.trained.values() for key in keys].count(key)
             assert uses < self.max_uses
             assert uses == next(group.num_uses for group in reply.body.groups if group.group_id == key[0])
@@ -380,7 +380,7 @@ class Life:
         self.version += 1
 
     def tokens_trained(self, *, is_reuse: bool = False) -> int:
-        """Count the tokens of each trained group once. With ``is_reuse``, count them once per use except the first."""
+        """Count the tokens of all trained groups. ``is_reuse`` counts each use of a group except its first use."""
         uses = Counter(key for keys in self.trained.values() for key in keys)
         return sum(self.written[key].num_tokens * (uses[key] - 1 if is_reuse else 1) for key in uses)
 
@@ -400,7 +400,7 @@ class Life:
         self.enqueue([*range(self.num_prompts)])
 
     def batches_are_lost(self) -> None:
-        """Report that ranks did not find some groups of a batch. The batches are planned again."""
+        """Report that ranks did not find some groups of a batch. This batch and all later ones are planned again."""
         if not self.planned or self.planning:
             return
         first = self.rng.choice([*self.planned])
@@ -446,7 +446,7 @@ class Life:
             yield self.rng.choice(self.rng.choices([often, now_and_then, seldom], weights=[12, 3, 1])[0])
 
     def settle(self) -> None:
-        """Bury the dead workers, let living workers release their groups, and let the remaining leases expire."""
+        """Declare the dead workers dead. Let living workers release their groups, and let other leases expire."""
         for worker in [worker for worker in self.workers if worker.is_dead]:
             self.bury(worker, 0.5)
         self.a_worker_enters()
@@ -502,7 +502,7 @@ class Life:
 
 
 def live(seed: int, directory: Path) -> Life:
-    """Run one life. Its server also dies at writes that the seed chooses."""
+    """Run the random events of one seed. The server also dies during writes that the seed chooses."""
     rng = random.Random(seed + 1_000_000)
     kills = [(rng.randint(1, 40), rng.choice([0, 1, 16, 31, 32])) for _ in range(rng.randint(0, 6))]
     directory.mkdir()
@@ -534,7 +534,7 @@ def check_lives(seeds: range, tmp_path: Path) -> None:
         life = live(seed, tmp_path / str(seed))
         totals.update(life.counts, kills=life.server.num_kills, rewinds=life.incarnation, steps=life.version)
     seldom = min(totals[name] for name in ("kills", "rewinds", "steps", "LeaseExpired", "uses after the first"))
-    assert len(seeds) == 1 or seldom > len(seeds), f"too little happens in a life: {totals}"
+    assert len(seeds) == 1 or seldom > len(seeds), f"too few events per life: {totals}"
 
 
 @pytest.mark.long

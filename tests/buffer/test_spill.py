@@ -110,7 +110,7 @@ async def test_memory_stays_within_the_bound_and_groups_are_fetched_as_they_were
 
 
 async def disk_bytes_become(control, expected) -> int:
-    """Wait until the statistics show the expected bytes on disk."""
+    """Wait until ``expected`` is true for the number of bytes on disk. Returns this number."""
     deadline_s = time.monotonic() + 30
     while not expected(on_disk := (await control.stats()).disk_bytes):
         assert time.monotonic() < deadline_s, on_disk
@@ -155,7 +155,7 @@ async def test_a_killed_server_and_the_next_one_keep_the_bound(tmp_path):
 
 
 def wait_for_one_pair(directory: Path) -> None:
-    """Wait until the journal has only one frames file, which is the end of a compaction."""
+    """Wait for the end of a compaction, when the journal has only one frames file."""
     deadline = time.monotonic() + 30
     while len([*directory.glob("journal.*.frames")]) > 1:
         assert time.monotonic() < deadline

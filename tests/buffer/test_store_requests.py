@@ -27,7 +27,7 @@ ON_HOSTS = {"stores_on": StoresOn.hosts}
 
 @dataclass
 class Hosts:
-    """A buffer with store servers on this loop, which joined as stores of hosts."""
+    """A buffer with store servers on this event loop. Each store server has joined as the store of a host."""
 
     run: Running
     control: AnyRole
@@ -43,7 +43,7 @@ class Hosts:
         return self.run.client(host=host, **options)
 
     async def held_by(self, host: str) -> dict[int, set[int]]:
-        """Return the attempts of groups 0 to 7 that the store of a host holds, by group."""
+        """Return which of the groups 0 to 7 a host's store holds, with the attempts of each group."""
         link = self.control.store_link(self.stores[host].address)
         held: dict[int, set[int]] = {}
         for group_id, attempt in product(range(8), range(3)):
@@ -53,7 +53,7 @@ class Hosts:
         return held
 
     def restart(self, host: str, **options) -> None:
-        """Restart the store of a host at its address. Without a journal, the store is then empty."""
+        """Restart the store of a host at the same address. A store without a journal is empty after the restart."""
         number = [*self.stores].index(host)
         self.stores[host].close()
         self.stores[host] = StoreServer(BufferConfig(socket_folder=self.folder, epoch="run", **options), number=number)
@@ -98,7 +98,7 @@ async def test_what_a_worker_puts_stays_on_its_host_and_is_fetched_from_all_of_t
         assert [group.group_id for group in fetched] == ids
         await of.control.commit(0)
         async with asyncio.timeout(10):
-            # the server first answers the commit, then tells the stores to drop the groups
+            # the server answers a commit before it tells the stores to drop the groups
             while await of.held_by("a") or await of.held_by("b"):
                 await of.control.stats()
 
@@ -157,7 +157,7 @@ async def test_the_groups_of_a_store_that_is_gone_are_generated_again_and_counte
         assert (again.prompt.group_id, again.attempt) == (2, 1)
         await a.put(rollout(again))
         assert set(await of.held_by("b")) == {2, 3}
-        assert (await of.control.commit(0)).tokens_trained == 10, "a batch that its ranks have already counts"
+        assert (await of.control.commit(0)).tokens_trained == 10, "a batch that the ranks have fetched must count"
 
 
 async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_other_groups():
@@ -171,11 +171,11 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
         assert [group.group_id for group in (await of.control.plan(0)).groups] == [0, 1]
         assert [group.group_id for group in (await of.control.plan(1)).groups] == [2, 3]
         of.stores["a"].close()
-        assert await of.control.drop_store(0) == 0, "a batch holds its group"
+        assert await of.control.drop_store(0) == 0, "a planned group must not be queued again"
         with pytest.raises(UnknownGroup, match=r"group 0 are lost: store 0 of host a"):
             await of.control.fetch([0, 1])
         await of.control.lose([0, 4, 99])
-        assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}, "only what a batch holds is lost by that"
+        assert (await of.control.stats()).tokens_dropped == {"store_lost": 5}, "only group 0 is lost"
         first = [group.group_id for group in (await of.control.plan(0)).groups]
         assert set(first) < {1, 2, 3, 4}
         assert [group.group_id for group in await of.control.fetch(first)] == first
@@ -191,9 +191,9 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
 
 
 async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
-    """The learner reports only the missing group of the first batch.
+    """Each of two planned batches has lost a group with a dead store.
 
-    The second batch has also lost a group with the dead store.
+    The learner reports only the missing group of the first batch.
     """
     async with hosts("a", "b", max_lag=3) as of:
         a, b = of.worker("a"), of.worker("b")
@@ -265,7 +265,7 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
             if num_sent == 1:
                 assert reserved_in(0) == [(0, 0)]
                 of.restart("a")
-                while reserved_in(0):  # waits until the store has reported that it is empty
+                while reserved_in(0):  # wait until the store reports that it is empty
                     await of.control.stats()
 
         hold_payloads(a, monkeypatch, after=restart_once)
@@ -277,16 +277,16 @@ async def test_a_payload_that_its_store_lost_before_the_ledger_heard_of_it_is_se
 
 @asynccontextmanager
 async def put_while_its_store_restarts(monkeypatch, when: str):
-    """Put a group. Its store restarts ``before`` or ``after`` the transfer of the payload.
+    """Put a group while its store restarts: ``before`` or ``after`` the transfer of the payload.
 
-    The restarted store tells the ledger which groups it lacks only after the put has been reported.
+    The put is reported to the ledger first. Then the restarted store reports which groups it lacks.
     """
     reconcile, answered, asked, reported = StoreLinks.reconcile, [], asyncio.Event(), asyncio.Event()
 
     async def answer(*arguments) -> tuple[int, ...]:
         missing = await reconcile(*arguments)
         answered.append(missing)
-        if len(answered) > 1:  # the first answer is from the store's start
+        if len(answered) > 1:  # the store gave the first answer at its start
             asked.set()
             await reported.wait()
         return missing
@@ -323,7 +323,7 @@ async def test_a_payload_that_was_lost_while_its_put_was_told_is_found_missing(m
 
 
 async def send_and_fall_silent(of: Hosts, worker: AnyRole, *, num_tokens: int = 50) -> Lease:
-    """Send a payload to a store, and do not report it to the ledger."""
+    """Let a worker send a payload to a store, and become silent before it reports the payload to the ledger."""
     [lease] = await worker.lease(0, 1)
     sent = asyncio.Event()
 
@@ -345,7 +345,7 @@ ENDS = ["expired", "silent", "buried", "released", "too old", "rewound"]
 
 @pytest.mark.parametrize("end", ENDS)
 async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
-    """The store has room for one payload. If the old payload stayed, no other payload could be stored."""
+    """The store has room for one payload, so it must drop the old payload before it stores another one."""
     times = {"lease_s": 0.5 if end == "expired" else 600.0, "heartbeat_s": 0.1 if end == "silent" else 5.0}
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200, max_lag=2, **times) as of:
         a, other = of.worker("a"), of.worker("a")
@@ -354,7 +354,7 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
         if end == "buried":
             await of.control.bury(await a.enter())
         elif end == "silent":
-            await a.connection.close()  # a worker that leaves normally would send a message
+            await a.connection.close()  # the worker sends no message about its end
         elif end == "released":
             await a.release(lease, num_tokens=50, reason="failed")
         elif end == "too old":
@@ -372,9 +372,9 @@ async def test_a_store_drops_the_payload_of_an_attempt_that_ended(end: str):
 
 
 async def test_a_store_drops_an_ended_payload_that_it_said_it_lacked():
-    """During the transfer of a payload, the ledger asks the store which groups it holds.
+    """During the transfer of a payload, the store reports to the ledger that it lacks the payload.
 
-    Then the worker becomes silent.
+    Then the worker becomes silent, and its attempt ends.
     """
     async with hosts("a", groups_per_step=1, max_stored_bytes=1200) as of:
         a, other = of.worker("a"), of.worker("a")
@@ -437,7 +437,7 @@ async def test_a_restarted_store_learns_which_attempts_have_ended(monkeypatch, t
         [again] = await other.lease(0, 1)
         await asyncio.wait_for(other.put(rollout(again, num_tokens=50)), 20)
         await restart()
-        assert (await of.held_by("a")).keys() == {0}, "the attempt that is stored stays"
+        assert (await of.held_by("a")).keys() == {0}, "the stored attempt must stay"
 
 
 async def test_a_group_that_is_reopened_accepts_no_payload_of_its_earlier_attempts():

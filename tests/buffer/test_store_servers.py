@@ -111,7 +111,7 @@ async def test_the_groups_of_a_store_server_in_memory_that_died_are_generated_ag
         assert (await client.stats()).tokens_dropped == {"store_lost": 5}
         with pytest.raises(UnknownGroup, match=r"no trajectories of group 0 attempt 0"):
             await client.fetch([0, 1])
-        assert (await client.commit(0)).tokens_trained == 10, "a batch that its ranks have already counts"
+        assert (await client.commit(0)).tokens_trained == 10, "a batch that the ranks have fetched must count"
         for lease in (again, fourth):
             await client.put(rollout(lease, num_tokens=100_000))
         assert [group.group_id for group in await client.fetch([2, 3])] == [2, 3]
@@ -132,7 +132,7 @@ async def test_a_store_server_that_comes_back_empty_under_two_batches_costs_one_
         async with asyncio.timeout(30):
             while not all(group.is_missing for group in ledger.groups.of_state(GroupState.planned)):
                 await client.stats()
-        assert await client.commit(0), "the ranks have the first batch"
+        assert await client.commit(0), "the ranks have fetched the first batch"
         await client.lose([2])
         stats = await client.stats()
         assert (stats.groups["stored"], stats.groups["planned"], stats.tokens_dropped) == (0, 0, {"store_lost": 10})

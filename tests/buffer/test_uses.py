@@ -29,7 +29,7 @@ def test_a_group_trains_again_where_new_groups_are_missing():
     of = using(max_lag=2, size=2, max_uses=3)
     assert generate(of, 2) == [0, 1]
     steps = [of.step() for _ in range(3)]
-    assert steps == [[0, 1], [0, 1], [0, 1]], "each use is in another step"
+    assert steps == [[0, 1], [0, 1], [0, 1]], "each use must be in another step"
     assert of.plan(3) is None
     stats = of.stats()
     assert (stats.tokens_trained, stats.tokens_reused, stats.tokens_buffered) == (10, 20, 0)
@@ -47,7 +47,7 @@ def test_a_further_use_has_the_deadline_of_the_first_one():
     of = using(max_lag=2, size=1, max_uses=3)
     generate(of, 1)
     of.step()
-    generate(of, 1)  # a new group, whose deadline is later than that of the trained group
+    generate(of, 1)  # the new group has a later deadline than the trained group
     assert {group.group_id: group.deadline for group in of.groups.of_state(GroupState.stored)} == {0: 2, 1: 3}
     assert of.plan(1).groups[0].num_uses == 1
 
@@ -67,7 +67,7 @@ def test_a_lost_group_that_was_used_is_neither_dropped_nor_generated_again():
     assert (of.stats().tokens_dropped, of.stats().tokens_trained) == ({}, 5)
     assert 0 not in of.groups
     assert of.enqueue([0]) == []
-    assert of.attempts.drain_finished() == [0], "its prompt is forgotten"
+    assert of.attempts.drain_finished() == [0], "the buffer must forget the group's prompt"
 
 
 def test_a_used_group_gives_way_to_any_group_that_does_not_fit():

@@ -58,7 +58,7 @@ def test_a_group_that_was_finished_after_a_death_is_no_suspect_any_more():
     of.lease(0, 2, owner=b"a")
     of.take_back(b"a")
     [first] = of.lease(0, 2, owner=b"a")
-    assert of.lease(0, 1, owner=b"a") == [], "the other was present at the death too"
+    assert of.lease(0, 1, owner=b"a") == [], "worker a already holds a suspect group"
     [other] = of.lease(0, 1, owner=b"b")
     of.put(summary_of(first))
     of.lose([first.group_id])
@@ -98,8 +98,8 @@ async def test_a_prompt_whose_workers_are_buried_is_dropped_and_other_prompts_ar
             worker = run.client(name=f"worker {number}")
             name = await worker.enter()
             leases = await worker.lease(0, 4)
-            assert 3 in [lease.prompt.group_id for lease in leases], "the one that kills"
-            assert len(leases) == (4, 1)[number], "of the four that were there at the first death, one at a time"
+            assert 3 in [lease.prompt.group_id for lease in leases], "the worker must get the prompt that kills workers"
+            assert len(leases) == (4, 1)[number], "after a death, suspects are leased one at a time"
             await control.bury(name)
         survivor = run.client(name="worker 2")
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""The freed memory of a process, measured by page faults, and the folder of its sockets."""
+"""Two properties of a process: it reuses freed memory (measured by page faults), and its sockets have a short path."""
 
 import subprocess
 import sys
@@ -34,7 +34,7 @@ def first_touches(how: str) -> int:
     return int(subprocess.run(program, check=True, capture_output=True, text=True, timeout=60).stdout)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
+@pytest.mark.skipif(sys.platform != "linux", reason="tests an option of glibc")
 def test_freed_memory_is_used_again_without_new_pages():
     one_round = NUM_BLOCKS * BLOCK_PAGES
     assert first_touches("keep") < one_round / 8
@@ -45,7 +45,7 @@ def test_freed_memory_is_used_again_without_new_pages():
 def test_a_socket_that_does_not_fit_below_the_folder_of_temporary_files_is_below_tmp(monkeypatch, length, is_used):
     folder = "/" + "x" * (length - 1)
     monkeypatch.setattr(tempfile, "tempdir", folder)
-    assert len(f"{folder}/{'y' * 36}") == (107 if is_used else 108)  # Linux allows 107 bytes
+    assert len(f"{folder}/{'y' * 36}") == (107 if is_used else 108)  # Linux limits a socket path to 107 bytes
     assert socket_base("y" * 36) == (folder if is_used else "/tmp")
 
 

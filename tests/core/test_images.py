@@ -23,7 +23,7 @@ def image(height: int = 2, width: int = 2, *, value: int = 7) -> Image:
 
 
 def given(*token_ids: int, parent: int = ROOT, **images: Image) -> Turn:
-    """Return a given turn with images. The name of an image argument is its position: ``p3`` is at token 3."""
+    """Return a given turn with images. The name of an argument says where its image is: ``p3`` is at token 3."""
     placed = tuple(PlacedImage(image=each, offset=int(name[1:])) for name, each in images.items())
     return Turn.given(np.array(token_ids, dtype=np.int32), parent=parent, images=placed)
 

@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 
 
 class Part:
-    """A part with scripted errors: each call of `begin` or `watch` raises the next error of ``script``.
+    """A part of a run with scripted errors. Each call of `begin` or `watch` raises the next entry of ``script``.
 
-    A call finishes without an error if the next entry is None, or if no entry is left. `end` returns the next entry of
-    ``pauses``. If no entry is left, `end` raises its argument.
+    The call does not raise if the entry is None or if no entry is left. `end` returns the next entry of ``pauses``. If
+    no entry is left, `end` raises its argument.
     """
 
     def __init__(self, script, pauses) -> None:

@@ -33,7 +33,7 @@ def long_name(inputs, config):
 
 @pytest.fixture
 def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    undo_registrations(monkeypatch, LOSSES)  # undoes the registrations of the file later
+    undo_registrations(monkeypatch, LOSSES)  # the import of the file below registers losses
     path = tmp_path / "own_losses.py"
     path.write_text(OWN.replace("{tag}", tmp_path.name))
     return path
@@ -59,7 +59,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
 def test_a_function_of_a_users_file_is_found(own_file: Path, name: str) -> None:
     name = name.replace("{tag}", own_file.parent.name)
     assert callable(LOSSES.get(f"{own_file}:{name}"))
-    assert LOSSES.get(f"{own_file}:{name}") is LOSSES.get(f"{own_file}:{name}"), "a file is imported once"
+    assert LOSSES.get(f"{own_file}:{name}") is LOSSES.get(f"{own_file}:{name}"), "a file must be imported once"
 
 
 @pytest.mark.parametrize("name", ["missing", "inside"])
@@ -101,7 +101,7 @@ def run():
 """)
     assert LOSSES.get(f"{tmp_path}/spawning_agent.py:run")() == 42
     (tmp_path / "json.py").write_text("def f(): ...")
-    assert LOSSES.get(f"{tmp_path}/json.py:f").__module__.startswith("json_"), "the standard library has this name"
+    assert LOSSES.get(f"{tmp_path}/json.py:f").__module__.startswith("json_"), "json is in the standard library"
 
 
 def test_names_of_files_become_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

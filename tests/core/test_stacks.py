@@ -60,8 +60,8 @@ async def test_a_missed_deadline_leaves_the_stacks_of_both_sides(child, listenin
     assert "waited 0.1 s for the update of step 7" in theirs
     assert "in hangs_in_a_library" in theirs
     own = (listening / f"controller-{os.getpid()}.log").read_text()
-    assert "in within" in own, "the threads"
-    assert "test_a_missed_deadline_leaves" in own, "the tasks of the event loop"
+    assert "in within" in own, "the stacks of the threads are missing"
+    assert "test_a_missed_deadline_leaves" in own, "the tasks of the event loop are missing"
 
 
 def test_a_process_that_does_not_write_its_stacks_is_named_with_its_state(child, listening):

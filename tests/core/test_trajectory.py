@@ -54,7 +54,7 @@ def test_a_single_turn_is_the_smallest_tree() -> None:
 
 
 def test_every_sampled_turn_is_trained_exactly_once_in_any_tree() -> None:
-    # Three branches: prompt - a - tool - b, prompt - a - tool - c, and r - d from a new root. So a is on two branches.
+    # The tree has three branches: prompt-a-tool-b, prompt-a-tool-c, and r-d from a new root. So a is on two branches.
     tree = Trajectory(
         turns=(
             PROMPT,
@@ -89,7 +89,7 @@ def test_a_baseline_is_never_trained() -> None:
     )
     assert [group.trained_mask(branch).sum() for branch in group.branches] == [2, 0]
     assert group.summary.num_tokens == 2
-    assert group.summary.oldest_version == 4, "what the advantage stands on may not be too old either"
+    assert group.summary.oldest_version == 4, "a greedy rollout counts for the age of the group"
 
 
 @st.composite

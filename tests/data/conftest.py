@@ -24,7 +24,8 @@ def tokenizer(tmp_path_factory):
 def chat_tokenizer(tokenizer, monkeypatch):
     """Return the tokenizer with a chat template.
 
-    The template writes the contents, ``9`` if the option ``shout`` is set, and ``=`` as generation prompt.
+    The template writes the contents of the messages. It adds ``9`` if the option ``shout`` is set. The generation
+    prompt is ``=``.
     """
     monkeypatch.setattr(tokenizer, "chat_template", CHAT_TEMPLATE)
     return tokenizer

@@ -40,7 +40,7 @@ def write(tmp_path):
 
 
 def shown(demonstration):
-    """Return the words of a demonstration. Words in the loss are in capitals."""
+    """Return the words of a demonstration. A word that is in the loss is in capitals."""
     words = [WORDS[index] for index in demonstration.token_ids]
     return " ".join(w.upper() if m else w for w, m in zip(words, demonstration.learned, strict=True))
 

@@ -1,4 +1,4 @@
-"""Images in rows: their forms, their placeholders, and the errors that name the row and the image."""
+"""Images in rows of data: their formats, their placeholders, and errors that name the row and the image."""
 
 import base64
 import json

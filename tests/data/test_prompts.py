@@ -56,7 +56,7 @@ def test_a_prompt_has_tokens_truth_source_and_extra_columns(make_stream):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 def test_rows_and_files_may_lack_extra_columns_but_not_all_of_them(tmp_path, tokenizer, kind):
-    """Each data source has its own columns."""
+    """In data of several sources, some columns occur only in the rows of one source."""
     rows = [{"prompt": "1=", "truth": "1"}, {"prompt": "2=", "truth": "2", "cases": None}]
     rows += [{"prompt": "3=", "truth": "3", "cases": "c"}]
     files = []

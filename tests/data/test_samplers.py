@@ -1,4 +1,4 @@
-"""Samplers depend only on their seed and the outcomes, and continue from their saved state."""
+"""Samplers depend only on their seed and on the outcomes of groups. They continue from their saved state."""
 
 import json
 from collections import Counter
@@ -55,7 +55,7 @@ def test_a_source_has_each_row_once_per_epoch_of_its_own_in_a_new_order():
 
 @pytest.mark.parametrize(("target", "preferred"), [(1.0, 0), (0.5, 1), (0.0, 2)])
 def test_rows_near_the_target_make_up_the_prompts_beyond_the_explored_share(target: float, preferred: int):
-    """Rows of kind 0, 1 and 2 have success rates of 1, 0.5 and 0."""
+    """The success rate of a row is 1, 0.5 or 0, if its index modulo 3 is 0, 1 or 2."""
     sampler = make("difficulty", ["a"] * 30, target=target, explore=0.2)
     chosen: Counter[int] = Counter()
     for number in range(600):
@@ -69,12 +69,12 @@ def test_a_row_enters_the_pool_at_its_first_outcome_and_leaves_it_when_it_is_lea
     sampler = make("difficulty", ["a"] * 4, shuffle=False, explore=0.01, width=0.2, memory=0.0)
     assert choose(sampler, 2) == [0, 1]
     sampler.note(1, outcome(1, 1.0, 0.0))
-    assert choose(sampler, 2) == [1, 2], "a row in flight is not in the pool"
+    assert choose(sampler, 2) == [1, 2], "the pool must not contain a row in flight"
     sampler.note(1, outcome(2, 1.0, 1.0))
     sampler.note(0, outcome(0, 0.0, 0.0))
     assert choose(sampler, 1) == [3]
     sampler.note(0, outcome(0, 0.0, 1.0))
-    assert choose(sampler, 2) == [0, 0], "0 is from the pool, and then next in order"
+    assert choose(sampler, 2) == [0, 0], "row 0 must come from the pool, and then again in order"
 
 
 def test_outcomes_without_finite_rewards_are_ignored():

@@ -1,7 +1,7 @@
-"""Runs the lives of one run under random faults.
+"""Starts and resumes one training run repeatedly, and injects random faults.
 
-All draws come from one seed, so the same seed repeats the faults and the pauses. The driver signals only processes of
-its own run. It finds them by the scratch folder in their environment.
+All random numbers come from one seed, so the same seed repeats the faults and the pauses. Signals go only to processes
+of this run: their environment variable TMPDIR names the run's scratch folder.
 """
 
 import os
@@ -86,10 +86,10 @@ class Event:
             while the run stops.
         share: A number in [0, 1) that selects the process of a part. If the part has n processes, the index of the
             process is ``int(share * n)``.
-        in_training: Whether the pause begins with the first step of the life. Otherwise the pause begins at once.
+        in_training: Whether the pause begins with the first step of the life. If false, the pause begins at once.
         pause_s: Pause before the event.
         length_s: Seconds that a stall or a full disk lasts, or seconds from SIGTERM to the kill.
-        stays: Whether the disk stays full for the next life, if the life ends while the disk is full.
+        stays: Whether the disk stays full for the next life, if the current life ends while the disk is full.
     """
 
     kind: str
@@ -112,7 +112,7 @@ _SHARE_IN_TRAINING = 0.75
 
 
 def drawn_events(seed: int) -> Iterator[Event]:
-    """Yield events without end. Each event takes the same number of draws."""
+    """Yield random events without end."""
     draw = random.Random(seed)
     while True:
         (kind,) = draw.choices(list(_KINDS), list(_KINDS.values()))
@@ -137,7 +137,7 @@ def drawn_events(seed: int) -> Iterator[Event]:
 def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
     """Mount a file system of limited size on ``folder``.
 
-    Only root can do this. If the block fails, the files are copied to a folder beside ``folder``.
+    Only root can mount a file system. If the code in the block fails, the files are copied to a folder next to it.
     """
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "chaos", folder], check=True)
@@ -153,13 +153,13 @@ def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
 
 @dataclass(kw_only=True)
 class Lineage:
-    """One run with all its lives.
+    """One training run with all its lives. A life lasts from a start of the run to its next end.
 
     Attributes:
         disk: A file system of limited size. The lives write to ``disk/out`` and ``disk/journal``.
-        seed: Seed of all draws.
-        start: Starts a life with the given options.
-        say: Receives a line about each event.
+        seed: Seed of all random numbers.
+        start: Function that starts a life with the given options.
+        say: Function that receives a line about each event.
         counts: Number of events of each kind and part, and number of lives with each kind of end.
         lives: Folders of the lives, oldest first. A life that ended early may have no folder.
     """
@@ -175,16 +175,16 @@ class Lineage:
         self._events = drawn_events(self.seed)
         self._engines = random.Random(self.seed + 1)
         self._options = [*OPTIONS, f"buffer.directory={self.disk / 'journal'}"]
-        if self.seed % 2:  # for odd seeds, all lives share a folder of checkpoints
+        if self.seed % 2:  # with an odd seed, all lives use the same folder of checkpoints
             self._options.append(f"checkpoint.directory={self.disk / 'checkpoints'}")
         self._command = [*self._options, "checkpoint.resume=never"]
         self._newest_step, self._step_s = -1, time.monotonic()
         self.run: RunningTraining
 
     def through(self, duration_s: float, sglang_share: float) -> RunningTraining:
-        """Inject events for ``duration_s`` after the first checkpoint.
+        """Inject random events for ``duration_s`` seconds after the first checkpoint.
 
-        Resume after each end, and finally stop the run normally.
+        Resume the run each time it ends. Finally let it end normally.
         """
         self._begin("transformers")
         self._await(lambda: bool(self.checkpoint()), "the first checkpoint", 240.0)
@@ -217,7 +217,7 @@ class Lineage:
         return self.run
 
     def _begin(self, engine: str, *options: str) -> None:
-        """Start a life with the current command. After each life, `_end` sets the command for the next life."""
+        """Start a life with the options in ``_command``. After each life, `_end` sets the options of the next life."""
         resume = next(one for one in self._command if one.startswith("checkpoint.resume="))
         self.run = self.start(
             *self._command, f"rollout_fleet.engine={engine}", *ENGINES[engine], *options, output_dir=self.disk / "out"
@@ -250,7 +250,7 @@ class Lineage:
                 self._kill_all()
 
     def _stop(self, event: Event) -> None:
-        """Send SIGTERM, perhaps kill a part while the run stops, and wait for the end."""
+        """Send SIGTERM to the run. If the event names parts, kill them while the run stops. Wait for the run's end."""
         self.run.process.send_signal(signal.SIGTERM)
         self._watch(event.length_s)
         for part in event.parts:
@@ -268,10 +268,10 @@ class Lineage:
             time.sleep(0.05)
 
     def _signal(self, part: str, number: signal.Signals, share: float) -> psutil.Process | None:
-        """Send a signal to one process of the run. Returns None if no such process runs."""
+        """Send a signal to one process of ``part`` and return the process. Returns None if no such process runs."""
         words = {process: words_of(process) for process in self._processes()}
         found = [process for process in words if PARTS[part] in words[process]]
-        if part == "buffer":  # the words for the buffer also match the command lines of store servers
+        if part == "buffer":  # command lines of store servers contain the words for the buffer too
             found = [process for process in found if PARTS["store"] not in words[process]]
         if part == "engine" and not found:  # an in-process engine runs in the worker's process
             found = [process for process in words if PARTS["worker"] in words[process]]
@@ -298,22 +298,22 @@ class Lineage:
             self._note(f"… refused: {error}")
 
     def _fill(self, event: Event) -> None:
-        """Fill the disk for a while. If the run ends, another life may begin while the disk is full."""
+        """Fill the disk for a while. If the run ends during this time, the next life possibly starts on a full disk."""
         filler = self.disk / FILLER
         _take_all_space(filler)
         self._watch(event.length_s)
         if event.stays and self.run.process.poll() is not None:
             self._end()
             self._note("… and the disk stays full")
-            _take_all_space(filler)  # the life freed some space when it ended
+            _take_all_space(filler)  # the ended life has freed some space
             self._begin("transformers")
             self._watch(2 * event.length_s)
         filler.unlink()
 
     def _watch(self, seconds: float, until: Callable[[], bool] = lambda: False) -> None:
-        """Wait ``seconds``. Return earlier if the life ends or ``until()`` is true.
+        """Wait ``seconds``. The wait ends earlier if the life ends or ``until()`` returns true.
 
-        Fail if the run stands still for too long.
+        Fail if the run makes no progress for too long.
         """
         end_s = time.monotonic() + seconds
         self._look()
@@ -322,7 +322,7 @@ class Lineage:
             self._look()
 
     def _look(self) -> None:
-        """Read the output and the steps of the run. Fail if there was no new line and no new step for too long."""
+        """Read the output and the steps of the run. Fail if neither a line nor a step has come for too long."""
         now_s = time.monotonic()
         if self.run.read_lines():
             self._heard_s = now_s
@@ -333,7 +333,7 @@ class Lineage:
             self._newest_step, self._step_s, self._heard_s = steps, now_s, now_s
         with suppress(psutil.NoSuchProcess):
             self.run.remember_family()
-        assert now_s - self._heard_s < SILENCE_S, f"nothing for {SILENCE_S:g} s:\n{self._tail()}"
+        assert now_s - self._heard_s < SILENCE_S, f"no output for {SILENCE_S:g} s:\n{self._tail()}"
         assert now_s - self._step_s < NO_STEP_S, f"no step for {NO_STEP_S:g} s:\n{self._tail()}"
 
     def _await(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
@@ -341,7 +341,7 @@ class Lineage:
         assert is_true(), f"no {what} within {timeout_s:g} s:\n{self._tail()}"
 
     def _end(self, *, is_last: bool = False) -> None:
-        """Check how the life has ended, and find the command that continues it."""
+        """Check how the current life has ended. Set the options of the next life, which continues from a checkpoint."""
         limit_s = SAVE_TIMEOUT_S + STOP_TIMEOUT_S + 15.0 if "supervisor" in self._killed_by_us else 5.0
         deadline_s = time.monotonic() + limit_s
         while (left := self._processes()) and time.monotonic() < deadline_s:
@@ -369,9 +369,9 @@ class Lineage:
         self.run.end()
 
     def _continued(self) -> list[str]:
-        """Return the options of the command that the life printed.
+        """Return the options for the next life, from the command that the ended life printed.
 
-        A killed life prints no command. Then the options resume with ``auto``, which finds the checkpoint.
+        A killed life prints no command. Then ``checkpoint.resume=auto`` finds the newest checkpoint.
         """
         named = [line.partition("to continue: asyncrl train ")[2] for line in self.run.lines]
         if command := next(filter(None, reversed(named)), ""):
@@ -388,7 +388,7 @@ class Lineage:
         return next(filter(None, (newest_checkpoint(folder / "checkpoints") for folder in folders)), None)
 
     def _processes(self) -> list[psutil.Process]:
-        """Return all processes of the current life, including orphans."""
+        """Return all processes of the current life, including processes whose parent has died."""
         found = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
@@ -398,7 +398,7 @@ class Lineage:
         return found
 
     def _trains(self) -> bool:
-        """Return whether the current life has reported a step of its own."""
+        """Return whether the current life has reported a step."""
         return any(f"/{TOTAL_STEPS}" in line for line in self.run.lines)
 
     def _note(self, words: str) -> None:
@@ -409,7 +409,7 @@ class Lineage:
 
 
 def _take_all_space(filler: Path) -> None:
-    """Let a file take all free space of its disk."""
+    """Make the file ``filler`` so large that its disk is full."""
     free = os.statvfs(filler.parent)
-    with filler.open("ab") as file, suppress(OSError):  # the run may take some of the space meanwhile
+    with filler.open("ab") as file, suppress(OSError):  # the run can take some of the space at the same time
         os.posix_fallocate(file.fileno(), file.tell(), free.f_bavail * free.f_frsize)

@@ -1,8 +1,8 @@
 """Tables of faults: faults that end a run, and faults that a run survives.
 
 ``pytest -m "slow or not slow" tests/e2e/test_faults.py`` runs every row. Each row of the second table runs on both
-engines. A row of the first table runs on its ``engines``. The test draws the moment within a phase from a seed and
-prints the seed. ``ASYNCRL_FAULT_SEED=N`` repeats the moment.
+engines. A row of the first table runs on its ``engines``. A seed decides the moment of a fault within its phase. The
+test prints the seed, and ``ASYNCRL_FAULT_SEED=N`` sets it.
 """
 
 import signal
@@ -27,15 +27,15 @@ class Fault:
     """A fault that is injected into a run, and the expected end of the run.
 
     Attributes:
-        part: Target of the signal: ``supervisor``, ``controller``, or words of a process's name or command.
+        part: The process that gets the signal: ``supervisor``, ``controller``, or words of a process's name or command.
         signal: The signal.
-        moment: Phase of the run, as words of the line that is printed at the start of the phase.
+        moment: Phase of the run. The run prints a line with these words at the start of the phase.
         status: The expected exit status.
         words: Words that the last 40 lines must contain.
         options: Further options of the run.
-        engines: Engines for which the row is run.
+        engines: Names of the engines with which the test runs.
         end_timeout_s: Time within which the run must have ended.
-        goes_on: Whether the run survives the fault. Then it makes further steps and is stopped by SIGTERM.
+        goes_on: Whether the run survives the fault. If true, the run makes further steps, and SIGTERM stops it.
         within_s: The signal comes at most this many seconds after the line of ``moment``.
     """
 
@@ -62,11 +62,11 @@ class Recovery:
     Attributes:
         part: Words of the command line of the process that gets the signal.
         signal: The signal.
-        words: Words of the line that reports the restart. If empty, the test waits for three steps instead.
-        moment: The signal comes when the run prints a line with these words. If empty, it comes after ``after_steps``.
+        words: Words of the line that reports the restart. If empty, the test waits for three further steps.
+        moment: The signal comes after a line with these words. If empty, the signal comes after ``after_steps`` steps.
         after_steps: Number of steps before the signal, if ``moment`` is empty.
         options: Further options of the run.
-        restarts: Expected numbers of restarts in the summary, by part.
+        restarts: Expected count of restarts in the summary, by part.
     """
 
     part: str
@@ -89,7 +89,7 @@ LAST = STEPS - 1
 """Number of finished steps while the last step runs."""
 STARTED, TRAINING = "writing to", "step 1/"
 LEARNER_STARTS, FLEET_STARTS, STOPS = "waiting for learner", "waiting for rollout fleet", "stopping"
-EVALUATES = "engines): ready"  # the fleet is ready after the learner; then the run evaluates
+EVALUATES = "engines): ready"  # an evaluation begins when the fleet is ready
 _OWN_REWARD = f"rollout_fleet.reward={ROOT / 'scripts/examples/sorting/sorting_reward.py'}:leading_numbers"
 _TRANSFORMERS, _SGLANG = {"engines": ("transformers",)}, {"engines": ("sglang",)}
 _NO_RESTARTS = ("rollout_fleet.restarts=0",)
@@ -114,7 +114,7 @@ def _replaced(part: str, **changes: Any) -> Fault:
 
 
 def _killed(part: str, *words: str, **changes: Any) -> Fault:
-    """Return the fault that a part is killed during training. The run ends with an error that names the part."""
+    """Return an entry of `FAULTS` for a part that is killed during training. The run must end with an error."""
     return Fault(**{"part": part, "signal": signal.SIGKILL, "moment": TRAINING, "status": 1, "words": words} | changes)
 
 
@@ -174,7 +174,7 @@ _SAID = {
 
 
 def _recovers(part: str, *options: str, restarts: str = "", **changes: Any) -> Recovery:
-    """Return a row for a killed part. ``restarts`` is the part's name in the summary's count of restarts."""
+    """Return an entry of `RECOVERIES` for a killed part. ``restarts`` is the part's name in the summary's restarts."""
     row = {"part": part, "signal": signal.SIGKILL, "options": options, "words": _SAID[restarts]}
     return Recovery(**row | {"restarts": {restarts: 1} if restarts else {}} | changes)
 
@@ -211,7 +211,7 @@ SELDOM = (
 
 
 def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
-    """Return the words of the command lines of a run's processes, by part."""
+    """Return, for each part of a run, words that only the command lines of its processes contain."""
     parts = {
         "worker": "ray::RolloutWorker",
         "store": "--store ",
@@ -226,7 +226,7 @@ def assert_it_ends_right(
 ) -> None:
     """Wait for the end of a run with faults, and check its results.
 
-    Every ``every``-th sample is recomputed from the run's snapshots. 0 recomputes none, and needs no snapshots.
+    The log-probs of every ``every``-th sample are recomputed with the run's snapshots. With 0, no sample is recomputed.
     """
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())
@@ -242,7 +242,7 @@ def assert_it_ends_right(
 def assert_nothing_is_left(run: RunningTraining, shared_memory: set[int]) -> None:
     """Check that no processes, ports, scratch folders or shared memory of the run remain.
 
-    ``shared_memory`` has the inodes of the files that the run mapped.
+    ``shared_memory`` has the inodes of the files in shared memory that the run mapped.
     """
     assert run.survivors() == []
     assert left_in_shared_memory(shared_memory) == []

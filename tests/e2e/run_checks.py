@@ -21,7 +21,7 @@ def assert_every_step_is_made_and_no_version_goes_back(
 ) -> None:
     """Check that each step occurs once and in order, and that the engines' version never decreases.
 
-    An interrupted run may have made steps that ``metrics.jsonl`` lacks, because they were queued on the ranks.
+    ``metrics.jsonl`` of an interrupted run can lack up to two steps, because the ranks had queued these steps.
     """
     assert [record["step"] for record in run.records] == list(range(num_steps))
     versions = [record["engine_version"] for record in run.records]
@@ -30,7 +30,7 @@ def assert_every_step_is_made_and_no_version_goes_back(
 
 
 def assert_the_account_closes(summary: dict) -> None:
-    """Check that generated tokens are trained, dropped, buffered or in flight, and that no lag is above the bound."""
+    """Check that each generated token is trained, dropped, buffered or in flight, and that no lag exceeds its bound."""
     tokens = summary["tokens"]
     assert tokens["generated"] == sum(tokens[name] for name in ("trained", "dropped", "buffered", "in_flight"))
     assert summary["max_lag"]["realised"] <= summary["max_lag"]["bound"]
@@ -44,12 +44,12 @@ def assert_every_token_is_accounted_for(run: RunningTraining) -> None:
     assert tokens["trained"] == sum(sum(row["response_mask"]) for row in rows)
     num_groups = sum(run.summary["max_lag"]["histogram"].values())
     samples = Counter(row["group_id"] for row in rows)
-    assert len(samples) == num_groups, "each group is consumed once"
-    assert len(set(samples.values())) == 1, "and whole"
+    assert len(samples) == num_groups, "each group must be consumed once"
+    assert len(set(samples.values())) == 1, "each group must have all its samples"
 
 
 def assert_trained_tokens_have_the_log_prob_of_their_version(run: RunningTraining, *, every: int = 1) -> int:
-    """Recompute every ``every``-th sample with the versions of its tokens. Returns the number of tokens."""
+    """Recompute the log-probs of every ``every``-th sample with each token's version. Returns the number of tokens."""
     rows_by_version = defaultdict(list)
     for row in trained_samples(run)[::every]:
         for version in {*row["versions"]} - {UNVERSIONED}:

@@ -35,7 +35,7 @@ with urllib.request.urlopen(request) as answer:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return the folder with the programs. The model is not fine-tuned, because that takes a minute."""
+    """Return a folder with the page's programs and a model. The model is not fine-tuned, which would take a minute."""
     folder = tmp_path_factory.mktemp("page") / "my_task"
     shutil.copytree(ROOT / "scripts" / "examples" / "sorting", folder)
     subprocess.run([sys.executable, "make_task.py", "task"], cwd=folder, check=True)

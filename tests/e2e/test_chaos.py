@@ -1,8 +1,8 @@
-"""A run of many lives under random faults.
+"""A training run that is interrupted by random faults and resumed many times.
 
-``pytest -m slow tests/e2e/test_chaos.py`` takes an hour. ``ASYNCRL_CHAOS_S=N`` sets the seconds, and
-``ASYNCRL_FAULT_SEED=N`` repeats the events of a seed. ``ASYNCRL_CHAOS_SGLANG=0.1`` is the share of lives on real
-servers. The test prints the events, and appends them to ``events.log`` in its folder.
+``pytest -m slow tests/e2e/test_chaos.py`` takes an hour; ``ASYNCRL_CHAOS_S=N`` sets the seconds. The test prints its
+events and the seed, and appends them to ``events.log`` in its folder. ``ASYNCRL_FAULT_SEED=N`` repeats the events of a
+seed. With ``ASYNCRL_CHAOS_SGLANG=0.1``, a tenth of the starts use real SGLang servers.
 """
 
 import json
@@ -65,9 +65,9 @@ def test_account_and_prompts_of_a_run_are_correct_after_random_faults_in_many_li
 
 
 def assert_the_lineage_is_right(run, lineage):
-    """Check the audit, account, steps and prompts of all lives, and that nothing is left behind.
+    """Check the audit, account, steps and prompts of a run over all its starts. Check that no shared memory is left.
 
-    Returns what the audit checked.
+    Returns the audit's descriptions of what it checked.
     """
     lives = audited_lives(run.run_dir)
     result = audit(lives)
@@ -85,9 +85,10 @@ def assert_the_lineage_is_right(run, lineage):
 
 
 def is_lost_on_a_full_disk(bad, lineage):
-    """Return whether a full disk explains this missing receipt of an engine.
+    """Return whether a full disk explains that a receipt (a record of sampled tokens) is missing.
 
-    A rollout log of this life or of an earlier life must say that a ``sampled`` receipt is not written.
+    If so, the log of a rollout worker says that a ``sampled`` receipt is not written. The log can be of the same start
+    of the run or of an earlier one.
     """
     if (bad.what, bad.found) != (ENGINE_RECEIPT, "none"):
         return False
@@ -96,9 +97,9 @@ def is_lost_on_a_full_disk(bad, lineage):
 
 
 def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
-    """Check that the reported steps increase.
+    """Check that the reported steps increase. Returns the steps that ``metrics.jsonl`` lacks.
 
-    Returns the steps that ``metrics.jsonl`` lacks. Each must be one of the last two steps before a life's first step.
+    When a run is killed, ``metrics.jsonl`` can lack the last two steps before the first step of the resumed run.
     """
     steps = [record["step"] for record in run.records]
     assert steps == sorted(set(steps))
@@ -108,7 +109,7 @@ def assert_the_metrics_lack_only_steps_of_killed_lives(run, lives):
 
 
 def assert_steps_rise_by_one_between_rewinds(life):
-    """Check that each committed step follows the step before, or repeats a step of this life after a rewind."""
+    """Check that each committed step follows the previous step, or repeats steps after a return to a checkpoint."""
     record = read_life(life)
     steps = [line["step"] for line in receipts_of(life) if line["act"] == "committed"]
     if not steps or record is None:
@@ -119,7 +120,7 @@ def assert_steps_rise_by_one_between_rewinds(life):
 
 
 def receipts_of(life):
-    """Return the receipts of the controller. The list is empty if the life made no step."""
+    """Return the receipts (records of steps) that the controller wrote in this life. Without a step there are none."""
     path = life / FOLDER / "controller.jsonl"
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return map(json.loads, whole.splitlines())
@@ -138,9 +139,9 @@ def assert_each_prompt_is_finished_once_or_still_there(run, lives, checkpoint):
 
 
 def consumed_groups(lives):
-    """Return the ids of the consumed groups. If a step was planned several times, only its latest plan counts.
+    """Return the ids of the consumed groups of a run. If a step was planned several times, only its latest plan counts.
 
-    Steps of a life that are later than the next life's checkpoint do not count.
+    If the run was resumed from a checkpoint, the lost steps after this checkpoint do not count.
     """
     by_step = {}
     for life in lives:

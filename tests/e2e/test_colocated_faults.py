@@ -30,7 +30,7 @@ def slow(inputs, config):
 
 @pytest.fixture
 def started(start, tmp_path):
-    """Return a function that starts colocated runs. A rank that computes the loss touches the file ``mark``."""
+    """Return a function that starts colocated runs. When a rank computes the loss, it creates the file ``mark``."""
     mark, loss = tmp_path / "trains", tmp_path / "own_loss.py"
     loss.write_text(LOSS.format(mark=str(mark)))
 
@@ -61,12 +61,12 @@ def started(start, tmp_path):
 def wait_for(is_true, timeout_s=120.0):
     until_s = time.monotonic() + timeout_s
     while not is_true():
-        assert time.monotonic() < until_s, "the phase does not come"
+        assert time.monotonic() < until_s, "the phase has not come in time"
         time.sleep(0.002)
 
 
 def wait_for_phase(run, phase):
-    """Wait for a phase: the learner trains, the learner has just published, or the engines generate."""
+    """Wait for a phase of the run: ``trains``, ``hands over`` (the learner has just published), or ``generates``."""
     run.wait_for_line("step 1/")
     run.wait_for_step(5)
     if phase == "trains":
@@ -91,7 +91,7 @@ def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, eng
 
 
 def test_colocated_roles_outlive_the_death_of_a_rank_and_leave_the_device_each_time(started):
-    """Each of two sequence-parallel ranks has actor, critic and reference. Ranks and engines share two devices."""
+    """Two sequence-parallel ranks each hold actor, critic and reference. Ranks and engines share two devices."""
     run = started("transformers", 2, "learner.sp_size=2", "algorithm.advantage=gae", "algorithm.kl_coef=0.01")
     wait_for_phase(run, "hands over")
     os.kill(run.pids_at("ray::FusedWorker")[-1], signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Many faults in one run.
 
-``ASYNCRL_FAULT_ENGINE=sglang`` uses real servers. The tests print the times to recovery, and the seed of the random
-faults. ``ASYNCRL_FAULT_SEED=N`` repeats the faults.
+``ASYNCRL_FAULT_ENGINE=sglang`` uses real SGLang servers. The tests print how long each recovery takes, and the seed of
+the random faults. ``ASYNCRL_FAULT_SEED=N`` repeats the faults.
 """
 
 import os
@@ -109,7 +109,7 @@ def strike_together(run: RunningTraining, *parts: str) -> None:
 
 def test_a_run_is_correct_after_random_kills_and_stalls_of_any_part(start, tmp_path):
     num_faults, steps_between, first = 20, 5, 5
-    # extra steps, because the run may make more steps between two faults than planned
+    # Add 100 steps, because the run can make more than five steps between two faults.
     num_steps = first + num_faults * steps_between + 100
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
@@ -163,7 +163,7 @@ def test_a_run_survives_any_http_answer_that_replaces_an_answer_of_its_server(st
 
 
 def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right(start):
-    """Each fault hits one member. The other member's engine continues the samples."""
+    """Each fault hits one of two rollout workers. The engine of the other worker continues the samples."""
     sixteen = ["algorithm.groups_per_step=16", "rollout_fleet.num_engines=2", "total_steps=300"]
     run = start(*CHECKED, *SHORT_SILENCE, *sixteen)
     run.wait_for_line("step 1/")
@@ -174,6 +174,6 @@ def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right
     ):
         os.kill(run.pids_at(words)[0], number)
         struck_s = time.monotonic()
-        run.wait_for_line("is back after", timeout_s=600)  # a long timeout, because the machine may have other work
+        run.wait_for_line("is back after", timeout_s=600)  # the machine may be busy
         print(f"{number.name} of {words}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201
     assert_it_ends_right(run, num_steps=300, timeout_s=1200, groups_per_step=16, every=97)

@@ -1,7 +1,7 @@
 """Engines join and leave a run during training, and a node of the cluster dies.
 
-``ASYNCRL_FAULT_ENGINE=transformers`` uses in-process engines in all tests. Then the log-prob of each token is
-recomputed with its version.
+With ``ASYNCRL_FAULT_ENGINE=transformers``, all tests use in-process engines, and recompute the log-prob of each token
+with the weights of its version.
 """
 
 import os
@@ -100,7 +100,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
     )
     run.wait_for_line("; 3 engines are present", timeout_s=JOINED_S)
     run.wait_for_step(4)
-    for rank in (0, 2):  # meanwhile all engines load weights and answer held-out prompts
+    for rank in (0, 2):  # engines also load weights and answer held-out prompts
         timed(run, "leave", str(rank))
     with ThreadPoolExecutor(2) as both:
         joining = [both.submit(timed, run, "join") for _ in range(2)]
@@ -126,7 +126,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
 
 
 def timed(run, name, *arguments):
-    """Run ``asyncrl join`` or ``asyncrl leave``, print its duration, and return its output. It must succeed."""
+    """Run ``asyncrl join`` or ``asyncrl leave``, which must succeed. Print the duration, and return the output."""
     began_s = time.monotonic()
     status, words = command(name, run.run_dir, *arguments)
     assert status == 0, f"{words}\n{run.output}"
@@ -140,7 +140,7 @@ def steps_after(run):
 
 @contextmanager
 def cluster():
-    """Yield a Ray cluster with one node for the run. A node that a test adds has a CPU for one engine."""
+    """Yield a Ray cluster of one node, on which the run starts. Nodes that a test adds have one CPU, for one engine."""
     from ray.cluster_utils import Cluster
 
     before = {name: os.environ.get(name) for name in ENVIRONMENT}
@@ -159,7 +159,7 @@ def node_at(address):
 
 
 def kill_node(node):
-    """Send SIGKILL to the raylet of a node. The workers of the node end too."""
+    """Kill a node: send SIGKILL to its raylet (Ray's daemon) and to the workers that still run."""
     (raylet,) = [info.process.pid for info in node.all_processes["raylet"]]
     workers = psutil.Process(raylet).children(recursive=True)
     os.kill(raylet, signal.SIGKILL)
@@ -181,7 +181,7 @@ def test_an_engine_of_a_dead_node_starts_again_on_the_next_node_that_joins(start
             "placement.engines_per_node=1",
             "buffer.host=127.0.0.1",
             "buffer.advertised_host=127.0.0.1",
-            "buffer.stores_on=ledger",  # a store on the dying node would lose groups of a batch
+            "buffer.stores_on=ledger",  # a store on a dead node would lose groups
             "weights.transport=file",
             f"weights.directory={tmp_path / 'weights'}",
             *OPTIONS,

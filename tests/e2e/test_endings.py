@@ -71,5 +71,5 @@ def test_a_signal_to_every_process_of_a_run_at_once_ends_the_run_with_its_policy
     assert (run.run_dir / "policy").is_dir() == has_trained
     if has_trained:
         assert_every_token_is_accounted_for(run)
-        assert run.summary["tokens"]["dropped_by_reason"].get("lost", 0) == 0, "the rollout worker lived to report"
+        assert run.summary["tokens"]["dropped_by_reason"].get("lost", 0) == 0, "the worker must report its tokens"
     assert run.survivors(END_TIMEOUT_S) == []

@@ -34,18 +34,18 @@ TRAINED = ("reward", "response_length", "learner.loss", "learner.grad_norm")
 
 
 def trained(run_dir):
-    """Return the metrics `TRAINED` of each step, and the bits of the policy after the last step."""
+    """Return a pair: the metrics `TRAINED` of each step, and the bytes of the policy after the last step."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(STEPS)), "the metrics have all steps of all lives"
-    assert all(line["learner.grad_norm"] > 0 for line in lines), "the policy changes at each step"
+    assert [line["step"] for line in lines] == list(range(STEPS)), "the metrics must have all steps"
+    assert all(line["learner.grad_norm"] > 0 for line in lines), "the policy must change at each step"
     return [[line[name] for name in TRAINED] for line in lines], (run_dir / "policy" / "model.safetensors").read_bytes()
 
 
 @pytest.fixture(scope="module")
 def moments():
-    """Return a random generator for the seconds from a step until the test stops or kills the run."""
+    """Return a random generator. It draws how many seconds after a step the test stops or kills the run."""
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", time.time_ns() % 10**6))
-    print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - the seed repeats the moments
+    print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
     return random.Random(seed)
 
 
@@ -58,7 +58,7 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
         ended.wait_for_line("step 1/", 900)
         ended.wait_for_step(4)
         begin_s, end_s = (ended.records[step]["time_s"] for step in (1, 3))
-        # the pause is at most as long as two steps, so the run still has steps to make
+        # Wait no longer than two steps take, so that the run still has steps to make.
         time.sleep(moments.uniform(0.0, end_s - begin_s))
         ended.remember_family()
         if number is signal.SIGTERM:
@@ -76,11 +76,11 @@ def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start,
         assert resumed.finish(900) == 0, resumed.output
         assert trained(resumed.run_dir) == want, f"{number.name} in step {version}"
         assert_the_account_closes(resumed.summary)
-        assert audit([str(resumed.run_dir)]) == 0, "each trained token has its receipts over both lives"
+        assert audit([str(resumed.run_dir)]) == 0, "each trained token must have its receipts"
         if number is signal.SIGTERM:
             assert resumed.summary["tokens"]["trained"] == straight.summary["tokens"]["trained"]
             dropped = resumed.summary["tokens"]["dropped_by_reason"]
-            assert not dropped.keys() - straight.summary["tokens"]["dropped_by_reason"].keys(), "nothing was lost"
+            assert not dropped.keys() - straight.summary["tokens"]["dropped_by_reason"].keys(), "no tokens may be lost"
     assert list_runs([str(tmp_path)]) == 0
     shown = capsys.readouterr().out
     assert shown.count("(2 lives)") == 2

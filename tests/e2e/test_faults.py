@@ -40,7 +40,7 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault, engine):
     if fault.goes_on:
         struck_s = time.monotonic()
         run.wait_for_line("rollout worker 0 is back")
-        print(f"{fault}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201 - for the log
+        print(f"{fault}: back after {time.monotonic() - struck_s:.1f} s")  # noqa: T201 - shown by pytest -s
         run.wait_for_line("step ")
         run.wait_for_line("step ")
         run.process.terminate()
@@ -76,6 +76,6 @@ def test_a_run_outlives_the_fault_and_ends_as_one_without(start, tmp_path, recov
         run.wait_for_line(recovery.words, timeout_s=120)
     elif recovery.after_steps < LAST:
         run.wait_for_step(run.num_steps + 3, timeout_s=120)
-    print(f"recovered from {recovery} within {time.monotonic() - began_s:.1f} s")  # noqa: T201 - the time to recovery
+    print(f"recovered from {recovery} within {time.monotonic() - began_s:.1f} s")  # noqa: T201 - shown by pytest -s
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=240, every=0)
     assert recovery.restarts.items() <= run.summary["restarts"].items()

@@ -22,23 +22,23 @@ VERDICTS = [json.dumps({"name": "grade", "arguments": {"score": score}}) for sco
 
 
 def asked_of(tokenizer, response):
-    """Return [1, T] tokens of the judge's prompt."""
+    """Return the [1, T] tokens of the prompt that asks the judge about ``response``."""
     messages = [{"role": "user", "content": f"{response} How good is it?"}]
     return tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=False)
 
 
 def save_judge(folder):
-    """Save a model that mostly writes verdicts. The verdicts depend on the prompt. Returns the folder."""
+    """Save a model that mostly writes verdicts, which depend on its prompt. Returns the model's folder."""
     path = save_calling_policy(folder, VERDICTS, p_call=0.15, p_stop=0.1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     tokens = [tokenizer.convert_tokens_to_ids(f"<tool_call>{verdict}</tool_call>") for verdict in VERDICTS]
-    usual = [*tokens * 50, *range(256)]  # these tokens stand for the policy's answers
+    usual = [*tokens * 50, *range(256)]  # draw answers like those of the policy from these tokens
     choices = (random.Random(n).choices(usual, k=1 + n % 8) for n in range(64))
     asked = [asked_of(tokenizer, tokenizer.decode(chosen)) for chosen in choices]
     with torch.no_grad():
         hidden = torch.stack([model.model(ids).last_hidden_state[0, -1] for ids in asked])
         spread = torch.linalg.svd(hidden - hidden.mean(0))
-        # the direction in which the hidden states of the prompts differ most
+        # Let the verdict depend on the direction in which the hidden states of the prompts differ most.
         taste = spread.Vh[0] * 0.5 / (spread.S[0] / len(asked) ** 0.5)
         taste -= taste @ hidden.mean(0) / hidden.mean(0).square().sum() * hidden.mean(0)
         base = model.lm_head.weight[tokens[0]].clone()
@@ -102,7 +102,7 @@ def test_the_judge_of_a_run_is_the_model_with_which_it_began(run):
         verdict = tokenizer.decode(written).rpartition('"score": ')[2][0]
         assert row["reward"] == pytest.approx(int(verdict) / 10)
         seen.add(verdict)
-    assert seen == {"3", "7"}, "the verdicts differ"
+    assert seen == {"3", "7"}, "the judge must give different verdicts"
 
 
 def test_nothing_of_the_judge_outlives_the_run(run):

@@ -45,7 +45,7 @@ def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start,
     )
     assert run.summary["policy_version"] == 5
     for record in run.records:
-        # the size of the quickstart's weights
+        # The quickstart's weights have more than 70,000 float32 values.
         assert record["learner.rollout_device_bytes_before"] > 4 * 70_000 / tp_size
         assert record["learner.rollout_device_bytes_after"] == 0
         assert record["learner.trainer_device_bytes_after"] == record["learner.rollout_device_bytes_before"]
@@ -75,7 +75,7 @@ ADAPTERS = ["learner.lora.rank=4", "algorithm.kl_coef=0.01"]
     ],
 )
 def test_every_role_beside_a_colocated_engine_gives_its_device_up_at_every_turn(start, overrides):
-    entropy = "algorithm.entropy_coef=0.1"  # an untrained policy gets no reward, so its weights would not change
+    entropy = "algorithm.entropy_coef=0.1"  # an untrained policy gets no reward and would not change
     run = finished(start, *overrides, "placement.colocated=true", "learner.offload_at_transition_only=true", entropy)
     assert run.survivors() == []
     has_critic = "learner.critic.value_loss" in run.records[-1]

@@ -1,4 +1,4 @@
-"""Sweeps of whole runs."""
+"""Sweeps (``--multirun``) of real training runs."""
 
 import signal
 
@@ -10,14 +10,14 @@ SMALL = (
     "rollout_fleet.engine=transformers",
     "evaluation.enabled=false",
     "buffer.max_lag=0,1",
-    "sft.eval_every=5",  # makes the warm start short
+    "sft.eval_every=5",  # these two options make the warm start short
     "sft.target_val_loss=2.5",
     "total_steps=2",
 )
 
 
 def values_in_table(sweep):
-    """Return the folder names of the two runs, from the last column of the printed table."""
+    """Return the last column of the sweep's printed table: the folder names of its two runs."""
     return [line.split()[-1] for line in sweep.output.splitlines()[-2:]]
 
 

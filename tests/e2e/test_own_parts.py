@@ -91,7 +91,7 @@ def test_inspect_shows_the_buffer_of_a_run_only_with_a_key(run):
 
 def test_a_run_trains_with_the_users_reward_loss_and_advantage(run):
     assert run.records
-    assert "warm start" not in run.output, "there is none"
+    assert "warm start" not in run.output, "the run must not have a warm start"
     for record in run.records:
         assert record["learner.advantage_seen"] == pytest.approx(7.0)
         assert 0 <= record["learner.version_seen"] <= record["step"]
@@ -110,12 +110,12 @@ def test_training_continues_after_the_buffer_server_is_killed_and_restarted(run)
     os.kill(run.pid_at("buffer.server --groups-per-step 4"), signal.SIGKILL)
     line = run.wait_for_line("it was started again at", timeout_s=60)
     assert "died with status -9" in line
-    assert run.inspector[0] in line, "where it was"
+    assert run.inspector[0] in line, "the server must restart at its old address"
     run.wait_for_step(run.num_steps + 5, timeout_s=60)
     steps = [record["step"] for record in run.records]
     assert steps == list(range(len(steps)))
     report = json.loads(inspect(*run.inspector, "--json").stdout)
-    assert report["stats"]["tokens_dropped"] == {}, "no lease was lost"
+    assert report["stats"]["tokens_dropped"] == {}, "no lease may be lost"
 
 
 def test_training_continues_after_the_keys_of_a_run_are_replaced(run):
@@ -129,7 +129,7 @@ def test_training_continues_after_the_keys_of_a_run_are_replaced(run):
     assert [name for name in before if before[name] == after[name]] == []
     run.wait_for_step(run.num_steps + 10, timeout_s=60)
     report = json.loads(inspect(*run.inspector, "--json").stdout)
-    assert report["stats"]["tokens_dropped"] == {}, "no lease was lost"
+    assert report["stats"]["tokens_dropped"] == {}, "no lease may be lost"
 
 
 def test_a_run_ends_and_leaves_nothing_when_its_supervisor_is_killed(run):
@@ -150,7 +150,7 @@ def test_a_run_ends_and_leaves_nothing_when_its_supervisor_is_killed(run):
     ],
 )
 def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_path, override, message):
-    """`tests/asyncrl/test_train_command.py` tests this without a whole run."""
+    """`tests/asyncrl/test_train_command.py` tests wrong names with a scripted run."""
     run = start(override, output_dir=tmp_path / "out", cwd=own_folder)
     assert run.finish(timeout_s=120) in (1, 2)
     assert message in run.lines[-1]
@@ -160,9 +160,9 @@ def test_a_wrong_name_fails_before_any_process_starts(start, own_folder, tmp_pat
 
 @pytest.mark.slow
 def test_a_prompt_that_is_too_long_fails_before_the_warm_start(start, own_folder, tmp_path):
-    """`tests/asyncrl/test_prepare.py` tests that the error is found while the prompts are read."""
+    """`tests/asyncrl/test_prepare.py` tests that reading the prompts raises this error."""
     run = start("data.max_prompt_tokens=6", output_dir=tmp_path / "out", cwd=own_folder)
     assert run.finish(timeout_s=120) == 1
     assert "data.max_prompt_tokens = 6" in run.lines[-1] + run.output
-    assert not list(run.output_dir.glob("*/*/logs")), "a start that fails leaves no folder"
+    assert not list(run.output_dir.glob("*/*/logs")), "a failed start must not leave a folder"
     assert "warm start" not in run.output

@@ -32,12 +32,12 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     records = run.records
     assert [record["step"] for record in records] == list(range(steps))
     # During the five warm-up steps, the policy does not change, and the critic learns values.
-    # Returns are 0 or 1, with mean m. The loss is m / 2 if the value is 0, and m (1 - m) / 2 if the value is m.
+    # Returns are 0 or 1, with mean m. A value of 0 gives the loss m / 2, and a value of m gives m (1 - m) / 2.
     assert all("learner.grad_norm" not in record for record in records[:5])
     cost = [record["learner.critic.value_loss"] / record["learner.critic.return_mean"] for record in records]
     assert np.mean(cost[3:6]) < 0.97 * cost[0]
     assert records[0]["learner.critic.value_mean"] == 0
-    # The values follow the returns while the policy improves. If a value were 0, its error would be the whole return.
+    # The critic's values must follow the returns while the policy improves, so their error must be small.
     returns = [record["learner.critic.return_mean"] for record in records]
     off = [abs(record["learner.critic.value_mean"] - mean) for record, mean in zip(records, returns, strict=True)]
     assert np.mean(off[2:]) < np.mean(returns[2:]) / 3
@@ -49,7 +49,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     assert_the_account_closes(run.summary)
     overlap = run.summary["overlap"]
     assert overlap["step_s"] * steps == pytest.approx(run.summary["train_wall_s"], rel=0.2)
-    # The learner's time includes critic, reference and values, in addition to the policy's updates.
+    # The learner also works on critic, reference and values, so it is busy for longer than the policy's updates.
     busy_s = overlap["utilisation"]["learner"] * overlap["step_s"] * steps
     assert busy_s > 1.5 * sum(record["update_s"] for record in records)
     assert undocumented(records[-1]) == []
@@ -80,7 +80,7 @@ def test_adapters_train_and_the_saved_policy_is_plain(start):
 
 
 def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
-    """The reward function gives an untrained policy no reward, so all learning comes from the reward model."""
+    """An untrained policy gets no reward from the reward function. So it can learn only from the reward model."""
     config = with_quickstart_assets(compose_run([f"output_dir={tmp_path}"]))
     torch.manual_seed(0)
     judge = AutoModelForSequenceClassification.from_pretrained(config.model.path, num_labels=1).eval()
@@ -99,7 +99,7 @@ def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
     assert records[3]["reward"] == pytest.approx(np.mean([row["reward"] for row in rows]), abs=1e-4)
     assert np.std([row["reward"] for row in rows]) > 0.05
     for row in rows[::16]:
-        # `judge(...)` would ignore sampled padding tokens at the end
+        # Do not call `judge(...)`, because it ignores padding tokens that the policy sampled at the end.
         with torch.no_grad():
             hidden = judge.model(torch.tensor([row["prompt_ids"] + row["response_ids"]])).last_hidden_state
             score = judge.score(hidden[0, -1]).item()

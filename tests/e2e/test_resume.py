@@ -29,7 +29,7 @@ OPTIONS = [
 
 
 def consumed(run_dir, first, end):
-    """Return the group ids by step, for the steps of ``first`` to ``end - 1``."""
+    """Return the ids of the groups that each step from ``first`` to ``end - 1`` consumed."""
     files = [run_dir / "trajectories" / f"step_{step:08d}_rank0.parquet" for step in range(first, end)]
     return [sorted(set(pq.read_table(file)["group_id"].to_pylist())) for file in files]
 
@@ -41,7 +41,7 @@ def check_what_is_kept(run, checkpoint):
     assert run.summary["policy_version"] == run.records[-1]["step"] + 1 == read_progress(checkpoint).version
     assert run.summary["total_steps"] == 100000
     assert_every_token_is_accounted_for(run)
-    assert run.summary["tokens"]["dropped_by_reason"].get("lost", 0) == 0, "the rollout worker lived to report"
+    assert run.summary["tokens"]["dropped_by_reason"].get("lost", 0) == 0, "the rollout worker must report its tokens"
     AutoModelForCausalLM.from_pretrained(run.run_dir / "policy")
     AutoTokenizer.from_pretrained(run.run_dir / "policy")
 
@@ -55,7 +55,7 @@ def saved_version(run_dir):
 def test_a_run_continues_from_the_newest_checkpoint_of_an_ended_run(start, tmp_path, number):
     ended = start(*OPTIONS, "total_steps=100000", "learner.restarts=0")
     ended.wait_for_line("step 1/")
-    while saved_version(ended.run_dir) < 6:  # waits for the third checkpoint
+    while saved_version(ended.run_dir) < 6:  # wait for the third checkpoint
         assert ended.process.poll() is None
         time.sleep(0.05)
     ended.remember_family()
@@ -66,7 +66,7 @@ def test_a_run_continues_from_the_newest_checkpoint_of_an_ended_run(start, tmp_p
         os.kill(ended.pid_of("ray::ActorWorker"), number)
         ended.finish(60)
     else:
-        ended.signal_all(number)  # the signal goes to more processes than Ctrl-C in a terminal
+        ended.signal_all(number)  # Ctrl-C in a terminal signals fewer processes
         assert ended.finish(60) == 130, ended.output
         assert f"stopped by {number.name}" in ended.lines[-1]
     assert ended.survivors() == []
@@ -87,17 +87,17 @@ def test_a_run_continues_from_the_newest_checkpoint_of_an_ended_run(start, tmp_p
     (second_dir,) = {path.parent for path in tmp_path.glob("*/*/summary.json")} - {first_dir}
     steps = consumed(first_dir, 0, progress.version) + consumed(second_dir, progress.version, progress.version + 4)
     ids = [group_id for step in steps for group_id in step]
-    assert len(ids) == len(set(ids)) == 4 * (progress.version + 4)  # no group was consumed twice
-    assert max(ids) < len(ids) + 4 * 4  # no prompt was skipped; the missing ids were in flight at the end
+    assert len(ids) == len(set(ids)) == 4 * (progress.version + 4)  # no group may be consumed twice
+    assert max(ids) < len(ids) + 4 * 4  # only prompts in flight may be missing at the end
     summary = json.loads((second_dir / "summary.json").read_text())
     assert summary["policy_version"] == progress.version + 4
     evaluations = [json.loads(line) for line in (second_dir / "evaluations.jsonl").read_text().splitlines()]
     versions = [evaluation["policy_version"] for evaluation in evaluations]
     assert versions == sorted(set(versions))
-    assert (versions[0], versions[-1]) == (0, progress.version + 4), "the history of both lives"
+    assert (versions[0], versions[-1]) == (0, progress.version + 4), "the evaluations of the first run must be included"
     versions = [version for version in versions if version >= progress.version]
     assert versions[0] == progress.version
-    assert len(versions) >= 3, "one between"
+    assert len(versions) >= 3, "the resumed run must evaluate during training"
     kept = {file.name.split("-rollout")[0] for file in (second_dir / "samples").iterdir()}
     assert {f"{kind}-v{version:08d}" for kind in ("sampled", "greedy") for version in versions} <= kept
     assert any(name.startswith("train-") for name in kept)

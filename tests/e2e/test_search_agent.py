@@ -1,7 +1,7 @@
-"""The search agent trains on SGLang while its process, its engine and its rollout worker are killed in mid-episode.
+"""The search agent trains on SGLang. During its episodes, its process, its engine and its rollout worker are killed.
 
-The policy is random and calls tools by chance. If sampled tokens are decoded and the text is encoded again, the result
-is seldom the same tokens. Some answers are lost on the way to the agent, so the unmodified client repeats the requests.
+The policy is random and calls tools by chance. If its sampled tokens are decoded and encoded again, the tokens usually
+change. Some answers do not reach the agent, so its unmodified client repeats the requests.
 """
 
 import json
@@ -153,7 +153,7 @@ def run(tmp_path_factory):
 
 
 def worker_of_last_answer(folder):
-    """Return the pid of the rollout worker that got the latest answer of SGLang."""
+    """Return the process id of the rollout worker that got the latest answer of SGLang."""
     return json.loads((folder / "engine.jsonl").read_text().splitlines()[-1])["pid"]
 
 
@@ -162,7 +162,7 @@ def begins(path, beginning):
 
 
 def agents_answers(run):
-    """Return the answers that agents got."""
+    """Return the answers that reached the agents."""
     return [json.loads(line) for line in (run.output_dir.parent / "answers.jsonl").read_text().splitlines()]
 
 
@@ -196,7 +196,7 @@ def test_every_trained_id_is_one_that_sglang_was_sent_or_has_sampled_there(run, 
     tokenizer = ChatTokenizer(str(run.output_dir.parent / "model"))
     turns = [answer.token_ids for answer in answers if answer.is_finished]
     unstable = [ids for ids in turns if tokenizer.encode(tokenizer.decode(ids)) != ids]
-    assert len(unstable) > len(turns) / 4, "the text of an answer would be other tokens"
+    assert len(unstable) > len(turns) / 4, "encoding an answer's text must give other tokens"
 
 
 def test_every_trained_token_has_the_log_prob_that_its_version_gives_it(run, rows, capsys):
@@ -209,7 +209,7 @@ def test_the_agent_branches_compacts_repeats_requests_and_gives_back_no_answer_i
     happened = {name: sum(record.get(name, 0.0) for record in run.records) for name in WHAT_HAPPENED}
     assert happened.pop("episode.retokenised_tokens") == 0
     assert all(happened.values()), happened
-    assert any(len(line["said"][1]) > 1 for line in agents_answers(run)), "calls in parallel"
+    assert any(len(line["said"][1]) > 1 for line in agents_answers(run)), "an answer must have calls in parallel"
 
 
 @dataclass(frozen=True)
@@ -218,9 +218,8 @@ class Replay:
 
     Attributes:
         cause: The part that was killed.
-        saved: The turns that were finished before the death and that the agent had received. An agent has received an
-            answer if it sent a further request. A killed worker loses the tokens that it sampled since its last weight
-            update, because it saves its progress at updates.
+        saved: The turns that the agent had received before the death. An agent has received a turn if it sent a further
+            request. A killed worker also loses the turns after its last weight update, because it saves at updates.
         after: The tokens that SGLang sampled after the death.
         is_kept: Whether each saved turn was trained token for token.
     """
@@ -235,9 +234,10 @@ class Replay:
 
 @pytest.fixture(scope="module")
 def replays(run, rows, answers):
-    """Return the episodes that began again. If all saved turns of an episode were too old, its group is left out.
+    """Return the episodes that began again.
 
-    The ledger counts the tokens of such turns as ``stale_prefix``.
+    If all saved turns of an episode were too old, its group is left out. The ledger counts the tokens of such turns as
+    ``stale_prefix``.
     """
     trained, attempts = defaultdict(list), defaultdict(list)
     for row in rows:
@@ -268,7 +268,7 @@ def replays(run, rows, answers):
 
 
 def test_turns_of_killed_parts_are_trained_token_for_token_after_the_replay(run, replays):
-    assert run.workers[0] == run.workers[1] != run.workers[2], "the death of an agent's process costs no worker"
+    assert run.workers[0] == run.workers[1] != run.workers[2], "an agent's death must not end its worker"
     for replay in replays:
         assert all(replay.is_kept), replay
     assert {replay.cause for replay in replays if replay.saved} == {*KILLED}

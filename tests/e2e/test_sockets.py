@@ -20,7 +20,7 @@ STEPS = 400
 def rows():
     """Return the rows of the table of sockets in docs/guarantees.md.
 
-    Each row has words of a command line, and the kind of address on which the process listens.
+    Each row is a pair: words of a command line, and the kind of address on which the process listens.
     """
     page = (ROOT / "docs" / "guarantees.md").read_text()
     section = page.partition("## Sockets of a run on one host")[2].partition("\n## ")[0]
@@ -29,7 +29,7 @@ def rows():
 
 
 def listening(pid):
-    """Return command line, kind of address, and port or path of each reachable socket of a run's processes."""
+    """Return a tuple for each reachable socket of a run: command line, kind of address, and port or path."""
     found = set()
     parent = psutil.Process(pid)
     for process in (parent, *parent.children(recursive=True)):
@@ -44,20 +44,20 @@ def listening(pid):
 
 
 def kind_of(address):
-    """Return the word for an address: LOOPBACK, ANY or HOST."""
+    """Return the kind of an IP address: LOOPBACK, ANY or HOST."""
     found = ipaddress.ip_address(address)
     return LOOPBACK if found.is_loopback else ANY if found.is_unspecified else HOST
 
 
 def row_of(words, where, known):
-    """Return the row of ``known`` that describes a socket, or None."""
+    """Return the row of the table ``known`` that describes a socket, or None."""
     return next((row for row in sorted(known, reverse=True) if row[0] in words and row[1] == where), None)
 
 
 def answers_of(ports):
-    """Return the status of a request without a key at each HTTP port.
+    """Send a request without a key to each HTTP port, and return the status of each answer.
 
-    The function imports only the standard library.
+    Another user runs this function, so it imports only the standard library.
     """
     found = {}
     for port in ports:

@@ -1,7 +1,7 @@
-"""A process of a run is stopped in any phase, for less or more than its deadline, and then continues.
+"""A process of a run is paused by SIGSTOP in any phase, and then continues.
 
-After a short stop, all processes work again. After a longer stop, the part is replaced, or the run ends with an error
-that names the part. ``ASYNCRL_FAULT_ENGINE=sglang`` uses real servers.
+If the pause is shorter than the deadline of the process, all processes work again. If the pause is longer, the process
+is replaced, or the run ends with an error that names it. ``ASYNCRL_FAULT_ENGINE=sglang`` uses real servers.
 """
 
 import os
@@ -28,7 +28,7 @@ PARTS = parts_of(ENGINE, GROUPS_PER_STEP) | {CONTROLLER: "asyncrl train"}
 
 
 def evaluates(run: RunningTraining) -> None:
-    run.wait_for_step(9)  # the run evaluates version 10 next
+    run.wait_for_step(9)  # the run then evaluates version 10
 
 
 def loads(run: RunningTraining) -> None:
@@ -42,7 +42,7 @@ def saves(run: RunningTraining) -> None:
 
 
 def _wait_for_new(run: RunningTraining, folder: str) -> None:
-    """Wait until the run writes something into one of its folders."""
+    """Wait until ``folder`` in the run's folder contains a new file."""
     path, deadline = run.run_dir / folder, time.monotonic() + 60
     before = set(os.listdir(path)) if path.is_dir() else set()
     while not path.is_dir() or set(os.listdir(path)) <= before:

@@ -33,8 +33,8 @@ STEPS = 4
 def run(request, tmp_path_factory):
     """Return a finished run.
 
-    In one run, the engine keeps running requests at a weight update. In another run, the worker saves and continues
-    them.
+    With ``at_stop``, the engine keeps its running requests at a weight update. With ``at_updates``, the worker saves
+    them and continues them after the update.
     """
     save_progress, num_engines, *others = request.param
     running = RunningTraining(
@@ -64,13 +64,13 @@ def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
     assert [record["step"] for record in run.records] == list(range(STEPS))
     assert run.summary["policy_version"] == STEPS
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
-    # If all rewards are equal, the gradient is 0.
+    # The gradient is 0 only if all rewards of each group are equal.
     assert all(record["learner.grad_norm"] > 0 or record["equal_reward_groups"] == 1 for record in run.records)
     assert any(record["learner.grad_norm"] > 0 for record in run.records)
     assert sum(run.summary["max_lag"]["histogram"].values()) == STEPS * 8
     versions = {version for row in trained_samples(run) for version in row["versions"]}
     assert 0 in versions
-    assert max(versions) > 0, "no token was sampled under trained weights"
+    assert max(versions) > 0, "no token was sampled with trained weights"
 
 
 def test_the_record_of_the_run_explains_every_second_of_both_pools(run):

@@ -20,7 +20,7 @@ def url_in(line):
 
 
 def until(page, condition, timeout_s=60):
-    """Wait in Python, because the page's security policy forbids playwright's repeated evaluation of text."""
+    """Wait until ``condition`` is true. The page's security policy forbids playwright's own function for such waits."""
     for _ in range(4 * timeout_s):
         if condition():
             return

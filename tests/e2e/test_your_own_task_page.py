@@ -32,7 +32,7 @@ def test_the_reward_on_the_page_equals_the_reward_in_the_file():
 def test_every_command_of_the_page_works_in_an_empty_folder(tmp_path):
     shutil.copytree(EXAMPLE, tmp_path / "my_task")
     environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{os.environ['PATH']}"}
-    _, _, *commands = [command.strip() for command in blocks("bash")]  # skips the setup and the copy of the example
+    _, _, *commands = [command.strip() for command in blocks("bash")]  # skip the setup and the copy of the example
     assert [command.split()[:2] for command in commands] == [
         ["python", "make_task.py"],
         ["asyncrl", "sft"],

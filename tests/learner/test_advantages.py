@@ -85,8 +85,8 @@ def test_every_estimator_has_golden_numbers():
     marks = test_each_estimator_gives_its_golden_numbers.pytestmark  # type: ignore[attr-defined]
     assert sorted(name for name, _ in marks[0].args[1]) == OUTCOME_NAMES
     assert set(ADVANTAGES.names()) - set(OUTCOME_NAMES) == {
-        *("gae", "reinforce_plus_plus"),  # tested in test_token_advantages.py
-        *("turn_gae", "turn_grpo", "turn_grpo_no_std"),  # tested in test_turn_advantages.py
+        *("gae", "reinforce_plus_plus"),  # test_token_advantages.py tests these
+        *("turn_gae", "turn_grpo", "turn_grpo_no_std"),  # test_turn_advantages.py tests these
     }
 
 
@@ -115,6 +115,6 @@ def test_noise_in_equal_rewards_does_not_become_advantages(name):
     rewards = torch.tensor([0.5, 0.5 + 1e-7, 0.5, 0.5 + 2e-7])
     got = ADVANTAGES.get(name)(rewards, torch.zeros(4, dtype=torch.int64))
     assert got.abs().max() < 2e-3
-    # for these larger rewards, the differences are only rounding errors of float32
+    # Scale the rewards by 1e4. Their differences are still only rounding errors of float32.
     large = ADVANTAGES.get(name)(1e4 * rewards, torch.zeros(4, dtype=torch.int64))
     assert large.abs().max() < 1.5

@@ -24,7 +24,7 @@ MODULES = {FA4: "flash_attn/cute/__init__.py", FA3: "flash_attn_interface.py", F
 WHEEL = os.environ.get("FLASH_ATTN_4_WHEEL", "")
 """The wheel of flash-attn-4, if a developer has downloaded it: pip download --no-deps --pre flash-attn-4."""
 
-# A CPU kernel with the interface of flash-attn. The placeholders in braces add errors to the kernel.
+# The source of a CPU kernel with the interface of flash-attn. Tests insert faults at the placeholders in braces.
 FLASH_ATTN = """
 import torch
 import torch.nn.functional as F
@@ -50,7 +50,7 @@ RIGHT = "pass"
 
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
-    """Return a function that adds package files to the import path until the test ends."""
+    """Return a function that puts fake attention packages on the import path until the test ends."""
     monkeypatch.syspath_prepend(str(tmp_path))
 
     def make(**files: str) -> None:
@@ -75,7 +75,7 @@ def chosen(shape: AttentionShape | None = None) -> AttentionKernel:
 
 
 def test_the_layout_of_the_wheel_flash_attn_4_is_not_taken_for_flash_attn_2(install, caplog):
-    """The wheel has only flash_attn/cute, so ``import flash_attn`` finds a namespace without functions."""
+    """The wheel has only flash_attn/cute. So ``import flash_attn`` succeeds, but this package has no functions."""
     install(flash_attn_4="from .interface import flash_attn_func, flash_attn_varlen_func\n")
     assert importlib.util.find_spec("flash_attn") is not None
     assert chosen() is AttentionKernel.sdpa
@@ -156,7 +156,7 @@ def test_a_flash_attn_interface_computes_what_sdpa_computes(install, shares, win
 @pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 7, 200])
 def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
-    """The longest sequence takes several blocks of queries."""
+    """The longest sequence needs several blocks of queries."""
     lengths = (300, 290, 20)
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
     q, k, v = (torch.randn(1, heads, sum(lengths), 8, requires_grad=True) for heads in (4, 2, 2))
@@ -183,7 +183,7 @@ def test_attention_by_blocks_is_attention_with_a_dense_mask(window, has_sinks):
 
 @pytest.mark.parametrize(("window", "has_sinks"), [(7, False), (None, True)])
 def test_sdpa_gets_a_mask_only_with_keys_for_every_head(window, has_sinks, monkeypatch):
-    """With a mask and fewer key heads, SDPA on CUDA would store the attention weights of all pairs of tokens."""
+    """SDPA on CUDA stores the weights of all token pairs if it gets a mask and fewer key heads than query heads."""
     calls = []
 
     def record(q, k, v, attn_mask=None, **options):
@@ -231,7 +231,7 @@ def both_outputs(
     cap: float | None,
     value_dim: int,
 ) -> list[Tensor]:
-    """Compute attention with a kernel and with SDPA."""
+    """Compute the same attention twice: with the kernel ``kernel``, and with SDPA."""
     shared = np.concatenate((np.arange(40), np.arange(10), np.arange(40, 76)))  # the second sequence shares ten tokens
     num_tokens, outputs = (76 if shares else 86), []
     sizes = ((8, 64), (2, 64), (2, 64)) if value_dim > 8 else ((8, 8), (2, 8), (2, value_dim))

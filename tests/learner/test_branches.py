@@ -52,7 +52,7 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 
 def by_trajectory(model_path: str) -> tuple[torch.nn.Module, list[tuple[torch.Tensor, torch.Tensor, float]]]:
-    """Return transformers' model, and for each trajectory: log-probs, log-probs at sampling, and advantage."""
+    """Return transformers' model and a list. For each trajectory: policy log-probs, behavior log-probs, advantage."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     parts: dict = {key: ([], []) for key in ADVANTAGE}
     for sequence in group_sequences(GROUP):
@@ -89,8 +89,8 @@ def test_gspo_uses_the_ratio_of_the_whole_trajectory(model_path):
     losses = []
     for own, behavior, advantage in trajectories:
         mean = (own - behavior).detach().mean()
-        # In GSPO-token (arXiv 2507.18071, equation 13), the value is the trajectory's ratio.
-        # The gradient is that of the token's log-prob.
+        # In GSPO-token (arXiv 2507.18071, equation 13), each token's ratio has the value of the trajectory's ratio.
+        # The gradient of each token's ratio is the gradient of this token's log-prob, times the ratio.
         ratio = (mean + own - own.detach()).exp()
         clipped = ratio.clamp(1 - 0.04, 1 + 0.05)
         losses.append(-torch.minimum(ratio * advantage, clipped * advantage).mean())
@@ -130,7 +130,7 @@ def test_branches_that_do_not_fit_together_are_refused_by_losses_of_whole_trajec
 
 
 def own_loss(inputs, config):
-    raise AssertionError("refused before it is called")
+    raise AssertionError("the loss must be refused before a call")
 
 
 def test_a_model_that_runs_one_sequence_at_a_time_refuses_losses_of_whole_trajectories(tmp_path):
@@ -213,7 +213,7 @@ def test_token_estimators_place_turn_rewards_at_the_last_token_of_the_turn():
     advantages = BatchAdvantages(algorithm, open_mesh(LearnerConfig(device=Device.cpu)))
     rewards = {(7, sample): reward for sample, reward in enumerate(group.summary.rewards)}
     assigned, _ = advantages.assign(group_sequences(group), rewards)
-    outcome = 1.0 + 0.5  # the observation's reward counts as outcome, because the policy did not write the observation
+    outcome = 1.0 + 0.5  # the reward of an observation adds to the outcome
     first, second, third, _ = (s.columns["returns"][s.loss_mask].tolist() for s in assigned)
     assert first == pytest.approx(
         [0.5 * (0.25 + 0.125 * outcome), 0.25 + 0.125 * outcome, *(outcome * d for d in (0.25, 0.5, 1))]

@@ -47,7 +47,10 @@ def step(trainer: Trainer, seed: int) -> None:
 
 
 def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
-    """Return the weights of a run of four steps, and of a run that another trainer resumes after two steps."""
+    """Return three values: the weights of a run of four steps, the weights of a resumed run, and the resumed version.
+
+    The resumed run loads the checkpoint of the first run after two steps, and makes the other two steps.
+    """
     trainer = trainer_of(model_path, num_ranks, **options)
     for seed in (0, 1):
         step(trainer, seed)
@@ -87,7 +90,7 @@ def two_ranks(model_path: str, directory: str, alone: str) -> tuple:
 @pytest.mark.long
 @pytest.mark.parametrize("num_experts", [0, 3])
 def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(num_experts, model_path, tmp_path):
-    """Two ranks cannot divide three experts, so they shard the rows of each expert."""
+    """Two ranks cannot divide three experts equally, so they shard the rows of each expert."""
     if num_experts:
         model_path = save_tiny_model(tmp_path / "model", "qwen3_moe", num_experts=num_experts)
     trainer = trainer_of(model_path)
@@ -101,7 +104,7 @@ def test_ranks_resume_bit_for_bit_and_load_what_another_layout_saved(num_experts
     for weights in loaded:
         assert_weights_equal(weights, weights_of(trainer))
 
-    single = trainer_of(model_path)  # one process loads the checkpoint of two ranks
+    single = trainer_of(model_path)  # let one process load the checkpoint of two ranks
     ShardedCheckpointer(single, str(tmp_path / "two")).load(tmp_path / "two" / "v00000002")
     for seed in (2, 3):
         step(single, seed)
@@ -141,7 +144,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest.name == "v00000001"
     checkpointer.load(newest)
     assert_weights_equal(weights_of(trainer), saved)
-    assert checkpointer.save(2).name == "v00000002"  # the files that the crash left do not disturb a new save
+    assert checkpointer.save(2).name == "v00000002"  # files of the crashed save do not matter
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
@@ -161,7 +164,7 @@ def test_the_parts_of_a_checkpoint_go_together_and_only_after_a_newer_whole_one(
         checkpointer.save(version, keep=1, parts=["buffer"])
     assert found() == ["buffer/v00000002", "v00000002"]
     checkpointer.save(3, keep=1, parts=["buffer"])
-    assert found() == ["buffer/v00000002", "v00000002", "v00000003"], "the newest one lacks a part"
+    assert found() == ["buffer/v00000002", "v00000002", "v00000003"], "version 3 lacks a part, so version 2 must stay"
     assert newest_checkpoint(tmp_path / "c") == tmp_path / "c" / "v00000002"
     checkpointer.save(4, keep=1)
     assert found() == ["v00000004"]
@@ -182,7 +185,7 @@ def test_dropout_continues_with_the_random_state_of_the_checkpoint(model_path, t
 def test_a_background_save_completes_without_another_call(checkpointer, tmp_path):
     checkpointer.save(3, wait=False, run={"prompts": {"position": 9}})
     deadline = time.monotonic() + 30
-    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # the writing thread works meanwhile
+    while (newest := newest_checkpoint(tmp_path / "c")) is None:  # wait for the writing thread
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert newest == tmp_path / "c" / "v00000003"
@@ -215,7 +218,7 @@ def test_a_crash_between_renames_or_while_removing_leaves_complete_checkpoints(c
 
 
 def test_a_command_that_reads_the_folder_does_not_stop_a_save_of_an_existing_version(tmp_path, monkeypatch):
-    """During the save, there is a moment without a checkpoint of the final name. The command reads at this moment."""
+    """A save first renames the old checkpoint. A command reads the folder before the new checkpoint has its name."""
     final = tmp_path / "v00000004"
     rename = Path.rename
 
@@ -298,7 +301,7 @@ def test_an_export_reads_one_layer_at_a_time(checkpointer, tmp_path, monkeypatch
 
 
 def test_saving_before_the_first_update_changes_nothing(model_path, tmp_path):
-    """During the critic's warm-up, the policy is saved although it has had no update."""
+    """A checkpoint during the critic's warm-up contains a policy that has not been updated."""
     straight, saved = trainer_of(model_path), trainer_of(model_path)
     ShardedCheckpointer(saved, str(tmp_path)).save(0)
     resumed = trainer_of(model_path)
@@ -328,7 +331,7 @@ def hide_code_in_metadata(part: Path, mark: Path) -> None:
 
 def hide_code_in_random_state(part: Path, mark: Path) -> None:
     torch.save({"torch": RunsCode(mark)}, part)
-    part.with_name("digests_0.json").unlink()  # an attacker would write matching digests
+    part.with_name("digests_0.json").unlink()  # an attacker could write digests that match
 
 
 def change_a_byte(part: Path, mark: Path) -> None:
@@ -351,7 +354,7 @@ WRONG_PARTS = {
     "another-record": ("progress.json", lambda part, _: part.write_text('{"version": 1}'), "another version"),
     "no-folder": ("", lambda part, _: shutil.rmtree(part), "no checkpoint at '.*v00000001'"),
 }
-LOADED_ANYWAY = ("no-model",)  # loading does not read the model's folder, but an export does
+LOADED_ANYWAY = ("no-model",)  # only an export reads the model's folder
 RANDOM_STATES = ("no-random-state", "code-in-random-state", "changed-random-state")
 EXPORTED_ANYWAY = (*RANDOM_STATES, "another-record")  # an export does not need these files
 
@@ -384,7 +387,7 @@ class PickledByAttribute:
 
 
 def with_memory_format(path: Path, memory_format: Any) -> None:
-    """Rewrite the metadata of a checkpoint with this memory format for each tensor."""
+    """Rewrite the metadata of a checkpoint so that each tensor has the memory format ``memory_format``."""
     metadata = pickle.loads((path / ".metadata").read_bytes())
     for value in metadata.state_dict_metadata.values():
         if isinstance(value, TensorStorageMetadata):
@@ -394,7 +397,7 @@ def with_memory_format(path: Path, memory_format: Any) -> None:
 
 
 class PropertiesWith:
-    """An object that is pickled as `TensorProperties` with this state."""
+    """An object that is pickled as a `TensorProperties` with the state ``state``."""
 
     def __init__(self, state: tuple) -> None:
         self.state = state

@@ -26,10 +26,9 @@ MULTI_TURN = [False, True, True, False, False, True]
 
 
 def sequence(mask: list[bool], **columns: list[float]) -> TokenSequence:
-    """Make a sequence.
+    """Make a sequence. ``mask`` marks the policy's tokens, and adjacent policy tokens are one turn.
 
-    The columns have the given values at policy tokens. At other tokens the columns have values that must not be read.
-    Adjacent policy tokens are one turn.
+    Each column has the given values at policy tokens. At other tokens it has a value that no estimator may read.
     """
     filled = {}
     for name, values in columns.items():
@@ -110,7 +109,7 @@ def test_an_adaptive_coefficient_changes_after_the_step_that_used_it():
     one = sequence([False, True], behavior_logprobs=[-1], reference_logprobs=[-3])
     assigner = computed_by(advantage="grpo_no_std", kl_reward_coef=0.1, kl_target=1.0, kl_horizon=10)
     seen = [assign(assigner, [one, one], [0.0, 0.0], [0, 0])[1]["kl_reward_coef"] for _ in range(2)]
-    assert seen == pytest.approx([0.1, 0.1 * (1 + 0.2 * 2 / 10)])  # the error 2 / 1 - 1 is clipped at 0.2
+    assert seen == pytest.approx([0.1, 0.1 * (1 + 0.2 * 2 / 10)])  # the relative error 2 / 1 - 1 is clipped at 0.2
 
 
 def test_a_batch_of_trajectories_without_policy_tokens_is_accepted():
@@ -172,7 +171,7 @@ def test_an_own_estimator_returns_one_number_for_each_trajectory_token_or_turn(f
 
 
 def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict, dict[str, float]]]:
-    """Return the advantages of this rank's sequences under every estimator, by trajectory."""
+    """Return the advantages of this rank's sequences by estimator, and then by trajectory."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]
@@ -190,7 +189,7 @@ def assign_share(dp_size: int, shares: list[list[int]]) -> dict[str, tuple[dict,
 
 
 def assign_by_source(dp_size: int, shares: list[list[int]]) -> dict:
-    """Return the advantages of this rank's sequences. Groups 1 and 3 are of another source with its own estimator."""
+    """Return the advantages of this rank's sequences. Groups 1 and 3 have another data source and another estimator."""
     mesh = open_mesh(LearnerConfig(device=Device.cpu, num_ranks=dp_size))
     sequences, rewards = random_batch()
     own = [sequences[index] for index in shares[mesh.dp_rank]]

@@ -37,7 +37,7 @@ def critic_of(path: str, config: LearnerConfig = CONFIG, total_updates: int = 4)
 
 
 def save_classifier(directory: Path, family: str, auto_class: type) -> str:
-    """Save a classifier whose head has large weights. Returns its folder."""
+    """Save a classifier whose score head has large weights. Returns the folder."""
     backbone = save_tiny_model(directory / "causal", family)
     torch.manual_seed(1)
     model = auto_class.from_pretrained(backbone, num_labels=1)
@@ -150,7 +150,7 @@ def test_a_causal_model_becomes_a_critic_that_predicts_zero_and_learns(tmp_path)
 
 @pytest.mark.long
 def test_the_critic_explains_rewards_of_fresh_batches_that_the_prompt_decides(tmp_path):
-    """The test combines values, outcomes, returns and updates as in a run. Values are computed before the update."""
+    """As in a run, each step computes values, then returns from the values and the outcomes, then makes an update."""
     config = replace(CONFIG, critic=CriticConfig(optimizer=OptimizerConfig(lr=1e-2)))
     trainer, step = critic_of(save_tiny_model(tmp_path), config, total_updates=60)
     advantages = BatchAdvantages(AlgorithmConfig(advantage="gae"), trainer.mesh)
@@ -185,9 +185,9 @@ def test_the_value_loss_is_clipped_as_worked_by_hand():
     values = torch.tensor([1.0, 0.1, 1.0, -3.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
     loss, clipped = value_loss(values, old, returns, clip=0.2)
-    # The loss uses the larger one of the clipped and the unclipped squared error.
-    # The first value is clipped, since (1 - 2)² is less than (0.2 - 2)². The next two values are inside the interval.
-    # The last value is not clipped, since (-3 - 1)² is more than (-0.2 - 1)².
+    # The loss uses the larger of two squared errors: that of the value, and that of the clipped value.
+    # The first value counts as clipped: (1 - 2)² is less than (0.2 - 2)². Values 2 and 3 are inside the bounds.
+    # The last value does not count as clipped: (-3 - 1)² is more than (-0.2 - 1)².
     torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
     assert clipped.tolist() == [True, False, False, False]
     loss.sum().backward()
@@ -198,11 +198,11 @@ def test_the_value_loss_is_clipped_as_worked_by_hand():
 
 
 def test_a_value_inside_the_interval_is_never_counted_as_clipped():
-    """In floating point, old + (new - old) can differ from new in the last bit. This must not count as clipped."""
+    """In floating point, old + (new - old) can differ from new in the last bit. The value must not count as clipped."""
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
     values = 0.02 * torch.rand(100_000, generator=generator)
-    assert (old + (values - old) != values).float().mean() > 0.05  # rounding does occur
+    assert (old + (values - old) != values).float().mean() > 0.05  # check that rounding occurs
     returns = 3 * torch.randn(100_000, generator=generator)
     loss, clipped = value_loss(values, old, returns, clip=0.2)
     assert not clipped.any()
@@ -210,7 +210,7 @@ def test_a_value_inside_the_interval_is_never_counted_as_clipped():
 
 
 def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[dict], dict, list]:
-    """Make two updates. Returns their metrics, the new weights, and the values of all sequences of this rank."""
+    """Make two updates. Returns three things: their metrics, the new weights, the values of this rank's sequences."""
     trainer, step = critic_of(path, replace(config, skip_selftest="one load is tested above"), total_updates=2)
     sequences = with_returns(random_sequences(num_sequences))
     share = share_of(trainer, sequences)
@@ -219,7 +219,7 @@ def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[
 
 
 def on_each_mesh(path: str, meshes: list[tuple[LearnerConfig, int]]) -> list:
-    """Test several meshes with one start of the ranks. From the second mesh on, every layer is an FSDP unit."""
+    """Test several meshes in the same ranks. On each mesh after the first, every layer is an FSDP unit."""
     outcomes = []
     for config, num_sequences in meshes:
         outcomes.append(step_on(path, config, num_sequences))

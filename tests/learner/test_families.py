@@ -1,4 +1,4 @@
-"""Model families on each mesh, compared with transformers' forward and an explicit loop."""
+"""Model families on each mesh, compared with transformers' forward in an explicit loop over the sequences."""
 
 import functools
 import os
@@ -23,7 +23,7 @@ TEMPERATURE, CLIP, LR, EPS, DECAY, MAX_NORM = 0.7, 0.2, 1e-3, 1e-4, 0.1, 0.5
 
 @functools.cache
 def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """Make one PPO update with AdamW. Returns the log-probs before it, the gradient norm, and the weights after it."""
+    """Make one PPO update without the learner. Returns the old log-probs, the gradient norm and the new weights."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32, attn_implementation="eager")
     decays = {p: p.ndim >= 2 and not name.endswith("bias") for name, p in model.named_parameters()}
     groups = [
@@ -48,7 +48,7 @@ def plain_loop(model_path: str) -> tuple[list[np.ndarray], float, dict[str, np.n
 def packed(
     model_path: str, num_ranks: int, sp_size: int, **options: Any
 ) -> tuple[list[np.ndarray], float, dict[str, np.ndarray]]:
-    """Return the learner's results for the same update. The log-probs are those of this rank's sequences."""
+    """Make the update of `plain_loop` with the learner. The returned log-probs are those of this rank's sequences."""
     optimizer = OptimizerConfig(lr=LR, eps=EPS, weight_decay=DECAY, clip_grad_norm=MAX_NORM)
     config = LearnerConfig(
         num_ranks=num_ranks,
@@ -65,7 +65,7 @@ def packed(
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
     metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
     weights = {name.removeprefix("pretrained."): t.clone().numpy() for name, t in whole_tensors(trainer.head)}
-    return log_probs, metrics["grad_norm"], weights  # names as in transformers' model
+    return log_probs, metrics["grad_norm"], weights  # with transformers' names
 
 
 def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> list:
@@ -74,9 +74,9 @@ def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> lis
 
 @pytest.fixture(scope="module")
 def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return random models by family.
+    """Return the folders of random models by family.
 
-    Their weights are large, so an error in attention changes log-probs by whole nats.
+    The models have large weights, so an error in attention changes log-probs by whole nats.
     """
     root = tmp_path_factory.mktemp("families")
     return {family: save_tiny_model(root / family, family, initializer_range=0.3) for family in TRAINED_FAMILIES}
@@ -118,9 +118,9 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, 
 @pytest.mark.long
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatch):
-    """Recomputation gives the same update, and attention is called as often as without recomputation.
+    """With recomputation of layers, the update is the same, and attention is computed as often as without it.
 
-    With sinks, attention is called twice as often.
+    Models with attention sinks compute attention twice as often.
     """
     calls, attended = [], attention.attended
 
@@ -165,7 +165,7 @@ def test_two_by_two_ranks_equal_the_plain_loop(paths, families):
     ids=["few", "all"],
 )
 def test_four_sequence_parallel_ranks_equal_the_plain_loop(paths, families):
-    """There are more ranks than key-value heads. The states of recurrent layers pass through several ranks."""
+    """The models have fewer key-value heads than ranks. The states of recurrent layers pass through several ranks."""
     skipped = "it runs on two sequence-parallel ranks"
     compare_on_ranks([paths[family] for family in families], 1, 4, skip_selftest=skipped)
 

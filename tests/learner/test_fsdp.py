@@ -28,14 +28,14 @@ PLAIN = LearnerConfig(device=Device.cpu)
 
 
 def trained(trainer: Trainer) -> tuple[float, dict[str, np.ndarray]]:
-    """Return the loss and the weights after one step on this rank's share."""
+    """Make one step on this rank's sequences. Returns the loss and the new weights."""
     dp = trainer.mesh.num_ranks // trainer.mesh.sp_size
     loss = policy_step(trainer, AlgorithmConfig()).run(random_sequences(8)[trainer.mesh.dp_rank :: dp])["loss"]
     return loss, weights_of(trainer)
 
 
 def shards_of_own_rows(model_path: str) -> dict[str, Any]:
-    """Return the parameters that a rank holds, and the number of bytes that it reads from the files."""
+    """Return the parameters that this rank holds, and the number of bytes that it reads from the model's files."""
     fsdp.MIN_UNIT_NUMEL = 1
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
@@ -91,7 +91,7 @@ def test_compiled_layers_compute_the_same(model_path, monkeypatch):
 
     def note(function: Any, **options: Any) -> Any:
         compiled.append(function)
-        # traces the function as inductor would, but needs no C++ compiler
+        # The backend aot_eager traces the function as inductor does, but does not need a C++ compiler.
         return original(function, backend="aot_eager", **options)
 
     monkeypatch.setattr(torch, "compile", note)
@@ -190,7 +190,7 @@ def test_a_gpu_without_bfloat16_is_refused_by_name(monkeypatch):
 
 
 def frozen_and_adapted(model_path: str, num_ranks: int) -> tuple[list[str], list[str], list[np.ndarray]]:
-    """Return the parameter dtypes of a reference and of a policy with adapters, and the reference's log-probs."""
+    """Return three values: the dtypes of a reference and of a policy with adapters, and the reference's log-probs."""
     config = replace(PLAIN, num_ranks=num_ranks, dtype=Dtype.bfloat16)
     reference = PackedModel(config, REFERENCE, model_path=model_path)
     adapted = Trainer(replace(config, lora=LoraConfig(rank=2)), model_path=model_path, total_updates=2)
@@ -210,7 +210,7 @@ def test_frozen_weights_are_held_in_the_computing_type_and_adapters_in_float32(m
 
 
 def reductions(model_path: str) -> dict[str, tuple[int, dict[str, float]]]:
-    """Return the gradient reductions and the metrics of two updates, for each ``gradient_sync``."""
+    """Return for each ``gradient_sync`` and resharding: the number of gradient reductions, and the metrics."""
     seen, reduce = {}, _fsdp_param_group.foreach_reduce
     for sync, resharding in itertools.product(GradientSync, Resharding):
         config = replace(PLAIN, num_ranks=2, max_tokens_per_micro_batch=40, gradient_sync=sync, resharding=resharding)
@@ -248,5 +248,5 @@ def test_gradients_are_summed_over_the_ranks_once_per_update(model_path):
         assert metrics["num_micro_batches"] >= 3
         assert metrics["grad_norm"] == pytest.approx(first["grad_norm"], rel=1e-4), name
         assert metrics["again"] == pytest.approx(second["grad_norm"], rel=1e-4), name
-        once = not name.startswith("micro_batch")  # on a CPU, ``auto`` works like ``update``
-        assert count == 2 if once else count >= 6, (name, count)  # two updates of one FSDP unit
+        once = not name.startswith("micro_batch")  # ``auto`` is ``update`` on a CPU
+        assert count == 2 if once else count >= 6, (name, count)  # one FSDP unit, two updates

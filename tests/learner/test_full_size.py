@@ -1,4 +1,4 @@
-"""An update of each experiment's policy at full width on fake tensors, with two layers."""
+"""An update of each experiment's policy on fake tensors. The model has its full width, but only two layers."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +37,7 @@ def test_an_update_of_each_experiment_runs_at_full_width_without_waiting(name):
     learner = config.learner
     reduced = update.num_micro_batches if update.reduces_each else 1
     if learner.num_ranks > 1:
-        # The root stays gathered between its forward and its backward pass.
+        # Each unit is gathered twice per micro-batch. The root unit stays gathered, so it is gathered once.
         assert update.collectives["allgather_base"] == update.num_micro_batches * (2 * update.num_units - 1)
         assert update.collectives["reduce_scatter_base"] == reduced * update.num_units
     num_attention = update.num_micro_batches * LAYERS * (3 if update.recomputes else 2)
@@ -81,7 +81,7 @@ PLANNED_ALWAYS = ("windows-and-sinks", "padded-experts")
 
 
 def planned_and_tracked(family: str, num_ranks: int, sizes: dict[str, int]) -> tuple[int, int]:
-    """Return the peak memory of a rank with a few layers that keep their attention, as planned and as tracked."""
+    """Return the planned and the tracked peak memory of a rank. The model's three layers keep their attention."""
     settings = {"model_type": family, "num_hidden_layers": 3, "vocab_size": 32_000, "pad_token_id": 0, **sizes}
     memory = {"activation_checkpointing": SELECTIVE, "gradient_sync": GradientSync.micro_batch}
     learner = LearnerConfig(num_ranks=num_ranks, **memory)
@@ -105,7 +105,7 @@ def waits_with(change: str) -> list[str]:
             batch.input_ids.max().item()
         return replace(original(batch, device), columns={name: each.cpu() for name, each in batch.columns.items()})
 
-    MicroBatch.to = to  # affects only this separate process
+    MicroBatch.to = to  # patches only this separate process
     return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
 
 

@@ -7,7 +7,7 @@ import learner
 
 
 def test_the_public_names_of_learner_exist():
-    # constants first, then classes, then functions
+    # ``__all__`` must have constants first, then classes, then functions.
     in_order = sorted(set(learner.__all__), key=lambda name: (not name.isupper(), not name[0].isupper(), name))
     assert learner.__all__ == in_order
     assert all(hasattr(learner, name) for name in learner.__all__)

@@ -87,9 +87,9 @@ def test_with_adapters_off_the_model_is_the_one_it_came_from(tmp_path):
 
 
 def test_weights_merged_while_adapters_are_off_include_the_adapters(tmp_path):
-    """A publish merges the adapters in a separate thread.
+    """A publish merges the adapters in a separate thread. At the same time, the ranks score the reference.
 
-    Meanwhile the ranks score the reference (the actor without adapters).
+    The reference is the actor without adapters, so its adapters are off during the merge.
     """
     trainer = trainer_of(save_tiny_model(tmp_path))
     trained(trainer)
@@ -185,7 +185,7 @@ def on_ranks(path: str, config: LearnerConfig) -> tuple[list[dict[str, float]], 
     trainer = trainer_of(path, config)
     metrics = trained(trainer)
     with trainer.frozen():
-        trainer.scores(random_sequences(3))  # after a forward pass without adapters, the adapters must still be trained
+        trainer.scores(random_sequences(3))  # later steps must still train the adapters
     metrics += trained(trainer, 1)
     return metrics, weights_of(trainer)
 

@@ -26,7 +26,7 @@ def gradient(terms: LossTerms, of: LossInputs) -> Tensor:
 
 
 def test_ppo_clips_only_ratios_outside_the_bounds():
-    # One ratio is inside the bounds, two are above, and two are below. Each pair has advantages of both signs.
+    # One ratio is inside the bounds. Two ratios are above and two below; each two have advantages of both signs.
     given = inputs([1.1, 1.5, 1.5, 0.5, 0.5], [2.0, 1.0, -1.0, -1.0, 1.0])
     terms = LOSSES.get("ppo_clip")(given, AlgorithmConfig(clip_low=0.2, clip_high=0.3))
     assert terms.per_token.tolist() == pytest.approx([-2.2, -1.3, 1.5, 0.8, -0.5], abs=1e-6)
@@ -76,9 +76,9 @@ def test_policies_far_apart_give_finite_losses_and_gradients(name, advantage):
 
 
 def test_gspo_gives_each_token_the_gradient_of_its_sequences_ratio():
-    """In equation 13 of arXiv 2507.18071, the value is the sequence's ratio.
+    """In equation 13 of arXiv 2507.18071, each token's ratio has the value of the sequence's ratio.
 
-    The derivative with respect to a token's log-prob equals this value.
+    The derivative of this ratio with respect to the token's log-prob is the ratio itself.
     """
     given = inputs([1.2, 0.9, 1.1], [1.0, 1.0, -2.0], lengths=[2, 1])
     terms = LOSSES.get("gspo")(given, AlgorithmConfig(clip_low=0.5, clip_high=0.5))
@@ -97,7 +97,7 @@ def test_reinforce_is_minus_advantage_times_log_prob():
 @pytest.mark.parametrize("name", ["ppo_clip", "gspo", "cispo"])
 def test_the_ratio_of_a_loss_uses_the_anchor(name):
     given = inputs([3.0, 3.0], [1.0, 1.0])
-    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # policy / proximal is 1.5
+    proximal = given.columns["behavior_logprobs"] + math.log(2.0)  # the ratio policy / proximal is 1.5
     given = replace(given, columns={**given.columns, "proximal_logprobs": proximal})
     for anchor, ratio in ((Anchor.behavior, 3.0), (Anchor.proximal, 1.5)):
         terms = LOSSES.get(name)(given, AlgorithmConfig(clip_high=9.0, anchor=anchor))
@@ -105,7 +105,7 @@ def test_the_ratio_of_a_loss_uses_the_anchor(name):
 
 
 def test_gspo_is_not_clipped_by_an_engines_noise_when_anchored_at_the_proximal_policy():
-    """Engine noise of 0.02 nats per token moves the mean of 200 tokens by about 1.4e-3, more than the clip bounds."""
+    """Noise of 0.02 nats per token changes the mean of 200 tokens by about 1.4e-3, which exceeds the clip bounds."""
     torch.manual_seed(0)
     given = inputs([1.0] * 200 * 64, [-1.0] * 200 * 64, lengths=[200] * 64)
     noisy = given.columns["behavior_logprobs"] + 0.02 * torch.randn(200 * 64)

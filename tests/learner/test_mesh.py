@@ -18,7 +18,7 @@ from tests.support.ranks import run_on_ranks
 def join(_state, environment):
     """Join the process group that the environment variables describe.
 
-    Returns this process's listening addresses and the gathered values.
+    Returns the addresses on which this process listens, and the values that it gathered from all ranks.
     """
     os.environ.update(environment)
     open_mesh(LearnerConfig(num_ranks=2, device="cpu"))

@@ -52,10 +52,10 @@ def test_each_weight_gives_its_golden_numbers(weight, cap, want):
         ({"masks": []}, [1, 1, 1, 1]),
         ({"masks": [Mask.token]}, [0, 1, 1, 1]),
         ({"masks": [Mask.token], "token_band": (0.2, 3.5)}, [1, 1, 0, 1]),
-        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the products of the trajectories' weights are 1 and 3
+        ({"masks": [Mask.sequence]}, [1, 1, 1, 0]),  # the two products of weights are 1 and 3
         ({"masks": [Mask.sequence], "sequence_band": (0.5, 3.5)}, [1, 1, 1, 1]),
-        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the geometric means of the trajectories' weights are 1 and 3
-        ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75, and 3 - 1 - log 3 = 0.90
+        ({"masks": [Mask.geometric]}, [1, 1, 1, 0]),  # the two geometric means are 1 and 3
+        ({"masks": [Mask.k3]}, [0, 0, 0, 0]),  # k3 is (0.25 + 1 + 4) / 3 - 1 - 0 = 0.75 and 3 - 1 - log 3 = 0.90
         ({"masks": [Mask.token, Mask.geometric]}, [0, 1, 1, 0]),
     ],
 )
@@ -65,9 +65,9 @@ def test_each_mask_keeps_its_golden_tokens(options, want):
 
 
 def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones():
-    """A mean of 1.01 per token is outside the band at any length.
+    """A geometric mean of 1.01 is outside the band of the mask ``geometric`` at any length.
 
-    The product is outside its band only from 70 tokens on.
+    The product of 1.01 over all tokens leaves the band of the mask ``sequence`` only at 70 tokens.
     """
     for length, product in ((10, 1), (60, 1), (80, 0)):
         log_weights = torch.full((length,), math.log(1.01))
@@ -77,9 +77,9 @@ def test_a_geometric_mean_is_as_strict_for_long_trajectories_as_for_short_ones()
 
 
 def test_k3_rejects_a_divergence_that_cancels_in_the_geometric_mean():
-    """Half of the tokens differ by +0.2 nats and half by -0.2.
+    """Half of the tokens have a log importance weight of 0.2, and half have -0.2.
 
-    So the geometric mean is 1, and the divergence is cosh(0.2) - 1 = 0.0201.
+    So the geometric mean is 1, and the divergence k3 is cosh(0.2) - 1 = 0.0201.
     """
     log_weights = torch.tensor([0.2, -0.2] * 50)
     for options, want in (
@@ -106,9 +106,9 @@ def test_weights_stay_finite_for_very_different_policies(log_weights, weight, ca
 
 
 def test_masks_alone_leave_the_clip_at_the_behavior_policy():
-    """Without a proximal anchor, the loss clips the ratio of policy and behavior probability, with and without masks.
+    """Without a proximal anchor, the loss clips the ratio of policy to behavior probability. Masks do not change this.
 
-    With the anchor and one update per step, the ratio of policy and proximal probability is 1, so nothing is clipped.
+    With the anchor and one update per step, the loss clips the ratio of policy to proximal probability, which is 1.
     """
     columns = {"behavior_logprobs": [math.log(0.2)] * 2, "advantages": [1.0, 1.0]}
     given_inputs = inputs([math.log(0.3), math.log(0.21)], **columns)
@@ -137,7 +137,7 @@ def test_decoupled_ppo_weighs_the_clipped_ratio_by_proximal_over_behavior():
     )
     config = proximal(weight=Weight.token, weight_cap=0.0)
     terms = policy_objective(config).loss(given_inputs)
-    # The clipped ratio is policy / proximal = 1.5. The weight is proximal / behavior = 2.
+    # The clipped ratio is policy / proximal = 1.5. The importance weight is proximal / behavior = 2.
     assert terms.per_token.tolist() == pytest.approx([-2 * 1.2, 2 * 1.5], abs=1e-5)
     assert terms.metrics["importance_weight"].tolist() == pytest.approx([2.0, 2.0])
     assert terms.metrics["ratio"].tolist() == pytest.approx([3.0, 3.0])
@@ -244,7 +244,7 @@ def test_no_gradient_flows_through_a_weight():
         given_inputs = inputs([math.log(0.5)], behavior_logprobs=[math.log(0.4)], advantages=[1.0])
         terms = policy_objective(AlgorithmConfig(weight=weight, loss="reinforce")).loss(given_inputs)
         (gradient,) = torch.autograd.grad(terms.per_token.sum(), given_inputs.log_probs)
-        assert gradient.tolist() == pytest.approx([-1.25])  # the importance weight is a constant factor
+        assert gradient.tolist() == pytest.approx([-1.25])  # the importance weight has no gradient
 
 
 def test_the_low_variance_estimator_is_bounded():
@@ -267,7 +267,7 @@ def test_k3_keeps_small_divergences_and_bounds_large_ones(estimator):
 
 @pytest.mark.parametrize("num_samples", [10_000, 60_000, 10**9])
 def test_the_adaptive_coefficient_stays_positive_in_batches_beyond_its_horizon(num_samples):
-    """The paper's factor 1 - 0.2 n / horizon is -0.2 at n = 60000."""
+    """The paper's factor 1 - 0.2 n / horizon would be negative (-0.2) for a batch of n = 60000 samples."""
     coefficient = AdaptiveKLCoefficient(initial=0.1, target=6.0, horizon=10_000)
     assert coefficient.update(0.0, num_samples) == pytest.approx(0.08)
     assert coefficient.update(600.0, num_samples) == pytest.approx(0.096)
@@ -323,6 +323,6 @@ def test_the_example_of_a_users_own_loss_works(tmp_path):
     page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
     (tmp_path / "my_losses.py").write_text(page.split("```python\n")[1].split("```")[0])
     objective = policy_objective(AlgorithmConfig(loss=f"{tmp_path}/my_losses.py:bounded_reinforce"))
-    assert not objective.needs_trajectories, "it is a loss by token"
+    assert not objective.needs_trajectories, "a loss marked with by_token must not need trajectories"
     given_inputs = inputs([-2.0, -2.0], behavior_logprobs=[-2.0, -2.0], advantages=[5.0, -0.5])
     assert objective.loss(given_inputs).per_token.tolist() == [2.0, -1.0]

@@ -1,4 +1,4 @@
-"""Offload, measured by the bytes of storages."""
+"""Offload of model and optimizer to host memory, measured by the bytes of tensor storages."""
 
 import logging
 from dataclasses import replace
@@ -22,7 +22,7 @@ TRANSITION = replace(PLAIN, offload_at_transition_only=True)
 
 
 class Learner:
-    """A trainer with its offload policy. The methods use both as a worker does."""
+    """A trainer with its offload policy. The methods call both in the same order as a learner's worker."""
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
         self.trainer = Trainer(config, model_path=model_path, total_updates=9)
@@ -36,7 +36,7 @@ class Learner:
 
     @property
     def num_copies(self) -> int:
-        """The bytes on the device as a multiple of the weights' bytes. The weights count 1, the two moments count 2."""
+        """The bytes on the device, divided by the bytes of the weights. The weights count 1, the moments count 2."""
         return self.residence.device_bytes() // self.model_bytes
 
     def update(self) -> float:
@@ -98,7 +98,7 @@ def test_optimizer_offload_frees_the_moments_after_every_update(model_path):
     assert learner.flags == (False, True)
     assert learner.num_copies == 1
     learner.log_prob()
-    assert learner.flags == (False, True)  # scoring does not need moments, so they are not loaded
+    assert learner.flags == (False, True)  # scoring does not load the moments
 
 
 def test_the_transition_frees_all_and_training_mode_restores_it(model_path):
@@ -236,7 +236,7 @@ def sharded_run(model_path: str, config: LearnerConfig) -> tuple[list[float], in
     losses, bytes_after = [], -1
     for _ in range(2):
         losses.append(learner.update())
-        learner.log_prob()  # after this call, the root's parameters are unsharded
+        learner.log_prob()  # leaves the root's parameters unsharded
         learner.residence.enter_rollout()
         bytes_after = learner.residence.device_bytes()
         learner.residence.enter_training()

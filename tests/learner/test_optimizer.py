@@ -33,7 +33,7 @@ def test_only_matrices_decay():
     before = model.weight.detach().clone(), model.bias.detach().clone()
     optimizer = ModelOptimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5), total_updates=1)
     for parameter in model.parameters():
-        parameter.grad = torch.full_like(parameter, 1e-20)  # a gradient of zero would not be an update
+        parameter.grad = torch.full_like(parameter, 1e-20)  # a gradient of 0 is not an update
     optimizer.update()
     torch.testing.assert_close(model.weight.detach(), before[0] * 0.95)
     torch.testing.assert_close(model.bias.detach(), before[1])
@@ -53,7 +53,7 @@ def test_stacked_biases_and_gains_and_decay_rates_do_not_decay(family, options, 
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.ndim >= 2}
     kept = {name for name, parameter in parameters.items() if not is_matrix(name, parameter)}
     assert kept == {name for name in parameters if name.endswith(tuple(names))}
-    assert len(kept) == 2 * len(names), "in both layers"
+    assert len(kept) == 2 * len(names), "the names must be found in both layers"
 
 
 def test_the_norm_is_over_all_gradients_and_clips_them_together():
@@ -62,7 +62,7 @@ def test_the_norm_is_over_all_gradients_and_clips_them_together():
     model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
     assert optimizer.update()["grad_norm"] == pytest.approx(5.0)
     moment = optimizer.adamw.state[model.bias]["exp_avg"].item()
-    assert moment == pytest.approx(0.1 * 0.8)  # the clipped gradient times 1 - beta1
+    assert moment == pytest.approx(0.1 * 0.8)  # clipped gradient x (1 - beta1)
 
 
 def test_a_non_finite_gradient_is_skipped_and_counted():

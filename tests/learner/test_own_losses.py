@@ -62,9 +62,9 @@ def with_advantages(sequences: list[TokenSequence]) -> list[TokenSequence]:
 
 @pytest.fixture
 def seen() -> list[dict[str, np.ndarray]]:
-    """Return the inputs that the loss got.
+    """Return the list to which the test's loss writes its inputs, after emptying the list.
 
-    The registry imports this file under another name, so the loss writes to the list of the imported module.
+    The registry imports this file under another name. So the loss writes to the list of the imported module.
     """
     imported = LOSSES.get(f"{__file__}:watching").__globals__["SEEN"]
     imported.clear()
@@ -85,7 +85,7 @@ def test_an_own_loss_gets_every_token_column_under_its_name(model_path, seen):
         want = np.concatenate([longest.token_columns[name][2:], shorter.token_columns[name][2:]])
         np.testing.assert_array_equal(columns[name], want.astype(np.float32))
     np.testing.assert_array_equal(columns["behavior_logprobs"], columns["logprobs"])
-    assert columns["experts"].tolist() == [[0.0, 0.0]] * 4 + experts.tolist(), "0 where a group has no such column"
+    assert columns["experts"].tolist() == [[0.0, 0.0]] * 4 + experts.tolist(), "a missing column must become zeros"
 
 
 def test_a_built_in_loss_does_not_get_unused_columns():
@@ -154,7 +154,7 @@ def test_the_proximal_log_probs_of_an_own_loss_are_those_before_the_step(model_p
         trainer = Trainer(config, model_path=model_path, total_updates=2)
         return policy_step(trainer, own("anchored", **options)).run(sequences)["moved"]
 
-    assert moved(sequences) == 0.0, "with one update the proximal policy is the policy"
-    assert abs(moved(halves, num_mini_batches=2, anchor=Anchor.proximal)) > 1e-3, "the second update sees the first"
+    assert moved(sequences) == 0.0, "with one update, both policies must be equal"
+    assert abs(moved(halves, num_mini_batches=2, anchor=Anchor.proximal)) > 1e-3, "the second update must see the first"
     with pytest.raises(ValueError, match=r"algorithm.anchor must be proximal .* several updates, got behavior"):
         moved(halves, num_mini_batches=2)

@@ -17,9 +17,9 @@ LENGTHS = st.lists(st.integers(1, 40), max_size=30)
 
 
 def sequences_of(lengths: list[int]) -> list[TokenSequence]:
-    """Return sequences of these lengths.
+    """Return sequences of the given lengths.
 
-    Each token id is unique in the batch, so a test can find its packed position.
+    Each token id occurs only once in the batch, so a test can find the packed position of the token.
     """
     ids = iter(range(1_000_000))
     return [
@@ -39,7 +39,7 @@ def test_every_token_is_packed_once_within_the_budget(lengths, budget, extra):
     batches = Packer(max_tokens=budget).pack(sequences, agree=lambda own: own + extra)
     assert len(batches) == needed + extra
     assert all(len(batch.input_ids) == sum(batch.lengths) <= budget for batch in batches)
-    for batch in batches:  # longest sequences first; sequences of equal length keep their order
+    for batch in batches:  # sorted by length, longest first; equal lengths keep their order
         assert list(batch.source) == sorted(batch.source, key=lambda index: (-lengths[index], index))
         assert list(batch.lengths) == [lengths[index] for index in batch.source] or not batch.source
     packed = sorted(index for batch in batches for index in batch.source)
@@ -69,7 +69,7 @@ def test_samples_share_the_prompt_but_not_the_token_before_the_loss(prompts, bud
     batches = Packer(max_tokens=budget, whole=whole, share_prompts=True).pack(sequences)
     assert sorted(index for batch in batches for index in batch.source) == list(range(len(sequences)))
     for batch in batches:
-        # Unpacking restores each sequence, and no token that can be shared is packed twice.
+        # Check that unpacking restores each sequence, and that shared tokens are packed once.
         assert len(batch.input_ids) <= budget
         index = np.arange(sum(batch.lengths)) if batch.token_index is None else batch.token_index
         (alone,) = Packer(max_tokens=sum(batch.lengths), whole=whole).pack([sequences[i] for i in batch.source])
@@ -115,17 +115,17 @@ def test_a_tree_of_any_shape_is_packed_once_and_laid_out_as_its_branches(shape, 
     assert torch.equal(batch.position_ids[index], alone.position_ids)
     assert torch.equal(batch.input_ids[batch.predict_index], alone.input_ids[alone.predict_index])
     assert len(np.unique(batch.predict_index)) == len(batch.predict_index)
-    # Each branch has at most one token that is packed again: the token before its first loss token.
+    # A branch packs at most one shared token again: the token before its first loss token.
     assert len(batch.input_ids) <= len(np.unique(alone.input_ids)) + len(sequences)
 
 
 def rows(batch: MicroBatch) -> tuple[torch.Tensor, ...]:
-    """Return the tokens of each sequence of a micro-batch without shared tokens."""
+    """Return the tokens of each sequence of a micro-batch. The micro-batch must not share tokens."""
     return batch.input_ids.split(list(batch.lengths))
 
 
 def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> list[TokenSequence]:
-    """Return sequences of several prompts, in alternating order."""
+    """Return sequences in which the prompts alternate: one sequence per prompt, then the next of each prompt."""
     ids = iter(range(1_000_000))
     prompts = [[next(ids) for _ in range(num_prompt)] for _ in range(num_groups)]
     return [
@@ -141,7 +141,7 @@ def grouped(num_groups: int, num_prompt: int, response_lengths: list[int]) -> li
 def test_samples_of_a_prompt_go_to_the_same_micro_batches():
     """Each prompt of 400 tokens has 8 samples of 40 tokens.
 
-    A prompt with its samples has at least 720 packed tokens, and 3,520 tokens without sharing.
+    Prompt and samples together need at least 720 packed tokens if they share the prompt, and 3,520 if they do not.
     """
     sequences = grouped(10, 400, [40] * 8)
     batches = Packer(max_tokens=1600, share_prompts=True).pack(sequences)
@@ -154,7 +154,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches():
 
 def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
     batches = Packer(max_tokens=1000, share_prompts=True).pack(grouped(1, 600, [60] * 16))
-    assert len(batches) == 3  # each micro-batch has 599 prompt tokens and up to 6 samples of 61 tokens
+    assert len(batches) == 3  # 599 prompt tokens and up to 6 samples of 61 tokens fit into one
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 
@@ -202,7 +202,7 @@ def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
         }
         for some in batches
     )
-    assert cut == whole  # both packings predict each target at the same position
+    assert cut == whole  # targets must have the same positions
     for batch in batches[1]:
         assert list(batch.lengths) == sorted(batch.lengths, reverse=True)
         assert len(batch.input_ids) == len(batch.position_ids) == sum(batch.lengths) <= budget

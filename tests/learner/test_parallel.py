@@ -73,7 +73,7 @@ CASES = [
 def train(
     model_path: str, learner: LearnerConfig, num_sequences: int, num_cases: int = len(CASES)
 ) -> list[tuple[list[dict], dict, int]]:
-    """Return the metrics of each update, the final weights and the number of trained sequences, for each case."""
+    """Return for each case: the metrics of each update, the final weights, and the number of trained sequences."""
     sequences = awkward_sequences()[:num_sequences]
     outcomes = []
     for algorithm in CASES[:num_cases]:
@@ -90,16 +90,16 @@ def assert_same(left: list, right: list) -> None:
     for case, (metrics, weights, _), (want_metrics, want_weights, _) in zip(CASES, left, right, strict=False):
         for got, want in zip(metrics, want_metrics, strict=True):
             for name in want.keys() - {"num_micro_batches"}:
-                # The loss is a sum of terms up to +-1000 that cancel.
-                # Rounding errors are relative to these terms, not to the sum.
+                # The loss adds terms of up to +-1000, which cancel each other.
+                # The rounding error of the loss is relative to its terms, not to their sum.
                 assert got[name] == pytest.approx(want[name], rel=1e-4, abs=1e-5), (case, name)
         assert_weights_equal(weights, want_weights, atol=2e-5)
 
 
 def on_each_mesh(model_path: str, meshes: list[tuple[LearnerConfig, int]]) -> list[list]:
-    """Test several meshes with one start of the ranks.
+    """Test several meshes in the same ranks.
 
-    Each loss runs twice on the first mesh, and once on the other meshes. From the second mesh on, every layer is an
+    Each loss runs twice on the first mesh, and once on each other mesh. On each mesh after the first, every layer is an
     FSDP unit.
     """
     outcomes = []
@@ -118,12 +118,12 @@ def test_two_ranks_equal_one_process_even_if_one_rank_is_empty(model_path):
     assert_same(data, alone)
     assert_same(sequence, alone)
     assert_same(uneven, train(model_path, config(1), 2))
-    # each rank has one sequence, and one of the two sequences is not in the loss
+    # Each of the two ranks has one sequence. One of the two sequences has no token in the loss.
     assert sorted(result[2][0][2] for result in results) == [1, 1]
     assert alone[0][0][0]["num_micro_batches"] == 1
     assert data[0][0][0]["num_micro_batches"] > 1
     moved = np.abs(alone[0][1]["model.embed_tokens.weight"] - start_weights(model_path))
-    assert moved.max() > 1e-3  # the updates moved the weights a hundred times further than the tolerance
+    assert moved.max() > 1e-3  # weights change by 100 times the tolerance
 
 
 @pytest.mark.long
@@ -134,7 +134,7 @@ def test_four_ranks_equal_one_process_also_with_copies_few_kv_heads_and_empty_ra
         (replace(config(4, sp_size=4), activation_checkpointing=True), 16),
         (replace(config(4), fsdp_size=2, activation_checkpointing="selective"), 16),
         (replace(config(4, sp_size=2), fsdp_size=2, offload_policy=True, activation_checkpointing="selective"), 16),
-        (config(4), 3),  # more ranks than sequences, so some ranks are empty
+        (config(4), 3),  # four ranks for three sequences, so one rank has none
     ]
     results = run_on_ranks(4, on_each_mesh, model_path, meshes, timeout_s=200.0)
     *outcomes, few = results[0]
@@ -149,12 +149,12 @@ def plan_of(groups: list[TrajectoryGroup]) -> Plan:
 
 
 def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict], dict]:
-    """Return the metrics and the weights of two steps of four updates each."""
+    """Make two steps of four updates each. Returns the metrics and the final weights."""
     groups = [random_group(seed) for seed in range(10)]
     by_id = {group.group_id: group for group in groups}
     algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)
     shards = rank_batches(plan_of(groups), algorithm, num_shards=learner.num_ranks // learner.sp_size, max_lag=0)
-    # After a self-test, the first update uses the log-probs of its own forward.
+    # With a self-test at its start, a trainer takes the proximal log-probs of the first update from its own forward.
     trainer = Trainer(replace(learner, skip_selftest=""), model_path=model_path, total_updates=8)
     batch = shards[trainer.mesh.dp_rank]
     sequences = [
@@ -178,7 +178,7 @@ def random_group(seed: int) -> TrajectoryGroup:
         prompt_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 8))).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
         response_lengths=lengths,
-        response_mask=rng.random(total) < 0.8,  # the environment wrote the other tokens
+        response_mask=rng.random(total) < 0.8,  # an environment wrote the rest
         logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
         versions=np.zeros(total, dtype=np.int32),
         rewards=rng.random(3).astype(np.float32),
@@ -214,7 +214,7 @@ def test_every_loss_aggregation_weight_and_mask_is_compared():
 
 
 def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) -> str:
-    """Return the error of an update on this rank. Only data-parallel rank 0 has a sequence above the budget."""
+    """Return the error that an update raises on this rank. Only data-parallel rank 0 has a too long sequence."""
     trainer = Trainer(learner, model_path=model_path, total_updates=1)
     length = longest if trainer.mesh.dp_rank == 0 else 6
     mask = np.arange(length) > 1
@@ -230,7 +230,7 @@ def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) ->
 @pytest.mark.long
 @pytest.mark.parametrize(("num_ranks", "sp_size"), [(2, 1), (4, 2)])
 def test_a_sequence_over_the_budget_is_refused_on_all_ranks_at_once(model_path, num_ranks, sp_size):
-    """If only one rank raised, the others would wait in a collective until its deadline of ten minutes."""
+    """If one rank raised the error alone, the other ranks would wait in a collective for ten minutes."""
     learner = config(num_ranks, sp_size=sp_size, max_tokens=20)
     errors = run_on_ranks(num_ranks, error_of_an_update, model_path, learner, 50, timeout_s=60.0)
     assert len(errors) == num_ranks

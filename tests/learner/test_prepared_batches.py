@@ -1,4 +1,4 @@
-"""The thread that prepares batches: the order of the batches, and withdrawn batches."""
+"""The thread that prepares batches: the order of its work, and batches that are withdrawn."""
 
 import threading
 from collections.abc import Callable
@@ -21,7 +21,7 @@ def batch(version: int, *group_ids: int) -> RankBatch:
 
 
 class ScriptedRole:
-    """The batches of a role. Its preparation notes when it begins, and waits until it is allowed to end."""
+    """Stands in for a learner role. `prepare` adds the name to ``begun``, and waits for the event ``may_end``."""
 
     def __init__(self, begun: list[str], name: str, *, role: str = "actor", fails: bool = False, lost: int = 0) -> None:
         self.role, self.mesh = SimpleNamespace(name=role), SimpleNamespace(rank=3)
@@ -80,7 +80,10 @@ def test_a_batch_is_prepared_one_step_ahead_and_not_two(preparer, work, begun):
 
 
 def test_batches_are_prepared_in_one_order_whether_announced_before_or_after_their_steps(preparer, work, begun):
-    """Preparing needs collectives, but the calls of the controller reach the two threads of each rank in any order."""
+    """All ranks must prepare batches in the same order, because the preparation needs collectives.
+
+    The controller's calls reach the two threads of a rank in any order.
+    """
     for version in (0, 1):
         roles = [work(f"{role} {version}", role=role) for role in ("ref", "actor", "critic")]
         preparer.take(roles[0], batch(version, 1))

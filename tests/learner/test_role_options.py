@@ -1,4 +1,4 @@
-"""Critic, reference and reward model in the actor's processes: own options do not change scores and steps."""
+"""Critic, reference and reward model in the actor's processes: a role's own options do not change results."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -52,9 +52,9 @@ NUM_GROUPS = 5
 
 
 def group(group_id: int) -> TrajectoryGroup:
-    """Return a group of samples of very different lengths.
+    """Return a group whose samples have very different lengths.
 
-    So a share of a division over two ranks is not the union of two shares of a division over four ranks.
+    So a rank's samples in a division over two ranks are not those of two ranks in a division over four.
     """
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)
@@ -74,7 +74,7 @@ def group(group_id: int) -> TrajectoryGroup:
 
 
 class Buffer:
-    """A buffer with the groups, except those in ``lost``."""
+    """A buffer that has every group, except the groups in ``lost``."""
 
     lost: ClassVar[set[int]] = set()
 
@@ -88,7 +88,7 @@ class Buffer:
 
 
 class Process:
-    """The roles of one process. The methods call the roles as a run does."""
+    """The learner roles of one process. The methods call the roles as a run does."""
 
     def __init__(
         self, directory: str, config: LearnerConfig, roles: Sequence[str], algorithm: AlgorithmConfig = ALGORITHM
@@ -103,14 +103,14 @@ class Process:
             worker.init_model()
 
     def batch(self, role: str, version: int = 0) -> RankBatch:
-        """Return this process's share of the plan for a role."""
+        """Return the part of the plan that this process computes for a role."""
         sp_size = self._config.of_role(role).sp_size
         plan = Plan(version=version, groups=[group(index).summary for index in range(NUM_GROUPS)])
         num_shards = self._config.num_ranks // sp_size
         return rank_batches(plan, ALGORITHM, num_shards=num_shards, max_lag=1)[self._rank // sp_size]
 
     def scores(self, role: str) -> dict[SampleKey, np.ndarray]:
-        """Return a role's scores of this process's share. The result is empty on all sp ranks except the first."""
+        """Return a role's scores of its batch on this process. Only the first rank of an sp group returns scores."""
         rows = self.roles[role].score(self.batch(role))
         if rows is None:
             return {}
@@ -211,17 +211,17 @@ def test_scores_of_a_role_with_options_of_its_own_equal_those_with_the_actors(
     assert got.keys() == want.keys()
     largest = max(float(np.abs(got[key] - want[key]).max()) for key in want)
     assert largest <= tolerance
-    assert (largest > 1e-5) == (tolerance > 1e-5), "another dtype computes other numbers"
+    assert (largest > 1e-5) == (tolerance > 1e-5), "another dtype must change the numbers"
 
 
-# The roles of one process
+# Tests of several roles in one process
 
 
 @pytest.mark.parametrize("order", [("ref", "critic"), ("critic", "ref")])
 def test_roles_with_other_sp_sizes_share_the_groups_that_one_of_them_has_fetched(
     directory, scores_with_the_actors_options, order
 ):
-    """If a role without sequence parallelism fetches first, the ranks of an sp group fetch different groups."""
+    """If ``ref`` fetches first, the two ranks of the critic's sp group have fetched different groups."""
     found = run_on_ranks(2, all_scores, directory, with_own("critic", sp_size=2), order)
     for role in order:
         got, want = merged(found, role), merged(scores_with_the_actors_options, role)
@@ -249,9 +249,9 @@ WITHOUT_KL = replace(ALGORITHM, kl_coef=0.0, kl_reward_coef=0.0)
 
 
 def a_batch_that_the_actor_loses(directory: str) -> tuple[set[int], int]:
-    """Lose all groups in the buffer after the critic has fetched its groups.
+    """Let the buffer lose all groups after the critic has fetched its groups, and before the actor has.
 
-    The actor has not fetched all of its groups. Returns the lost groups and the critic's number of updates.
+    Returns the ids of the lost groups, and how many updates the critic made.
     """
     config = replace(with_own("critic", sp_size=2), num_ranks=4)
     process = Process(directory, config, ["critic", "actor"], WITHOUT_KL)
@@ -277,9 +277,9 @@ def test_a_batch_that_one_role_of_a_process_loses_is_lost_for_the_others_too(dir
 
 
 def bytes_on_the_device(directory: str) -> list[dict[str, int]]:
-    """Return the bytes on the device per role, at four moments.
+    """Return the number of bytes that each role has on the device, at four moments.
 
-    The moments are after the start, after scoring and steps, after `rollout_mode`, and after `trainer_mode`.
+    The moments are: after the start, after scoring and steps, after `rollout_mode`, and after `trainer_mode`.
     """
     config = replace(with_own("ref", param_offload=True), offload_at_transition_only=True)
     config = replace(config, critic=replace(config.critic, optimizer_offload=True, param_offload=False))
@@ -308,7 +308,7 @@ def test_each_role_offloads_by_its_own_options_and_all_at_the_hand_over(director
         assert started["ref"] == 0 < weights
         assert used["ref"] == 0
         assert used["actor"] == pytest.approx(3 * weights, rel=0.01)
-        assert used["critic"] == started["critic"] == generating["critic"]  # the critic's own options have priority
+        assert used["critic"] == started["critic"] == generating["critic"]  # the critic's own options count
         assert (generating["ref"], generating["actor"]) == (0, 0)
         assert training["actor"] == used["actor"]
 

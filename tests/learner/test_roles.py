@@ -72,7 +72,7 @@ def rows(seed: int = 0) -> DataProto:
 
 
 def each_row(data: DataProto) -> list[tuple[torch.Tensor, int]]:
-    """Return the unpadded tokens of each row, and the number of its response tokens."""
+    """Return a pair for each row: its tokens without padding, and the number of its response tokens."""
     batch = data.batch
     masks = batch["attention_mask"].bool()
     return [(ids[mask][None], int(mask[PROMPT:].sum())) for ids, mask in zip(batch["input_ids"], masks, strict=True)]
@@ -170,7 +170,7 @@ def test_updating_the_actor_changes_only_tokens_of_the_response_mask(models, tmp
     worker, data = actor(models, tmp_path, clip_low=9.0, clip_high=9.0), rows()
     before = worker.compute_log_prob(data).batch["old_log_probs"]
     mask = data.batch["attention_mask"][:, PROMPT:].clone()
-    mask[0, 3:] = 0  # tokens that an environment wrote
+    mask[0, 3:] = 0  # an environment wrote these tokens
     advantages = torch.zeros(4, RESPONSE)
     advantages[0], advantages[1] = 1.0, -1.0
     data.batch["old_log_probs"], data.batch["advantages"] = before, advantages

@@ -1,4 +1,4 @@
-"""Models that learner and engine compute alike only up to a length. Longer sequences are refused."""
+"""Models whose learner and engine agree only up to some length. The learner refuses longer sequences."""
 
 import json
 from dataclasses import replace
@@ -62,7 +62,7 @@ def differences(path: str, num_ranks: int, sp_size: int) -> list[float]:
         for one, scores in zip(sequences, model.scores(sequences), strict=True)
     ]
     longer = next(one for one in random_sequences(20) if len(one.input_ids) > LIMIT)
-    # only one data-parallel rank has the long sequence
+    # With data parallelism, only rank 0 gets the sequence that is too long.
     own = [longer, *sequences] if model.mesh.rank == 0 or sp_size > 1 else sequences
     with pytest.raises(ValueError, match=rf"beyond {LIMIT} tokens, .*, got \d\d"):
         model.scores(own)

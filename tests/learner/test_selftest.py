@@ -51,7 +51,7 @@ def without_help(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_right(model: PackedModel, path: str) -> None:
-    """Check that the log-probs equal those of transformers' forward."""
+    """Check that the model's log-probs equal those of transformers' forward."""
     plain = pretrained.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     sequences = random_sequences(5)
     for sequence, scores in zip(sequences, model.scores(sequences), strict=True):
@@ -75,7 +75,7 @@ def test_layers_that_only_run_alone_get_a_micro_batch_per_sequence(tmp_path):
 
 
 def refusal(path: str) -> str:
-    recurrent._carries_state = lambda _module: False  # changes only this separate process
+    recurrent._carries_state = lambda _module: False  # patches only this separate process
     with pytest.raises(ValueError, match="learner cannot train") as refused:
         load(path, num_ranks=2, sp_size=2)
     return str(refused.value)
@@ -91,8 +91,8 @@ def test_layers_that_get_only_part_of_the_tokens_are_refused_with_the_remedy(hyb
 @pytest.mark.parametrize(
     ("family", "culprit"),
     [
-        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # without a mask Bloom's attention is not causal
-        ("falcon_h1", "FalconH1Attention"),  # Falcon-H1 passes no sequence boundaries
+        ("bloom", "BloomAttention (transformer.h.0.self_attention)"),  # Bloom's attention is causal only with a mask
+        ("falcon_h1", "FalconH1Attention"),  # Falcon-H1 ignores sequence boundaries
         ("nemotron", "AttentionInterface"),
     ],
 )
@@ -117,7 +117,7 @@ def test_an_output_layer_that_takes_other_than_the_last_hidden_states_is_refused
 
 @pytest.mark.parametrize("family", ["gpt2", "opt", "mixtral"])
 def test_dropout_and_noise_of_a_family_are_off_and_logged(family, tmp_path, caplog):
-    """Dropout would change the model in each micro-batch."""
+    """With dropout, each micro-batch would use another model."""
     path = saved(tmp_path, family)
     with caplog.at_level(logging.INFO):
         model = load(path)
@@ -152,7 +152,7 @@ def test_the_self_test_does_not_change_the_model(hybrid):
     for reason in ("compared with a load that tests", ""):
         torch.manual_seed(7)
         config = replace(CPU, dtype="bfloat16", skip_selftest=reason)
-        # with float32 weights and computation in bfloat16, FSDP shards the model even on one rank
+        # Use float32 weights and compute in bfloat16, so that FSDP shards the model even on one rank.
         model = PackedModel(config, ACTOR, model_path=hybrid)
         states.append(torch.random.get_rng_state())
     assert torch.equal(*states)
@@ -187,7 +187,7 @@ def test_a_model_type_without_the_head_is_refused_by_name(tmp_path):
 
 
 def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor | None, **rest: Any) -> Any:
-    """Stands in for the kernel of flash-linear-attention. Runs each sequence separately, between its boundaries."""
+    """Stands in for the kernel of flash-linear-attention. Computes each sequence separately."""
     plain = modeling_qwen3_next.torch_chunk_gated_delta_rule
     assert cu_seqlens is not None
     g, beta = rest.pop("g"), rest.pop("beta")
@@ -199,7 +199,7 @@ def delta_rule(query: Tensor, key: Tensor, value: Tensor, *, cu_seqlens: Tensor 
 def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, *, activation: str, seq_idx: Tensor | None) -> Tensor:
     """Stands in for causal_conv1d_fn on [1, channels, N].
 
-    Runs each sequence separately; ``seq_idx`` names the sequence of each token.
+    Computes each sequence separately. ``seq_idx`` has the index of each token's sequence.
     """
     assert activation == "silu"
     assert seq_idx is not None
@@ -242,7 +242,7 @@ def test_samples_share_their_prompt_if_no_layer_carries_a_state(hybrid, tmp_path
 
 
 def model_shares(model: PackedModel) -> bool:
-    """Return whether the model packs a common prompt of several sequences once, instead of once per sequence."""
+    """Return whether the model packs the common prompt of several sequences only once."""
     return any(batch.token_index is not None for batch in model.pack(random_sequences(9)).micro_batches)
 
 
@@ -294,7 +294,7 @@ def test_routing_that_rounding_decides_does_not_refuse_a_mixture(tmp_path, monke
     file = tmp_path / "model" / "model.safetensors"
     weights = load_file(file)
     for name in [name for name in weights if "mlp.gate." in name]:
-        # the differences are below the rounding of bfloat16
+        # Make the weights of all experts so similar that their differences are below the rounding of bfloat16.
         weights[name] = (weights[name][:1] + 1e-3 * weights[name]).contiguous()
     save_file(weights, file, metadata={"format": "pt"})
     ranks = run_on_ranks(sp_size, difference_in_bfloat16, path, sp_size)

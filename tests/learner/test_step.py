@@ -45,7 +45,7 @@ def test_every_mini_batch_is_an_update_and_all_tokens_are_trained_once(model_pat
 
 
 def test_an_empty_micro_batch_adds_nothing_to_the_metrics_of_a_step(model_path):
-    """A rank with fewer sequences than micro-batches gets empty ones, which have no columns."""
+    """A rank with too few sequences gets empty micro-batches, which have no columns."""
     sequences = [s.with_column("is_fresh", np.ones(len(s.input_ids), np.float32)) for s in random_sequences(6)]
     metrics = []
     for empty in ([], Packer(max_tokens=1).pack([])):
@@ -66,13 +66,13 @@ def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path
     metrics, weights = [], []
     for batch, count in ((sequences, 1), ([*sequences, *without], 2)):
         trainer = Trainer(config, model_path=model_path, total_updates=8)
-        for _ in range(2):  # the second step has momentum
+        for _ in range(2):  # in the second step, AdamW has momentum
             step = policy_step(trainer, AlgorithmConfig(num_mini_batches=count)).run(batch)
         metrics.append(step)
         weights.append([parameter.detach().clone() for parameter in trainer.head.parameters()])
     assert [step["empty_updates"] for step in metrics] == [0.0, 1.0]
     assert metrics[1]["num_tokens"] == metrics[0]["num_tokens"]
-    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.5), "not halved"
+    assert metrics[1]["grad_norm"] == pytest.approx(metrics[0]["grad_norm"], rel=0.5), "the norm must not be halved"
     before = [parameter.clone() for parameter in weights[1]]
     update = policy_step(trainer, AlgorithmConfig())
     only_empty = [replace(s, mini_batch=0) for s in without]
@@ -112,7 +112,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(model_path):
     policy_step(trainer, AlgorithmConfig(num_mini_batches=2, anchor=Anchor.proximal)).run(sequences)
     after = trainer.scores(sequences)
     first, second = seen
-    assert set(first.values()) == {None}, "the first update computes its own"
+    assert set(first.values()) == {None}, "the first update must compute its own log-probs"
     for ids, values in second.items():
         np.testing.assert_allclose(values, before[ids], atol=1e-5)
     assert max(np.abs(a - before[s.input_ids.tobytes()]).max() for s, a in zip(sequences, after, strict=True)) > 1e-3
@@ -130,7 +130,7 @@ OFF_POLICY = [
 
 @pytest.mark.parametrize("options", OFF_POLICY)
 def test_the_first_update_of_a_step_uses_its_own_forward_as_proximal_log_probs(model_path, options):
-    """The step must equal a step whose log-probs come from a forward over the whole batch before the first update."""
+    """The reference step takes the proximal log-probs from a forward over the whole batch before its first update."""
     algorithm = AlgorithmConfig(num_mini_batches=3, **options)
     config = replace(CONFIG, max_tokens_per_micro_batch=64)
     outcomes, scored = [], []
@@ -151,7 +151,7 @@ def test_the_first_update_of_a_step_uses_its_own_forward_as_proximal_log_probs(m
         metrics = step.make_updates(sequences) if is_separate else step.run(sequences)
         outcomes.append((metrics, weights_of(trainer)))
     (want, want_weights), (got, weights) = outcomes
-    assert scored == [8], "two of three mini-batches"
+    assert scored == [8], "only two of three mini-batches must be scored"
     assert got.keys() == want.keys()
     assert got == pytest.approx(want, rel=1e-4, abs=1e-6)
     assert_weights_equal(weights, want_weights, atol=2e-5)

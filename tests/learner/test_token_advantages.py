@@ -34,7 +34,7 @@ def tokens(rewards: list[float], lengths: list[int], values: list[float] | None 
 def gae_of_one(rewards: list[float], values: list[float], last: float, gamma: float, gae_lambda: float) -> list[float]:
     """Compute equation 16 of arXiv 1506.02438 as written.
 
-    It is the sum of discounted one-step errors from each token on.
+    The advantage of a token is the sum of the discounted one-step errors of this token and all later tokens.
     """
     following = [*values, last][1:]
     errors = [r + gamma * after - v for r, after, v in zip(rewards, following, values, strict=True)]
@@ -51,7 +51,7 @@ def test_gae_follows_the_critic_and_stays_inside_each_trajectory():
     assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
     assert returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
     discounted, _ = generalized_advantages(rewards, values, lengths, gamma=0.5, gae_lambda=1.0)
-    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # the discounted returns minus the values
+    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns minus values
 
 
 def test_a_truncated_trajectory_can_bootstrap():
@@ -106,7 +106,7 @@ def test_gae_whitens_its_advantages_but_not_the_returns():
 def test_reinforce_plus_plus_standardizes_returns_over_the_tokens():
     one_token_each = ADVANTAGES.get("reinforce_plus_plus")(tokens([3, 1, 0, 0], [1] * 4), AlgorithmConfig(), alone)
     assert one_token_each.advantages.tolist() == pytest.approx([math.sqrt(2), 0.0, -math.sqrt(0.5), -math.sqrt(0.5)])
-    # A trajectory of two tokens with a KL penalty of 0.5 at each token, and a trajectory of one token.
+    # The first trajectory has two tokens with a KL penalty of 0.5 each. The second trajectory has one token.
     got = ADVANTAGES.get("reinforce_plus_plus")(tokens([-0.5, 3 - 0.5, 0.0], [2, 1]), AlgorithmConfig(), alone)
     assert got.returns.tolist() == [2.0, 2.5, 0.0]
     mean, deviation = 1.5, math.sqrt((0.25 + 1.0 + 2.25) / 2)

@@ -39,7 +39,7 @@ def given_turn(length: int, parent: int) -> Turn:
 
 
 def chain(rewards: Sequence[float], outcome: float = 0.0, *, length: int = 2, cut: bool = False) -> Trajectory:
-    """Return a prompt and one sampled turn per reward. An observation precedes each turn except the first one."""
+    """Return a chain of turns: a prompt, and one sampled turn per reward, with an observation between two turns."""
     turns = [PROMPT]
     for index in range(len(rewards)):
         if index:
@@ -57,10 +57,10 @@ def estimated(
     mask_truncated: bool = False,
     **options: object,
 ) -> dict[tuple[int, int, int], tuple[float, float]]:
-    """Return (advantage, return) by group, sample and index of the turn in its trajectory.
+    """Return a pair (advantage, return) for each turn. The key is: group, sample, index of the turn in its trajectory.
 
-    Both are equal for all tokens of a turn. ``values`` has the critic's values before each turn. The values inside a
-    turn must not be read.
+    All tokens of a turn have the same pair. ``values`` has the critic's value before each turn. The estimator must not
+    read values inside a turn.
     """
     sequences, rewards = [], {}
     for group_id, trajectories in enumerate(groups):
@@ -89,13 +89,13 @@ def estimated(
 
 
 def place(groups: Sequence[Sequence[Trajectory]], sequence: TokenSequence, turn: int) -> int:
-    """Return the index of a turn in its trajectory, from its index in the group."""
+    """Return the index of a turn in its trajectory. ``turn`` is its index in the group."""
     group_id, sample = sequence.trajectory
     return turn - sum(len(one.turns) - 1 for one in groups[group_id][:sample])
 
 
 def advantages(found: dict[tuple[int, int, int], tuple[float, float]]) -> list[list[float]]:
-    """Return the advantages of each trajectory's turns, in order."""
+    """Return a list for each trajectory: the advantages of its turns, in order."""
     by_trajectory: dict[tuple[int, int], list[float]] = {}
     for (group_id, sample, _), (advantage, _) in sorted(found.items()):
         by_trajectory.setdefault((group_id, sample), []).append(advantage)
@@ -210,7 +210,7 @@ def test_truncated_trajectories_count_in_the_baseline_but_are_not_in_the_loss():
     assert [with_cut[0, 1, turn][0] for turn in (1, 3)] == [-0.5, -0.5]
     assert [with_cut[0, 0, turn][0] for turn in (1, 3)] == [0.0, 0.0]
     whitened = estimated([[*group, chain([3.0])]], values={(0, 0, 1): 7.0}, advantage="turn_gae", mask_truncated=True)
-    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # the cut trajectory does not count in mean and deviation
+    assert whitened[0, 2, 1][0] == pytest.approx(0.5**0.5)  # mean and deviation exclude the cut trajectory
 
 
 def test_a_turn_without_tokens_passes_its_reward_on():
@@ -239,7 +239,7 @@ REWARD = st.sampled_from([0.0, 1.0, -1.0, 0.1, 1e6, 1e6 + 1]) | st.floats(-10, 1
 
 @given(st.lists(st.lists(REWARD, min_size=2, max_size=6), min_size=1, max_size=4), st.booleans())
 def test_single_turns_have_exactly_the_advantages_of_grpo(groups, as_turn_reward):
-    """The test gives the same reward once as the outcome, and once as the reward of the only turn."""
+    """The reward of a trajectory is either its outcome, or the reward of its only turn."""
     trees = [[chain([r] if as_turn_reward else [0.0], 0.0 if as_turn_reward else r) for r in group] for group in groups]
     ids = torch.tensor([index for index, group in enumerate(groups) for _ in group])
     outcomes = torch.tensor([one.reward + sum(one.turn_rewards.values()) for group in trees for one in group])
@@ -298,9 +298,9 @@ def summary_of(group: Sequence[Trajectory]) -> GroupSummary:
     ],
 )
 def test_the_filter_of_equal_rewards_keeps_groups_whose_turns_have_other_rewards(group, drops):
-    """In the first group, two trajectories have the same sum of rewards.
+    """The first group of the table has two trajectories with the same sum of rewards.
 
-    The advantages of their second turns are 0.5 and -0.5.
+    But their second turns have different rewards, and the advantages 0.5 and -0.5. So the filter must keep the group.
     """
     assert (dropped_by(find_filters(["equal_rewards"]), summary_of(group)) == "equal_rewards") == drops
 
@@ -385,7 +385,7 @@ def compared(plain: dict[tuple[int, int], Plain], group: int, sample: int, turn:
 def test_whitening_counts_a_trajectory_of_thirty_turns_as_one_of_one_turn():
     groups = [[chain([0.0] * 29 + [1.0], length=1)], [chain([3.0])]]
     got = advantages(estimated(groups, advantage="turn_gae", gamma=1.0))
-    assert got[0] == pytest.approx([-(0.5**0.5)] * 30)  # the mean is 2, not (30 + 3) / 31
+    assert got[0] == pytest.approx([-(0.5**0.5)] * 30)  # the mean counts trajectories: it is 2, not (30 + 3) / 31
     assert got[1] == pytest.approx([0.5**0.5])
 
 
@@ -394,7 +394,7 @@ def test_a_trajectory_of_thirty_turns_weighs_as_one_of_one_turn_under_sequence_m
     forked = [PROMPT, sampled(2, 0)]
     for _ in range(28):
         forked += [given_turn(1, len(forked) - 1), sampled(2, len(forked))]
-    forked.append(sampled(2, 2))  # a branch at the first observation
+    forked.append(sampled(2, 2))  # this turn branches off at the first observation
     trajectories = [Trajectory(turns=tuple(forked), reward=1.0), chain([0.0], length=2)]
     sequences = group_sequences(TrajectoryGroup.from_trajectories(trajectories, group_id=0, attempt=0))
     counts = torch.tensor([60, 2])
@@ -413,7 +413,7 @@ def test_a_kl_penalty_is_part_of_the_reward_of_its_turn():
             "reference_logprobs", np.where(np.arange(len(one.input_ids)) < 4, -1.5, -1.0).astype(np.float32)
         )
         for one in group_sequences(group)
-    ]  # the KL penalty is 0.5 at each of the two tokens of the first turn
+    ]  # each of the first turn's two tokens has a KL of 0.5
     mesh = open_mesh(LearnerConfig(device=Device.cpu))
     algorithm = AlgorithmConfig(advantage="turn_gae", whiten_advantages=False, kl_reward_coef=0.1)
     (first, second), metrics = BatchAdvantages(algorithm, mesh).assign(sequences, {(0, 0): 1.0, (0, 1): 0.0})

@@ -40,7 +40,7 @@ def on_two_ranks() -> dict[str, Any]:
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     manager = UlyssesShardingManager(init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp")))
-    whole = torch.arange(2 * 6 * 4 * 3, dtype=torch.float32).reshape(2, 6, 4, 3)  # batch, tokens, heads, D
+    whole = torch.arange(2 * 6 * 4 * 3, dtype=torch.float32).reshape(2, 6, 4, 3)  # dimensions: batch, tokens, heads, D
     mine = whole.chunk(2, dim=1)[rank].clone().requires_grad_()
     seen = {}
     with manager:
@@ -156,7 +156,7 @@ def test_heads_that_cannot_be_split_are_refused():
 def test_kv_heads_are_repeated_as_little_as_possible(kv_heads, heads, sp, want):
     repeated = replicate_kv_heads(torch.arange(kv_heads), 0, heads, sp)
     assert len(repeated) == want
-    for rank in range(sp):  # each query head finds its key head on the same rank
+    for rank in range(sp):  # query heads must find their key heads on the same rank
         keys = repeated.chunk(sp)[rank]
         queries = range(rank * heads // sp, (rank + 1) * heads // sp)
         read = keys.repeat_interleave(heads // sp // len(keys))

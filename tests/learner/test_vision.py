@@ -32,9 +32,9 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_groups(model_path: str) -> list[TrajectoryGroup]:
-    """Return two prompts with equal tokens but different images.
+    """Return groups of two prompts that have equal tokens but different images.
 
-    One trajectory has a tool that returns an image. The last sequence is text.
+    In one trajectory, a tool returns an image. The last group has only text.
     """
     reader = ImageReader(model_path=model_path, max_pixels=4096)
     images = [reader.image(as_png(picture(seed)), "image") for seed in range(3)]
@@ -79,8 +79,8 @@ def make_sequences(model_path: str) -> list[TokenSequence]:
 def plain_log_probs(model: torch.nn.Module, model_path: str, sequence: TokenSequence) -> torch.Tensor:
     """Return [tokens in the loss] log-probs from transformers' forward of one sequence.
 
-    transformers treats every placeholder as an image. So a sampled placeholder is replaced by another token, and a hook
-    restores its own embedding.
+    transformers treats every placeholder token as an image. So placeholders that the policy sampled are replaced by
+    another token, and a hook restores the embedding of the placeholder.
     """
     reader = ImageReader(model_path=model_path, max_pixels=4096)
     ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
@@ -150,11 +150,11 @@ def test_prompts_with_equal_tokens_share_them_only_with_equal_images(sequences: 
     one, other = (sequences[place].input_ids[:num_prompt].tolist() for place in (0, 3))
     assert one == other
     (batch,) = Packer(max_tokens=256, share_prompts=True).pack(sequences)
-    num_shared = num_prompt - 1  # each sequence has its own copy of the token before its first loss token
+    num_shared = num_prompt - 1  # each sequence also packs the last prompt token
     num_own = sum(len(sequence.input_ids) - num_shared for sequence in sequences[:6])
     assert len(batch.input_ids) == 2 * num_shared + num_own + len(sequences[6].input_ids)
     assert batch.grids is not None
-    assert len(batch.grids) == 4  # the images of two prompts, and the tool's image in each group
+    assert len(batch.grids) == 4  # two prompts' images, and the tool's image in each group
     assert batch.position_ids.shape == (3, len(batch.input_ids))
 
 
@@ -213,7 +213,7 @@ def test_a_groups_columns_must_fit_their_grids(model_path: str) -> None:
 
 
 def update_on_mesh(model_path: str, meshes: list[tuple[int, int]]) -> list[tuple[dict[str, float], dict, list]]:
-    """Return the metrics of an update, the weights after it and the log-probs before it, for each (ranks, sp).
+    """Return for each mesh: the metrics of an update, the weights after the update, and the log-probs before it.
 
     Each layer is an FSDP unit. Only the first data-parallel rank has images in all of its micro-batches.
     """
@@ -242,5 +242,5 @@ def test_any_split_of_images_over_ranks_equals_one_process(
             np.testing.assert_allclose(own, other, atol=2e-5)
         for name in ("loss", "grad_norm", "num_tokens"):
             assert found[name] == pytest.approx(metrics[name], rel=1e-4), name
-        if rank == 0:  # the other ranks return no weights
+        if rank == 0:  # only rank 0 returns weights
             assert_weights_equal(weights, weights_of(trainer), atol=2e-5)

@@ -25,7 +25,7 @@ CONFIG = LearnerConfig(device=Device.cpu, skip_selftest="compares weights")
 def loaded(model_path: str, num_ranks: int = 1, lora_rank: int = 0) -> tuple[dict[str, np.ndarray], int]:
     """Return the whole weights by name, and the number of bytes that this rank read."""
     fsdp.MIN_UNIT_NUMEL = 1
-    weight_files.BLOCK_BYTES = 300  # gives each block only a few rows
+    weight_files.BLOCK_BYTES = 300  # a block then has only a few rows
     num_bytes, fromfile = [], np.fromfile
     np.fromfile = lambda *a, **k: num_bytes.append(a[2]) or fromfile(*a, **k)
     try:
@@ -66,7 +66,7 @@ def test_three_ranks_read_a_checkpoint_of_several_files(family: str, tmp_path: P
     assert_equal(loaded(path)[0], want)
     ranks = run_on_ranks(3, loaded, path, 3)
     assert_equal(ranks[0][0], want)
-    if family == "qwen3_moe":  # four experts, stored separately
+    if family == "qwen3_moe":  # the file stores four experts separately
         num_bytes = sum(value.nbytes for value in want.values())
         assert sum(read for _, read in ranks) == num_bytes
         assert max(read for _, read in ranks) < 0.5 * num_bytes
@@ -97,9 +97,9 @@ def test_ranks_that_cannot_divide_the_experts_divide_their_rows(family: str, opt
 
 
 def loaded_with_shards(model_path: str, num_ranks: int) -> tuple[dict[str, np.ndarray], dict[str, int], dict]:
-    """Return the whole weights, and for each parameter its sharded dimension and facts about this rank's shard.
+    """Return three values: the whole weights, the sharded dimension by parameter, and facts about this rank's shards.
 
-    The facts are: number of values in the shard, number of values in total, and whether the shard is contiguous.
+    The facts by parameter are: values in the shard, values in total, and whether the shard is contiguous.
     """
     trainer = Trainer(replace(CONFIG, num_ranks=num_ranks), model_path=model_path, total_updates=1)
     parameters = {name.removeprefix("pretrained."): each for name, each in trainer.head.named_parameters()}
@@ -127,7 +127,7 @@ def test_adapters_do_not_depend_on_the_number_of_ranks(tmp_path: Path) -> None:
     assert_equal(run_on_ranks(2, loaded, path, 2, 4)[0][0], alone)
     adapters = {name: value for name, value in alone.items() if "lora_" in name}
     for name, value in adapters.items():
-        bound = 1 / np.sqrt(value.shape[1])  # the bound of kaiming_uniform with a = sqrt(5)
+        bound = 1 / np.sqrt(value.shape[1])  # this is the bound of kaiming_uniform with a = sqrt(5)
         assert value.any() == ("lora_A" in name)
         assert np.abs(value).max() <= bound
     assert len(adapters) == 2 * 7 * 2

@@ -1,4 +1,4 @@
-"""The worker's methods on one and on two ranks, called as in the worker group, with a scripted buffer."""
+"""The methods of a learner worker on one rank and on two ranks, with a scripted buffer and without Ray."""
 
 import os
 import time
@@ -50,7 +50,7 @@ def group(group_id: int, oldest_version: int = 5) -> TrajectoryGroup:
 
 
 class ScriptedBuffer:
-    """A buffer that serves batches and keeps the offered weights."""
+    """A buffer that serves batches and keeps the offers of weights."""
 
     offers: ClassVar[list[WeightOffer]] = []
 
@@ -94,7 +94,7 @@ def start(directory: str, num_ranks: int, *, connect_buffer: Any = ScriptedBuffe
 
 
 def published(worker: ActorWorker, version: int) -> str:
-    """Publish weights. Returns the directory, or an empty string on ranks that do not offer weights."""
+    """Publish weights. Returns the folder of the published weights, or an empty string on ranks without an offer."""
     ScriptedBuffer.offers.clear()
     worker.publish_weights(version)
     worker.finish_publish()
@@ -170,7 +170,7 @@ def test_a_batch_that_breaks_the_bound_is_refused(directory, max_lag):
 
 
 class ForgetfulBuffer(ScriptedBuffer):
-    """A buffer that lacks the groups in ``lost``. One of its calls times out."""
+    """A buffer that lacks the groups in ``lost``. A call of `fetch` times out for each entry of ``is_late``."""
 
     lost: ClassVar[set[int]] = set()
     is_late: ClassVar[list[bool]] = []
@@ -185,9 +185,9 @@ class ForgetfulBuffer(ScriptedBuffer):
 
 
 def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
-    """Make a step whose batch is lost on one rank, then a newly planned step.
+    """Make a step whose batch one rank cannot fetch, then a step on another batch.
 
-    Returns the lost groups and the norms of both steps.
+    Returns three values: the ids of the lost groups, and the norms of the weights before and after.
     """
     rank = int(os.environ["RANK"])
     ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {1, 2}, [True]
@@ -210,7 +210,7 @@ def a_lost_batch(directory: str) -> tuple[list[int], float, float]:
 
 
 def two_steps(directory: str, num_ranks: int, sp_size: int, announces: bool) -> tuple[list[Any], bytes]:
-    """Return the metrics of two steps, and the weights after them.
+    """Make two steps. Returns the metrics of both steps, and the final weights.
 
     Checks that the groups of the second step were fetched in advance.
     """
@@ -250,9 +250,9 @@ def test_steps_on_batches_that_were_prepared_before_are_bit_for_bit_the_same(dir
 
 
 def a_lost_batch_that_was_announced(directory: str) -> tuple[list[int], list[str]]:
-    """Announce two steps, and lose the groups of the second one on one rank.
+    """Announce two steps. One rank cannot fetch the groups of the second step.
 
-    Returns the lost groups and the raised errors.
+    Returns the ids of the lost groups, and the raised errors.
     """
     rank, raised = int(os.environ["RANK"]), []
     ForgetfulBuffer.lost, ForgetfulBuffer.is_late[:] = {5}, []
@@ -335,7 +335,7 @@ def test_worker_modes_offload_and_load(directory):
 
 
 def slow_offload(directory: str) -> dict[str, float]:
-    """Offload slowly on rank 1. Returns the times at which this rank offloaded and offered the version."""
+    """Let rank 1 offload slowly. Returns the times at which this rank offloaded and at which it offered the version."""
     times: dict[str, float] = {}
 
     class Buffer(ScriptedBuffer):

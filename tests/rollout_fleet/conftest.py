@@ -17,7 +17,7 @@ def make_prompts_fixture():
 
 @pytest.fixture
 def make_buffer():
-    """Return a function that makes an `InMemoryBuffer` with a number of prompts."""
+    """Return a function that makes an `InMemoryBuffer` with ``num_prompts`` prompts."""
 
     def make(num_prompts: int = 8, **options: int) -> InMemoryBuffer:
         return InMemoryBuffer(make_prompts(num_prompts), **options)
@@ -35,7 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Record this process as the worker of an engine. The returned function stops and returns the record."""
+    """Record the events of this process as ``engine-0``. The yielded function ends the record and returns the trace."""
     record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="engine-0", pool=Pool.fleet)
 
     def load() -> Trace:

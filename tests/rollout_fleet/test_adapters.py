@@ -1,4 +1,4 @@
-"""The adapters of environments: gyms, programs, OpenEnv servers and MCP servers, each in a child process."""
+"""The adapters of environments, in child processes: gymnasium games, programs, OpenEnv servers and MCP servers."""
 
 from __future__ import annotations
 
@@ -220,14 +220,14 @@ if mode == "fail":
     ],
 )
 async def test_a_program_is_an_agent_and_what_it_prints_is_never_its_reward(tmp_path, mode, outcome):
-    """Coding agents print the policy's answer. If a printed number counted, the policy could choose its reward."""
+    """A coding agent prints the policy's answer. If a printed number were the reward, the policy could choose it."""
     (tmp_path / "agent.py").write_text(AGENT)
     command = shlex.join([sys.executable, f"{tmp_path}/agent.py", mode])
     assert (await play("command", {"command": command}, prompt=make_prompt(ground_truth="HELLO")))[0] == outcome
 
 
 async def test_a_program_ends_although_its_daemon_holds_its_output_and_the_daemon_is_killed(tmp_path):
-    """A coding agent may start servers with ``setsid``. These servers inherit the agent's standard output."""
+    """A coding agent can start servers with ``setsid``. Such a server inherits the agent's standard output."""
     started = tmp_path / "started"
     daemon = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     (tmp_path / "agent.py").write_text(
@@ -237,7 +237,7 @@ async def test_a_program_ends_although_its_daemon_holds_its_output_and_the_daemo
         "print(sys.stdin.read(), os.listdir())\n"
     )
     outcome, _ = await asyncio.wait_for(play("command", {"command": [sys.executable, f"{tmp_path}/agent.py"]}), 30.0)
-    assert outcome.answer == "hello []\n", "the prompt, with the true answer, is not in the program's own folder"
+    assert outcome.answer == "hello []\n", "the program's folder must not contain the prompt"
     await asyncio.wait_for(process_end(int(started.read_text())), 10.0)
 
 
@@ -259,7 +259,7 @@ print(json.dumps(said))
 async def test_the_scripts_of_the_page_give_coding_agents_the_task_and_the_endpoint(
     tmp_path, monkeypatch, name, path, expected
 ):
-    """The agents themselves are not installed here."""
+    """The real agents are not installed on this machine. A script replaces them and prints its arguments."""
     page = (Path(__file__).parents[2] / "docs" / "agents.md").read_text()
     (script,) = [block for block in page.split("```") if f"# {name}.sh" in block]
     (tmp_path / f"{name}.sh").write_text(script.removeprefix("bash"))
@@ -499,7 +499,7 @@ async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_
     servers = {"one": {"command": "server", "args": ["double"]}, "two": {"command": "server", "args": ["twice"]}}
     outcome, requests = await play("mcp", {"servers": servers}, script)
     assert outcome.answer == "8"
-    assert outcome.metrics["tool_calls"] == 4.0  # two requests for the list of tools, and two valid calls
+    assert outcome.metrics["tool_calls"] == 4.0  # two requests list the tools, and two calls are valid
     assert [tool["function"]["name"] for tool in requests[0]["tools"]] == ["double", "twice"]
     assert [message["content"] for message in requests[1]["messages"][-4:]] == [
         "8",

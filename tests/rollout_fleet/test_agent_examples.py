@@ -1,4 +1,4 @@
-"""The agents in examples/agents in child processes with a scripted policy, and the code of docs/agents.md."""
+"""The agents of examples/agents and the programs of docs/agents.md, in child processes with a scripted policy."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ async def test_the_search_agent_uses_tools_in_parallel_and_compacts(tmp_path):
 
 
 def page_files() -> dict[str, str]:
-    """Return the page's programs by name. The first line of each program has its name."""
+    """Return the programs of docs/agents.md by name. The first line of each program is a comment with its name."""
     blocks = re.findall(r"```python\n# (\S+\.py)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
     return dict(blocks)
 

@@ -51,7 +51,7 @@ async def endpoint():
 
 @pytest.fixture
 async def talk(endpoint, renderer):
-    """Return a function that opens an episode with scripted turns, and returns its `Talk` and an openai client."""
+    """Return a function that opens an episode with scripted turns. It returns a pair: `Talk` and openai client."""
     clients = []
 
     def begin(*texts, **options):
@@ -221,7 +221,7 @@ async def test_a_choice_that_cannot_be_enforced_is_counted_and_the_policy_choose
     status, text = await post(talking.access, path, {"model": "policy", **messages, **body})
     assert (status, "Warm." in text) == (200, True)
     assert sorted(talking.session.counts.overridden) == overridden
-    assert not talking.session.counts.branches, "the prompt names the function and no other tool"
+    assert not talking.session.counts.branches, "a tool choice must not begin a branch"
 
 
 async def test_a_choice_that_cannot_be_enforced_is_refused_where_options_are(talk):
@@ -306,7 +306,7 @@ async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
     assert (status, json.loads(text)["input_tokens"] > len(talking.prompt.prompt_ids)) == (200, True)
     status, text = await post(talking.access, "/messages", asked)
     assert (status, json.loads(text)["content"]) == (200, [{"type": "text", "text": "Yes."}]), (
-        "clients check the fields"
+        "the answer must have the fields that clients check"
     )
     assert not talking.session.counts.branches
     talking.check()
@@ -355,7 +355,7 @@ async def test_failures_of_turns_have_a_status_and_are_not_retried(talk, error, 
     with caplog.at_level(logging.CRITICAL), pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="policy", messages=[USER])
     assert (caught.value.status_code, caught.value.code, len(talking.turns.requests)) == (status, kind, 1)
-    with pytest.raises(openai.APIError, match=str(error)):  # a stream has sent status 200 before the error
+    with pytest.raises(openai.APIError, match=str(error)):  # the stream began with status 200
         async for _ in await client.chat.completions.create(model="policy", messages=[USER], stream=True):
             pass
 
@@ -431,7 +431,7 @@ async def test_responses_run_a_tool_loop(talk):
         model="policy", input="And now?", tools=[tool], previous_response_id=second.id
     )
     assert third.output_text == "Yes."
-    assert talking.session.counts.branches == {}, "each request appends"
+    assert talking.session.counts.branches == {}, "each request must continue the conversation"
     talking.check()
 
 

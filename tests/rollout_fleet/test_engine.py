@@ -1,4 +1,4 @@
-"""Common parts of all engines: the checks of prompts and answers, and the detection of a silent engine."""
+"""The code that all engines share: checks of prompts and answers, and the detection of a silent engine."""
 
 import asyncio
 from contextlib import nullcontext

@@ -1,4 +1,4 @@
-"""Secret environment variables stay in the rollout worker. Errors of tools name their cause."""
+"""Environments: secret environment variables stay in the rollout worker, and errors of tools name their cause."""
 
 import asyncio
 import json

@@ -221,7 +221,7 @@ def assert_ended(pids: list[int]) -> None:
         with suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
             while process.status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() < deadline, f"process {pid} is alive"
+                assert time.monotonic() < deadline, f"process {pid} has not ended"
                 time.sleep(0.05)
 
 
@@ -242,7 +242,7 @@ async def test_options_of_a_row_extend_those_of_the_run_and_a_row_names_another_
         with pytest.raises(EpisodeFailure, match=r"options must be the arguments of .*Raw\(\), got .*'rounds'"):
             await environments.run(prompt(), endpoint.open(), sample=0, name=f"{agents}:Raw", options={"rounds": 1})
         outcome = await environments.run(prompt(), endpoint.open(), sample=0, name=f"{agents}:Raw")
-        assert outcome.metrics, "the options of the run are not those of another environment"
+        assert outcome.metrics, "another environment must not get the run's options"
 
 
 async def test_the_worker_hears_of_each_call_of_a_tool(agents):
@@ -484,7 +484,7 @@ async def test_closing_fails_the_episodes_that_run_and_none_begins_after_it(agen
 
 @pytest.mark.long
 async def test_of_200_episodes_each_has_one_outcome_or_one_failure_and_nothing_is_left(agents, tmp_path):
-    """Each fault is in one of 20 episodes: hanging tool, crash, leak, wrong key, cancel, exit, blocked loop, memory."""
+    """Six of each 20 episodes have a fault, for example a leak. Four other faults, for example a crash, occur once."""
     kinds = ["hang in a tool", "leak", "wrong key", "cancel", "exit", "raise", *[""] * 14]
     limits = {"tool_timeout_s": 1.0, "blocked_timeout_s": 5.0, "memory_limit_gb": 0.4, "processes": 2}
     ended, failed, cancelled = [], [], []

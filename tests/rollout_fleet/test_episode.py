@@ -23,20 +23,20 @@ AMPLE = EpisodeBudget(max_turns=1000, max_tokens=100_000, max_context=10_000)
 
 
 def next_token(context: np.ndarray) -> tuple[int, float, bool]:
-    """Return the token that follows a context, its log-prob, and whether it ends the turn."""
+    """Return three values: the token that follows a context, its log-prob, and whether the token ends the turn."""
     number = zlib.crc32(np.ascontiguousarray(context, dtype=np.int32).tobytes())
     return number % 50, -float(number % 97 + 1), number % 5 == 0
 
 
 class Died(Exception):
-    """The engine has died."""
+    """Raised when the test's engine dies."""
 
 
 @dataclass
 class Engine:
     """An engine that writes at most ``most_at_once`` tokens per request and then aborts the request.
 
-    The engine dies after ``dies_after`` tokens. ``written`` has the versions of the tokens written after each context.
+    The engine dies after ``dies_after`` tokens. For each context, ``written`` has the versions of the tokens after it.
     """
 
     version: int = 0
@@ -46,7 +46,7 @@ class Engine:
     num_written: int = 0
 
     def finish(self, episode: Episode) -> None:
-        """Answer requests until no turn runs."""
+        """Answer the episode's requests until no turn runs."""
         while requests := episode.next_requests():
             for request in requests:
                 episode.take(request.id, self.answer(request.prompt_ids, request.sampling.max_new_tokens))
@@ -75,10 +75,10 @@ class Engine:
 
 @dataclass
 class Environment:
-    """Runs a program of steps on an episode. The program stands in for a user's environment.
+    """Runs a list of steps on an episode, in place of a user's environment.
 
-    A step is (kind, choice of a parent, tokens, largest number of new tokens). After ``wait``, all running turns finish
-    and may be parents. ``paths`` has the tokens that the environment sent and received, by turn.
+    A step is a tuple: kind, choice of a parent, tokens, largest number of new tokens. The step ``wait`` finishes all
+    running turns, which can then be parents. For each turn, ``paths`` has the tokens that were sent and received.
     """
 
     episode: Episode
@@ -105,7 +105,7 @@ class Environment:
             turn = self.episode.give(parent, tokens)
         except EpisodeOverflow:
             self.num_overflows += 1
-            assert same(before, self.episode.progress()), "the forest is as before"
+            assert same(before, self.episode.progress()), "a refused request must not change the forest"
         else:
             self.paths[turn] = [*self.paths[parent], *tokens]
             self.parents.append(turn)
@@ -116,7 +116,7 @@ class Environment:
             turn = self.episode.sample(parent, tokens, SamplingConfig(max_new_tokens=most))
         except EpisodeOverflow:
             self.num_overflows += 1
-            assert same(before, self.episode.progress()), "the forest is as before"
+            assert same(before, self.episode.progress()), "a refused request must not change the forest"
         else:
             self.paths[turn] = [*self.paths[parent], *tokens]
             self.asked.append(turn)
@@ -125,7 +125,7 @@ class Environment:
         for request in self.episode.next_requests():
             turn = int(request.id.split("-")[1])
             so_far = self.episode.turn(turn).token_ids.tolist()
-            assert request.prompt_ids.tolist() == [*self.paths[turn], *so_far], "exactly path and new tokens"
+            assert request.prompt_ids.tolist() == [*self.paths[turn], *so_far], "prompt must be path and new tokens"
             self.episode.take(request.id, self.engine.answer(request.prompt_ids, request.sampling.max_new_tokens))
             if not self.engine.dies_after:
                 raise Died
@@ -144,7 +144,7 @@ def same(one: Trajectory, other: Trajectory) -> bool:
 
 
 def as_stored(trajectory: Trajectory) -> Trajectory | None:
-    """Return a trajectory after conversion to a group's columns and back, or None without sampled tokens."""
+    """Convert a trajectory to a group's columns and back. Returns None if the trajectory has no sampled tokens."""
     if not any(turn.sampled for turn in trajectory.turns):
         return None
     group = TrajectoryGroup.from_trajectories([trajectory], group_id=4, attempt=0)
@@ -152,7 +152,7 @@ def as_stored(trajectory: Trajectory) -> Trajectory | None:
 
 
 def check(episode: Episode, engine: Engine) -> None:
-    """Check that every trained token was sampled in exactly its context and is trained once."""
+    """Check that each trained token was sampled after the same context, and is trained only once."""
     trajectory = episode.trajectory(1.0)
     if not any(turn.sampled for turn in trajectory.turns):
         assert episode.num_tokens == 0
@@ -293,13 +293,13 @@ def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branche
         sample_whole(first, sample_whole(first, parent, [3]), [4])
     second = Episode("e", PROMPT_IDS, AMPLE, recorded=as_stored(first.progress()))
     left, right = (second.sample(PROMPT, [token], SamplingConfig(max_new_tokens=4)) for token in (1, 2))
-    assert second.running == [], "both were answered from the record"
+    assert second.running == [], "the record must answer both turns"
     other = second.sample(left, [5], SamplingConfig(max_new_tokens=4))
     dropped = second.num_dropped
     assert (second.running, dropped > 0, second.num_waiting > 0) == ([other], True, True)
     Engine().finish(second)
     late = second.sample(left, [3], SamplingConfig(max_new_tokens=4))
-    assert second.running == [late], "what was dropped is sampled again"
+    assert second.running == [late], "a dropped turn must be sampled again"
     Engine().finish(second)
     follow = second.sample(second.sample(right, [3], SamplingConfig(max_new_tokens=4)), [4], SamplingConfig())
     assert (second.running, second.num_dropped, second.num_waiting) == ([], dropped, 0)
@@ -314,7 +314,7 @@ def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branche
         (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
         (
             EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=12),
-            "used 13 of max_tree_tokens = 12",  # 6 tokens on the running turn's path, and 7 on the second path
+            "used 13 of max_tree_tokens = 12",  # the running turn's path has 6 tokens, the second path 7
         ),
     ],
 )

@@ -61,7 +61,7 @@ class Playing:
     """A player whose environments are coroutines of the test.
 
     Attributes:
-        cancelled: Episodes whose environments were cancelled.
+        cancelled: Names of the episodes whose environments were cancelled.
     """
 
     environment: Play
@@ -91,7 +91,7 @@ class Playing:
 
 
 def turns(num_turns: int, tool_s: float = 0.1) -> Play:
-    """Return an environment of ``num_turns`` turns, with a tool between two turns."""
+    """Return an environment that samples ``num_turns`` turns and calls a tool between them."""
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
         turn = await run.sample(PROMPT, (), SAMPLING)
@@ -111,10 +111,10 @@ async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
         counters = await loop.stop()
     for group in buffer.groups:
         assert_by_context(group, next_token)
-        assert [len(branch.turns) for branch in group.branches] == [6, 6], "a prompt, three answers, two tools"
+        assert [len(branch.turns) for branch in group.branches] == [6, 6], "prompt, three answers and two tool results"
         assert dict(group.summary.metrics)["turns"] == 3.0
         assert group.turn_sums.tolist() == [0.5, 0.5]
-        assert group.summary.rewards == (1.5, 1.5), "of the outcome, and of its turn"
+        assert group.summary.rewards == (1.5, 1.5), "the reward is 1 for the outcome plus 0.5 for a turn"
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
     assert (counters.groups_finished, counters.tokens_in_flight) == (3, 0)
 
@@ -146,7 +146,7 @@ async def test_weights_change_in_the_middle_of_episodes(make_buffer, save_progre
         counters = await loop.stop()
     for group in buffer.groups:
         assert_by_context(group, next_token)
-        assert len({*group.versions.tolist()}) > 2, "two versions at least, beside the given tokens"
+        assert len({*group.versions.tolist()}) > 2, "tokens must have two versions or more"
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -173,7 +173,7 @@ async def test_turns_of_groups_that_were_not_aborted_in_time_for_an_update_are_c
         await asyncio.sleep(0.5)
         await update(loop, buffer)
         engine.abort = abort
-        assert {*aborted} == {"0-0-0-3-1"}, "the other episode asked for its second turn in the meantime"
+        assert {*aborted} == {"0-0-0-3-1"}, "only this request must be aborted"
         await buffer.stored(1)
         counters = await loop.stop()
     assert_by_context(buffer.groups[0], next_token)
@@ -208,7 +208,7 @@ async def test_an_engine_that_aborts_each_request_at_once_is_not_asked_without_a
     begun_s = asyncio.get_running_loop().time()
     async with running_loop(buffer, aborts_for_5_s, player=Playing(turns(2))) as (_, engine, _):
         await buffer.stored(1)
-    assert 40 < len(engine.requests) / 2 < 60, "10 requests per second and turn"
+    assert 40 < len(engine.requests) / 2 < 60, "each turn must repeat its request 10 times per second"
     assert_by_context(buffer.groups[0], next_token)
 
 
@@ -217,8 +217,8 @@ async def test_a_waiting_tool_holds_no_place(make_buffer):
     player = Playing(turns(2, tool_s=8.0))
     async with running_loop(buffer, writes_by_context, player=player, groups_in_flight=1) as (_, engine, _):
         await asyncio.sleep(4)
-        assert len(buffer.held) == 2, "another group was leased while the tools of the first one run"
-        assert engine.running_at_once == 2, "the samples of one group"
+        assert len(buffer.held) == 2, "a second group must be leased while the first group's tools run"
+        assert engine.running_at_once == 2, "the engine must run one group's samples"
         await buffer.stored(3)
 
 
@@ -257,7 +257,7 @@ async def test_the_places_of_episodes_in_tools_and_environments_are_noted(make_b
         name: [level.value for level in trace.levels_of(name, "engine-0")] for name in ("environment", "tool", "tail")
     }
     assert (max(values["environment"]), max(values["tool"])) == (2, 2)
-    assert values["tail"] == [0, 1, 0], "an episode has ended, and the other one of its group plays"
+    assert values["tail"] == [0, 1, 0], "one of the group's two episodes ends before the other"
     assert (values["environment"][-1], values["tool"][-1]) == (0, 0)
 
 
@@ -277,7 +277,7 @@ async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer)
         await asyncio.sleep(7)
         first = await loop.stop()
     assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
-    assert FleetCounters.total([first, first]).episodes == {"failed_tool": 0, "lost_answers": 4}, "zeros too"
+    assert FleetCounters.total([first, first]).episodes == {"failed_tool": 0, "lost_answers": 4}, "with zeros"
     assert buffer.progress[0].summary.num_tokens == first.tokens_generated > 0
     prefixes = [trajectory.turns[1].token_ids.tolist() for trajectory in buffer.progress[0].trajectories()]
     async with running_loop(buffer, writes_by_context, player=player) as (loop, engine, _):
@@ -286,7 +286,7 @@ async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer)
     (group,) = buffer.groups
     assert_by_context(group, next_token)
     assert [trajectory.turns[1].token_ids.tolist() for trajectory in group.trajectories()] == prefixes
-    assert all(len(request.prompt_ids) > 3 for request in engine.requests), "the first turns are not sampled again"
+    assert all(len(request.prompt_ids) > 3 for request in engine.requests), "saved turns must not be sampled again"
     assert first.tokens_generated + second.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -311,7 +311,7 @@ async def test_recorded_tokens_that_differ_from_the_new_attempt_are_dropped_and_
 
 
 async def test_tokens_that_no_replay_needs_are_counted_once_if_the_next_attempt_stops_early(make_buffer):
-    """An environment that is not replayable starts again. Its second attempt stops with fewer tokens than the first."""
+    """An environment without replay starts again. Its second attempt stops with fewer tokens than the first attempt."""
     buffer = make_buffer(1)
     generated = []
 
@@ -357,7 +357,7 @@ async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
         await buffer.revoke(0)
         await asyncio.sleep(0.1)
         assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
-        assert buffer.held == {(1, 0), (0, 1)}, "and another attempt begins"
+        assert buffer.held == {(1, 0), (0, 1)}, "another attempt must begin"
 
 
 async def test_an_engine_that_fails_while_tools_run_leaves_the_turns_to_the_next_one(make_buffer):
@@ -395,7 +395,7 @@ async def test_a_failed_episode_costs_the_attempt_and_the_next_attempt_keeps_the
         counters = await loop.stop()
     assert [reason for _, _, reason in buffer.released] == ["episode_tool"]
     assert counters.groups_failed["episode_tool"] == 1
-    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted, "nothing was sampled twice"
+    assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted, "no tokens may be sampled twice"
 
 
 @pytest.mark.parametrize("action", [OnFailure.score, OnFailure.drop])
@@ -452,7 +452,7 @@ async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
 
 @pytest.mark.parametrize("answers_first", [False, True], ids=["abort_first", "answers_first"])
 async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer, answers_first):
-    """An engine may send the tokens of an aborted request before it answers the abort (``answers_first``)."""
+    """With ``answers_first``, the engine sends the tokens of an aborted request before it answers the abort."""
     buffer = make_buffer(1)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -548,7 +548,7 @@ async def test_a_request_that_is_refused_after_an_update_costs_no_turn_of_anothe
         await asyncio.sleep(0.02)
         await update(loop, buffer)
         await buffer.stored(2)
-        assert not run.done(), "the answers of a group without an environment are no reason to end"
+        assert not run.done(), "answers without an environment must not end the loop"
         counters = await loop.stop()
     assert refused == [("0-0-0", 0)]
     for group in buffer.groups:
@@ -578,7 +578,7 @@ async def test_branches_roots_and_parallel_turns(make_buffer):
         counters = await loop.stop()
     (group,) = buffer.groups
     assert_by_context(group, next_token)
-    assert len(group.branches) == 2 * 7, "three branches and four roots each"
+    assert len(group.branches) == 2 * 7, "each episode must have three branches and four roots"
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
@@ -625,7 +625,7 @@ async def test_held_out_prompts_are_played_too():
     assert [one.reward_failure for one in answered] == ["", "broken", ""]
     overflowing = failing(FailureKind.overflow, fails=lambda run, index: index == 1)
     answered = await held_out(engine, overflowing).answer(make_prompts(1), version=0, num_samples=2)
-    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "as in training"
+    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "same rewards as in training"
     await engine.stop()
 
 
@@ -671,4 +671,4 @@ async def test_too_many_failed_episodes_in_a_row_end_the_worker_with_the_failure
         with pytest.raises(EpisodeFailure, match=r"broken \(failure 2 in a row, the limit of"):
             await asyncio.wait_for(run, 20)
     assert loop.counters().groups_failed["episode_tool"] == 2
-    assert loop.counters().groups_failed.total() == 2, "a failed attempt counts once"
+    assert loop.counters().groups_failed.total() == 2, "each failed attempt must count once"

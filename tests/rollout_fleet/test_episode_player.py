@@ -1,4 +1,4 @@
-"""Episodes in one worker with its loop, endpoint, environment processes and rewards."""
+"""Episodes in one rollout worker with the real loop, endpoint, environment processes and rewards."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ Next = Callable[[list[int]], int]
 def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next:
     """Return a function that computes the next token from the tokens before it.
 
-    If the written tokens are decoded and encoded again, the result is other tokens.
+    Decoding and encoding the written tokens usually gives different tokens.
     """
 
     def next_token(context: list[int]) -> int:
@@ -112,7 +112,7 @@ def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next
 
 
 def writes(next_token: Next, stop_id: int) -> Script:
-    """Return the script of an engine that writes the tokens of ``next_token`` up to ``stop_id``."""
+    """Return a script with which an engine writes the tokens of ``next_token`` up to the token ``stop_id``."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         context = request.prompt_ids.tolist()
@@ -136,7 +136,7 @@ def questions(renderer: ChatRenderer, num_prompts: int, **fields: Any) -> list[P
 
 @asynccontextmanager
 async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model: str) -> AsyncIterator[RolloutLoop]:
-    """Yield a running loop whose episodes are played in processes, over HTTP."""
+    """Yield a running rollout loop. Its episodes run in child processes that call the policy over HTTP."""
     engine, rewards = ScriptedEngine(script), WeightedRewards(config)
     player = EpisodePlayer(config, model_path=model, max_context=4096)
     await engine.start()
@@ -160,9 +160,9 @@ async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model
 
 @pytest.mark.parametrize("num_episodes", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (120, 1000))])
 async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_balances(tmp_path, num_episodes):
-    """Each of the five faults occurs once in 20 episodes.
+    """Five of each 20 episodes have a fault.
 
-    The faults are a hanging tool, a crashing reward, a leaking agent, a wrong key and a lost client.
+    The faults are: a hanging tool, a crashing reward, a leaking agent, a wrong key, and a client that disconnects.
     """
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agents.py").write_text(AGENTS)
@@ -181,7 +181,7 @@ async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_ba
     buffer = InMemoryBuffer(prompts)
     async with playing(config, buffer, writes(next_token, renderer.stop_ids[0]), model) as loop:
         await buffer.stored(len(prompts), within_s=800)
-    assert all(num_asked > 0 for _, num_asked in buffer.leases_asked), "a request for no group would wait forever"
+    assert all(num_asked > 0 for _, num_asked in buffer.leases_asked), "a request for 0 groups would wait forever"
     counters = loop.counters()
     assert sorted(group.group_id for group in buffer.groups) == list(range(len(prompts)))
     assert [group.num_trajectories for group in buffer.groups] == [GROUP_SIZE] * len(prompts)
@@ -193,11 +193,11 @@ async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_ba
     assert failed["reward"] == num_each
     assert failed.total() == sum(failed[name] for name in ("episode_tool", "episode_infrastructure", "reward"))
     repeated = [dict(group.summary.metrics)["episode.repeated_requests"] * GROUP_SIZE for group in buffer.groups]
-    assert 1 <= sum(repeated) <= num_each, "a client that vanished before its answer came gets the same turn"
+    assert 1 <= sum(repeated) <= num_each, "a client that repeats its request must get the same turn"
     for group in buffer.groups:
         for index, trajectory in enumerate(group.trajectories()):
             is_vanishing = (GROUP_SIZE * group.group_id + index) * 7 % 20 == 4
-            assert len(trajectory.turns) in ((6, 7, 8) if is_vanishing else (6,)), "or else a sibling"
+            assert len(trajectory.turns) in ((6, 7, 8) if is_vanishing else (6,)), "only a lost client may add turns"
     assert counters.tokens_generated == buffer.num_accounted > buffer.num_tokens
     assert (counters.tokens_in_flight, buffer.held) == (0, set())
     left = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
@@ -229,7 +229,7 @@ async def main(prompt, policy):
 
 
 async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they_had(tmp_path):
-    """The engine's tokens are random, so only the saved record can give an episode the same answers again."""
+    """The engine's tokens are random. So an episode can get the same answers again only from its saved record."""
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agent.py").write_text(MORTAL)
     renderer = load_renderer(model, RendererConfig())
@@ -246,7 +246,7 @@ async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they
     async with playing(config, buffer, script, model) as loop:
         await buffer.stored(3, within_s=60)
     assert loop.counters().groups_failed.keys() == {"episode_environment"}
-    assert loop.counters().tokens_generated == buffer.num_accounted, "turns that ran at the death are dropped"
+    assert loop.counters().tokens_generated == buffer.num_accounted, "turns that ran at the death must count"
     num_replayed = 0
     for path in tmp_path.glob("?-?"):
         lines = [line.split(" ", 1) for line in path.read_text().splitlines()]
@@ -350,9 +350,9 @@ search.AsyncOpenAI = client
 
 @pytest.mark.long
 async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_change(tmp_path):
-    """The agent makes branches, compacts, and calls tools in parallel.
+    """The agent makes branches, compacts its conversation and calls tools in parallel. Its client repeats requests.
 
-    Its client retries, and its tokenizer is unstable.
+    Decoding and encoding a sampled answer often gives different tokens.
     """
     calls = [{"name": "search", "arguments": {"words": "tower"}}, {"name": "read", "arguments": {"file": "a.txt"}}]
     model = save_chat_model(tmp_path / "model", "chatml", calls=[json.dumps(call) for call in calls])
@@ -378,7 +378,7 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         if len(request.prompt_ids) > first_turn and (moment := moments.get(next(num_later))) is not None:
-            moment.set()  # the weights change during a later turn, whose prompt contains sampled tokens
+            moment.set()  # change the weights during a turn whose prompt has sampled tokens
         return write(request, version)
 
     async with playing(config, buffer, script, model) as loop:
@@ -388,7 +388,7 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
         await buffer.stored(4, within_s=60)
     assert sum(assert_by_context(group, next_token) for group in buffer.groups) == buffer.num_tokens
     assert loop.counters().tokens_generated == buffer.num_tokens == buffer.num_accounted
-    assert len({*np.concatenate([group.versions for group in buffer.groups]).tolist()}) > 2, "two versions at least"
+    assert len({*np.concatenate([group.versions for group in buffer.groups]).tolist()}) > 2, "two versions are needed"
     happened = Counter()
     for group in buffer.groups:
         happened.update(dict(group.summary.metrics))
@@ -398,5 +398,5 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
     sampled = [
         turn.token_ids.tolist() for g in buffer.groups for one in g.trajectories() for turn in one.turns if turn.sampled
     ]
-    assert any(sum(token in turn for (token,) in call_ids) > 1 for turn in sampled), "parallel calls"
+    assert any(sum(token in turn for (token,) in call_ids) > 1 for turn in sampled), "a turn must have parallel calls"
     assert sum(tokenizer.encode(tokenizer.decode(turn)) != turn for turn in sampled) > len(sampled) / 4

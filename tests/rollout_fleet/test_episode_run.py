@@ -1,4 +1,4 @@
-"""A running episode: the engine's report about its prompts, and the worker's counts about its environments."""
+"""A running episode: the engine's counts of cached prompt tokens, and the worker's counts of environments."""
 
 import asyncio
 import json
@@ -31,9 +31,9 @@ def answered(num_tokens, *, num_cached, is_aborted=False):
 
 
 async def play(answers):
-    """Run three turns: the first after the prompt of 10 tokens, the others after 4 given tokens each.
+    """Run an episode of three turns. Returns the `EpisodeRun`.
 
-    Returns the run.
+    The first turn follows the prompt of 10 tokens. Each later turn follows 4 given tokens.
     """
     budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99)
     run = EpisodeRun(Episode("0-0-0", np.arange(10, dtype=np.int32), budget), ask=lambda: None, vocab_size=100)
@@ -53,7 +53,7 @@ async def test_prefix_hits_are_the_cached_tokens_of_the_prompts_after_the_first_
     first, second = answered(6, num_cached=10), answered(2, num_cached=15)
     cut_off, rest = answered(3, num_cached=0, is_aborted=True), answered(1, num_cached=29)
     run = await play([first, second, cut_off, rest])
-    assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), "10 + 6 + 4, and 2 + 4 more"
+    assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), "10 + 6 + 4, and 20 + 2 + 4"
     assert session_metrics(run, SessionCounts())["episode.prefix_hits"] == pytest.approx(15 / 46)
 
 

@@ -1,4 +1,4 @@
-"""The waits of an episode, second by second."""
+"""How an episode spends each second: generation, queue, tools or environment."""
 
 from dataclasses import asdict
 
@@ -26,7 +26,7 @@ def test_the_times_of_an_episode_are_those_of_its_turns_and_tools(clock):
     clock.now += 0.25
     times.first_token(1)
     clock.now += 2.0
-    times.first_token(1)  # the turn continues after a weight update
+    times.first_token(1)  # turn 1 continues after a weight update
     times.ended(1)
     times.called(["search", "weather"])
     assert times.is_in_tool

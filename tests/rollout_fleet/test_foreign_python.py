@@ -1,4 +1,4 @@
-"""Environments with a separate Python, which does not have asyncrl's packages."""
+"""Environments in a separate Python installation that does not have asyncrl's packages."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ server.run()
 
 @pytest.fixture(scope="module")
 def full_python(tmp_path_factory) -> str:
-    """Return a Python with verifiers, mcp and gymnasium, from the package index."""
+    """Return the path of a Python with verifiers, mcp and gymnasium, installed from the package index."""
     return python_with(tmp_path_factory.mktemp("full"), "verifiers==0.4.0", "mcp", "gymnasium")
 
 
@@ -90,7 +90,7 @@ async def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
 
 @pytest.mark.slow
 async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path, monkeypatch):
-    """The agent is a program. The package `verifiers` starts it with `uv`, which finds the program's packages."""
+    """The agent is a program. The package `verifiers` starts it with `uv`, which installs the program's packages."""
     (tmp_path / "addition.py").write_text(ADDITION)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -110,7 +110,7 @@ async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path
 
 @pytest.mark.slow
 async def test_real_mcp_servers_and_a_gymnasium_game_are_played(full_python, tmp_path):
-    """One MCP server is started for its episode. Another server listens on loopback, and is killed later."""
+    """The episode starts one MCP server itself. Another MCP server listens on loopback; the test kills it later."""
     (tmp_path / "server.py").write_text(MCP_SERVER)
 
     def doubles(body):

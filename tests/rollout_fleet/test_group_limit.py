@@ -1,4 +1,4 @@
-"""The limit of groups per engine follows the reported load within its bounds."""
+"""The limit of groups per engine changes with the load that the engine reports, but stays within its bounds."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ FULL = EngineLoad(num_running=4, num_waiting=0, cache_use=0.95)
 
 
 def limits(limit: GroupLimit, *loads: EngineLoad) -> list[int]:
-    """Return the limit after each of these loads. The worker always holds as many groups as the limit allows."""
+    """Return the limit after each reported load. The worker always has as many groups as the limit allows."""
     values = []
     for load in loads:
         limit.note(load, num_held=limit.value)
@@ -58,7 +58,7 @@ def test_the_limit_settles_near_the_room_of_the_engine(room):
         num_waiting = max(0, limit.value - room)
         load = EngineLoad(num_running=min(room, limit.value), num_waiting=num_waiting, cache_use=0.5)
         values += limits(limit, load)
-    assert max(values) <= 2 * room, "never more than a doubling beyond it"
+    assert max(values) <= 2 * room, "the limit may exceed the room only by a factor of 2"
     settled = values[50:]
     assert max(settled) == room + 1
     assert min(settled) >= int(0.75 * (room + 1))
@@ -70,7 +70,7 @@ async def test_a_loop_holds_as_many_groups_as_its_engine_has_room_for(make_buffe
     buffer = make_buffer(400, groups_per_step=400)
     in_flight = {"min": 1, "max": 50}
     async with running_loop(buffer, writes(5, 0.5), groups_in_flight=in_flight) as (_, engine, _):
-        engine.num_slots = 12  # with 2 samples per group
+        engine.num_slots = 12  # a group has 2 samples
         await asyncio.sleep(60)
         engine.running_at_once = 0
         await asyncio.sleep(60)

@@ -36,7 +36,7 @@ def begin(num_samples: int, **options) -> InflightGroup:
 
 
 def saved(*outputs: SampleOutput):
-    """Return the progress of a group after these answers."""
+    """Return the progress of a group whose samples got the answers ``outputs``."""
     group = begin(len(outputs))
     for request, output in zip(group.next_requests(), outputs, strict=True):
         group.take(request.id, output)
@@ -47,7 +47,7 @@ def test_a_new_group_asks_for_one_sample_per_request_of_its_prompt():
     sampling = SamplingConfig(max_new_tokens=5, temperature=0.7)
     group = begin(3, sampling=sampling)
     requests = group.next_requests()
-    assert all(request.prompt_ids is LEASE.prompt.prompt_ids for request in requests), "an engine checks it once"
+    assert all(request.prompt_ids is LEASE.prompt.prompt_ids for request in requests), "one shared array"
     assert {request.sampling for request in requests} == {sampling}
     assert len({request.id for request in requests}) == 3
     assert group.outstanding == [request.id for request in requests]

@@ -43,7 +43,7 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
 
 
 async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_never_runs(make_buffer):
-    """A worker may start again while its run stops. Then several parts of the run stop the worker's loop."""
+    """If a worker starts again while its run stops, several parts of the run stop the worker's loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
     loop = make_loop(buffer, engine)
@@ -100,12 +100,12 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
     buffer = make_buffer(30)
     async with running_loop(buffer, writes(2), groups_in_flight=4) as (_, engine, _):
         await buffer.stored(30)
-    assert engine.running_at_once == 4 * 2, "two samples per group"
+    assert engine.running_at_once == 4 * 2, "each group must have two samples"
     assert all(1 <= num_groups <= 4 for _, num_groups in buffer.leases_asked)
 
 
 async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # another turn took the free slot
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # another turn takes the only free slot
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -119,7 +119,7 @@ async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_chan
         await buffer.stored(4)
         await buffer.commit()
         await asyncio.sleep(0.05)
-        assert len(buffer.groups) == 4, "the engine still serves version 0, which the rule no longer admits"
+        assert len(buffer.groups) == 4, "groups of version 0 must not be admitted any more"
         await loop.load_weights(bare_offer(1))
         await buffer.stored(8)
     assert [group.summary.oldest_version for group in buffer.groups] == [0] * 4 + [1] * 4
@@ -196,7 +196,7 @@ async def test_a_learner_restart_that_takes_longer_than_load_timeout_s_ends_no_w
         await buffer.offer(bare_offer(1))
         assert [await asked.get(), await asked.get()] == [0, 1]
         await buffer.withdraw_offers()
-        assert await asyncio.wait_for(asked.get(), 5) == 0, "the deadline has passed: is the removed one still offered?"
+        assert await asyncio.wait_for(asked.get(), 5) == 0, "the loop must ask again after the deadline"
         assert (engine.version, run.done()) == (0, False)
         await buffer.advance()
         await buffer.offer(bare_offer(2))
@@ -243,7 +243,7 @@ async def test_a_load_that_has_begun_ends_before_a_stop_and_leaves_the_engine_wh
         await asyncio.sleep(0.1)
         await loop.stop()
         await run
-        assert (engine.version, engine.has_failed) == (1, False), "it goes on to answer held-out prompts"
+        assert (engine.version, engine.has_failed) == (1, False), "the engine must still answer held-out prompts"
     assert buffer.held == set()
 
 
@@ -327,7 +327,7 @@ async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_r
 async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its_tokens_are_dropped(
     make_buffer, monkeypatch
 ):
-    failing = {0: 1, 1: 3}  # number of responses on which the reward fails, by group id
+    failing = {0: 1, 1: 3}  # group id: number of responses on which the reward fails
     scored: list[int] = []
 
     def reward(prompt, response_text):
@@ -346,7 +346,7 @@ async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its
         await buffer.dropped(1)
         counters = await loop.stop()
     assert {group.group_id: group.num_trajectories for group in buffer.groups} == {0: 3, 2: 4}
-    assert counters.groups_failed == {"reward_trajectory": 1, "reward": 2}, "with one response left the group fails"
+    assert counters.groups_failed == {"reward_trajectory": 1, "reward": 2}, "a group with one scored response must fail"
     assert dict(buffer.ledger.account.groups_dropped) == {"reward": 1}
     assert buffer.ledger.account.tokens_dropped == {"reward": 2 + 2 * (2 + 3 + 4 + 5)}
     assert counters.tokens_generated == buffer.num_accounted
@@ -383,7 +383,7 @@ async def test_an_engine_with_nothing_to_do_is_given_work_at_once(make_buffer):
     async with running_loop(buffer, writes(2), groups_in_flight=8):
         await buffer.stored(24)
         took_s = asyncio.get_running_loop().time() - began_s
-    assert took_s == pytest.approx(3 * 0.02), "three batches of two tokens, and no moment between them"
+    assert took_s == pytest.approx(3 * 0.02), "the three batches must run without pauses"
     assert [num_groups for _, num_groups in buffer.leases_asked[:3]] == [8, 8, 8]
 
 
@@ -399,7 +399,7 @@ async def test_a_group_that_is_scored_holds_no_place_on_the_engine_up_to_as_many
     buffer = make_buffer(12)
     async with running_loop(buffer, writes(2), groups_in_flight=3):
         await asyncio.sleep(1.0)
-        assert len(buffer.held) == 2 * 3, "three being scored beside three on the engine, then three with no place"
+        assert len(buffer.held) == 2 * 3, "three groups are scored, and three run"
         scored.set()
         await buffer.stored(12)
 
@@ -478,14 +478,14 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         await buffer.stored(2)
         await loop.release_device()
         assert engine.released
-        assert buffer.held == set()  # the running requests have finished; none was aborted
+        assert buffer.held == set()  # requests must finish, not be aborted
         assert buffer.released == []
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
         assert (len(buffer.groups), len(buffer.leases_asked)) == (stored, asked)
         await loop.load_weights(bare_offer(0))
         await buffer.stored(20)
-        for _ in range(3):  # releases the device directly after a load, before any request
+        for _ in range(3):  # release the device directly after a load, before any request
             await loop.load_weights(bare_offer(0))
             await loop.release_device()
         assert engine.released
@@ -519,7 +519,7 @@ async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_
         assert engine.released
         with pytest.raises(WeightsGone, match=r"policy version 2 is from the old incarnation 0 of the learner"):
             await loop.load_weights(bare_offer(2))
-        assert engine.released, "an offer that was under way does not take the device back"
+        assert engine.released, "a pending offer must not take the device back"
         await asyncio.sleep(0.05)
         num_asked = len(buffer.leases_asked)
         assert not run.done()
@@ -559,7 +559,7 @@ async def test_an_engine_that_has_never_loaded_loads_before_a_turn_of_the_learne
 async def test_a_group_that_outlives_the_drain_deadline_is_aborted_and_continued_after_the_next_load(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     async with running_loop(buffer, writes(60), drain_timeout_s=0.1) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # time for the groups to begin
+        await asyncio.sleep(0.05)  # the groups begin meanwhile
         await loop.release_device()
         assert engine.released
         assert not buffer.groups
@@ -587,7 +587,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
     await loop.load_weights(bare_offer(0))
     asking = asyncio.create_task(loop._keep_leasing())
     await asyncio.sleep(0.05)
-    await loop.load_weights(bare_offer(1))  # cancels the pending request for leases
+    await loop.load_weights(bare_offer(1))  # the load cancels the pending request for leases
     await asyncio.wait([asking])
     assert loop.counters().wait_s == loop.counters().wait_s
 
@@ -617,7 +617,7 @@ async def test_groups_that_an_engine_does_not_abort_continue_and_keep_the_device
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     options = {"drain_timeout_s": 0.05, "load_timeout_s": 0.1, "stop_timeout_s": 0.1}
     async with running_loop(buffer, writes(60), **options) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # time for the groups to begin
+        await asyncio.sleep(0.05)  # the groups begin meanwhile
 
         async def ignore(request_ids):
             return
@@ -643,7 +643,7 @@ async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_
         await asyncio.Event().wait()
 
     async with running_loop(buffer, writes(300), stop_timeout_s=0.1) as (loop, _, run):
-        await asyncio.sleep(0.05)  # time for the groups to begin
+        await asyncio.sleep(0.05)  # the groups begin meanwhile
         buffer.release = release
         await asyncio.wait_for(loop.stop(), 5)
         counters = await run
@@ -654,7 +654,7 @@ async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_
 async def test_an_engine_that_fails_while_it_is_stopped_still_gives_the_leases_back(make_buffer, monkeypatch, caplog):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(300)) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # time for the groups to begin
+        await asyncio.sleep(0.05)  # the groups begin meanwhile
 
         async def refuse(request_ids):
             raise EngineError("no aborts today")

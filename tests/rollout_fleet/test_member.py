@@ -30,7 +30,7 @@ def make_member() -> Member:
 
 
 def up() -> Member:
-    """Return a member that serves."""
+    """Return a member (a rollout worker with its engine) that has started and serves verified weights."""
     member = make_member()
     member.started(0)
     member.verified(0)
@@ -38,9 +38,10 @@ def up() -> Member:
 
 
 class MemberMachine(RuleBasedStateMachine):
-    """Drives a member in any order: with reports of any epoch, with faults, and with requests to leave.
+    """Sends a member events in any order: reports of any epoch, faults, and requests to leave.
 
-    Records the epochs in which the member verified weights. Checks each change of the state.
+    An epoch is one start of the member's worker. The machine checks each change of state, and records the epochs in
+    which the member verified weights.
     """
 
     def __init__(self):
@@ -157,7 +158,7 @@ test_a_member_keeps_its_promises_whatever_is_reported_when = MemberMachine.TestC
 def test_a_member_serves_from_its_first_verified_weights_on():
     member = make_member()
     member.verified(0)
-    assert (member.state, member.is_serving) == (MemberState.starting, False), "it has not started yet"
+    assert (member.state, member.is_serving) == (MemberState.starting, False), "the member has not started yet"
     member.started(0)
     assert (member.state, member.is_serving, member.may_release) == (MemberState.catching_up, False, True)
     member.verified(0)

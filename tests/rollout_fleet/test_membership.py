@@ -67,7 +67,7 @@ def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, c
     assert "has a fleet of a fixed size" in capsys.readouterr().err
     write_address(tmp_path, address="127.0.0.1:1", node_address="127.0.0.1")
     assert json.loads((tmp_path / ADDRESS_FILE).read_text())["address"] == "127.0.0.1:1"
-    assert (tmp_path / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600, "it holds Ray's token"
+    assert (tmp_path / ADDRESS_FILE).stat().st_mode & 0o777 == 0o600, "only the owner may read Ray's token"
     assert command(["--run", str(tmp_path)]) == 2
     assert "this run has ended; to continue it, start a new run with checkpoint.resume=auto" in capsys.readouterr().err
 
@@ -120,7 +120,7 @@ ranks = st.integers(0, 12)
 
 
 class RosterMachine(RuleBasedStateMachine):
-    """A driver that makes joins, arrivals, departures and deaths in any order. Records every use of a rank."""
+    """Makes joins, arrivals, departures and deaths of workers in any order. Records every use of a rank."""
 
     def __init__(self):
         super().__init__()
@@ -137,7 +137,7 @@ class RosterMachine(RuleBasedStateMachine):
             assert set(self.roster.ranks) == before
         else:
             assert len(given) == number
-            assert not before & set(given), "no two members under one rank"
+            assert not before & set(given), "no two members may have the same rank"
             assert kept or min(given) >= FEWEST
             self.lives += given
 

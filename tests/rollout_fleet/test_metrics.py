@@ -55,7 +55,7 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
     assert max(level.value for level in levels["settling"]) > 0
     for time in {level.time for level in trace.levels}:
         assert sum(trace.level_at(name, "engine-0", time) for name in ("running", "tail")) <= 12
-    for settling in levels["settling"]:  # "settling" is recorded last at each time, so all three values are current
+    for settling in levels["settling"]:  # at each time, "settling" is recorded after the other two
         assert sum(trace.level_at(name, "engine-0", settling.time) for name in ("running", "tail", "settling")) <= 12
     assert [level.value for name in ("running", "tail", "settling") for level in levels[name][-1:]] == [0, 0, 0]
     for group in range(12):

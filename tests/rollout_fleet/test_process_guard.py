@@ -1,4 +1,4 @@
-"""The guard with a fake server: a parent and a child in one process group."""
+"""The process guard of a server. A fake server has a parent and a child process in one process group."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ OWNER = """
 
 
 class Started:
-    """A guard with the fake server, and everything that the server may leave behind."""
+    """A process guard with its fake server, and the files and processes that the server can leave behind."""
 
     def __init__(self, tmp_path: Path, *words: str, owner: bool = False) -> None:
         self.shared_memory = Path(f"/dev/shm/asyncrl-test-{os.getpid()}-{tmp_path.name}")
@@ -110,7 +110,7 @@ def test_a_server_that_is_killed_leaves_no_child_either(start, words):
     started = start(*words)
     started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(10) == 128 + signal.SIGKILL
-    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "not even a zombie"
+    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "a process is left, perhaps as a zombie"
     assert started.nothing_is_left()
 
 

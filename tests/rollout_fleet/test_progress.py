@@ -1,4 +1,4 @@
-"""Groups that are cut off, saved with their leases, and continued by another worker or after a weight update."""
+"""Groups that are interrupted and saved. Another worker, or the same worker after a weight update, continues them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 def writes_long_for_the_first_prompt(request, version):
     """Write responses of 40 tokens to the first prompt, and responses of one token to other prompts.
 
-    A continued response also has 40 tokens in total.
+    If a response of the first prompt is continued, it also has 40 tokens in total.
     """
     return writes(40 if request.id.startswith("0-") else 1)(request, version)
 
@@ -72,7 +72,7 @@ async def test_at_an_update_running_groups_are_saved_and_continue_under_the_new_
         for versions in np.split(group.versions[len(group.prompt_ids) :], 2):
             assert versions.tolist() == sorted(versions)
             assert set(versions.tolist()) == {0, 1, 2}
-    assert len(engine.requests) == 3 * 6, "each of the six samples once, and once more after each update"
+    assert len(engine.requests) == 3 * 6, "six samples need one request each, and one per update"
 
 
 async def test_a_stop_or_a_revocation_while_weights_are_loaded_gives_cut_groups_back(make_buffer):
@@ -162,7 +162,7 @@ async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, _):
         await asyncio.sleep(0.3)
-        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # this worker has no group 7
+        buffer.hand_on_requests.put_nowait([(1, 0), (2, 0), (7, 0)])  # the worker has no group 7
         await asyncio.sleep(0.1)
         assert sorted((group_id, reason) for group_id, _, reason in buffer.released) == [
             (1, "handed_on"),
@@ -235,7 +235,7 @@ async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admissi
 
 @pytest.fixture
 def slow_rewards(monkeypatch):
-    """Make rewards take an hour until the test calls the returned function."""
+    """Make each reward take an hour. After the test calls the returned function, rewards are fast again."""
     score, is_slow = WeightedRewards.score, [True]
 
     async def hour_long(self, *arguments, **options):
@@ -261,7 +261,7 @@ async def test_finished_groups_that_are_still_scored_at_a_stop_are_saved_and_sco
     async with running_loop(buffer, writes(20)) as (loop, engine, _):
         await buffer.stored(3)
         second = await loop.stop()
-    assert (second.tokens_generated, engine.requests) == (0, []), "nothing is sampled again"
+    assert (second.tokens_generated, engine.requests) == (0, []), "finished samples must not be sampled again"
     assert sum(buffer.ledger.account.tokens_dropped.values()) == 0
     assert buffer.num_accounted == first.tokens_generated
 

@@ -70,7 +70,7 @@ def test_a_renderer_of_the_library_is_taken_only_if_it_renders_what_the_template
     other = TEMPLATES["qwen3"].replace("You may call one or more functions", "You may call functions")
     assert load(tmp_path / "b", "qwen3", template=other).name == "template"
     assert load(tmp_path / "c", "qwen3", template=CHATML).name == "template"
-    assert load(tmp_path / "d", "qwen3", template=other, name="qwen3").name == "qwen3", "by its name"
+    assert load(tmp_path / "d", "qwen3", template=other, name="qwen3").name == "qwen3", "the name must count"
     assert load(tmp_path / "e", "qwen3", name="template").name == "template"
 
 
@@ -88,7 +88,7 @@ def test_a_renderer_that_does_not_exist_or_fit_is_named(tmp_path, options, messa
 
 
 def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_path):
-    """DeepSeek's templates join the arguments as text. Most other templates need the arguments as an object."""
+    """DeepSeek's templates need the arguments of a call as text. Most other templates need them as an object."""
     call = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}'"""
     renderer = load(tmp_path, "chatml", template=CHATML.replace("call.function | tojson", call))
     assert not any("refused" in verdict for verdict in renderer.self_test().values())
@@ -99,7 +99,7 @@ def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_pat
 
 
 def test_a_template_that_ends_a_whole_conversation_with_a_token_is_continued(tmp_path):
-    """Phi's templates end a whole conversation with a token."""
+    """Phi's templates write an additional token after the last message of a finished conversation."""
     renderer = load(tmp_path, "chatml", template=CHATML + "{{- eos_token if not add_generation_prompt }}")
     assert renderer.append_only["a message after an answer"]
     answer = {"role": "assistant", "content": "21"}
@@ -155,7 +155,7 @@ def test_calls_of_a_template_that_the_parser_does_not_read_are_named(tmp_path, c
 
 
 def test_the_parser_that_reads_the_calls_of_a_template_is_found(tmp_path):
-    """The template writes calls in the form of Qwen3.5, and no renderer of the library knows this template."""
+    """The template writes tool calls in the format of Qwen3.5, but the library has no renderer for this template."""
     parameters = "{%- for name in call.function.arguments %}{{- '<parameter=' + name + '>\n' }}"
     parameters += "{{- call.function.arguments[name] + '\n</parameter>\n' }}{%- endfor %}"
     begun = "'\n<function=' + call.function.name + '>\n' }}" + parameters + "{{- '</function>\n'"
@@ -204,7 +204,7 @@ def test_text_after_a_call_is_read(tmp_path):
 
 
 def test_a_turn_ends_at_every_end_token_of_the_model(tmp_path):
-    """Llama 3 ends an answer with `<|eom_id|>` before it calls a tool; only generation_config.json names this token."""
+    """Llama 3 ends an answer that calls a tool with `<|eom_id|>`. Only generation_config.json names this token."""
     path = save_chat_model(tmp_path, "llama")
     tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
     tokenizer.add_special_tokens([AddedToken("<|eom_id|>", special=True)])
@@ -303,7 +303,7 @@ def test_a_renderer_renders_the_history_once_per_turn_and_appends_what_a_new_ren
         rendered.clear()
         suffix = renderer.extend(prompt, sampled, messages, [USER], [])
         assert suffix == new.extend(prompt, sampled, messages, [USER], [])
-        assert rendered == [len(messages) + 1, 2, 3][: 1 + num_short], "the whole conversation, and two short ones"
+        assert rendered == [len(messages) + 1, 2, 3][: 1 + num_short], "only one whole conversation may be rendered"
         messages.append(USER)
         prompt = [*prompt, *sampled, *suffix]
 

@@ -21,7 +21,7 @@ def prompt_with(truth, **extra):
 
 
 async def score(reward, truth, text, *, options=None, **extra):
-    """Score one rollout in this process. Returns the reward, or the description of a failure."""
+    """Score one rollout in this process. Returns the reward, or the description of the failure."""
     bound = BoundReward(reward, options)
     rollout = text if isinstance(text, Rollout) else Rollout.answer(text)
     (answer,) = [one async for one in bound.answers(prompt_with(truth, **extra), [rollout])]
@@ -79,7 +79,7 @@ async def test_the_reward_format_matches_the_whole_response():
 
 
 async def test_a_regular_expression_that_takes_for_ever_costs_its_deadline_only():
-    """If the worker itself ran this reward, the reward would block the loop of all groups."""
+    """This reward runs in a separate process. In the rollout worker it would block the event loop of all groups."""
     assert "format" in FUNCTIONS_IN_PROCESSES
     config = RolloutFleetConfig(reward="format", reward_options={"format": {"pattern": "(a+)+b"}}, reward_timeout_s=1.0)
     rewards = WeightedRewards(config)
@@ -129,7 +129,7 @@ def test_the_code_of_a_response_is_its_last_fenced_block():
 
 @pytest.mark.parametrize("text", ["```" + "a" * 150_000, "```" * 50_000])
 def test_the_code_of_a_long_line_that_begins_a_block_takes_no_quadratic_time(text):
-    """A regular expression would take half a minute for this text, longer than the deadline of a whole prompt."""
+    """A regular expression would need half a minute to find the code in this text, longer than a reward's deadline."""
     assert code_of(text) == text
 
 
@@ -211,7 +211,7 @@ async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
     rewards = WeightedRewards(RolloutFleetConfig(reward="code", reward_options=options, reward_timeout_s=8.0))
     await rewards.start()
     try:
-        name = f"prog{os.getpid()}"  # the name of the program's process, unique on this machine
+        name = f"prog{os.getpid()}"  # a process name that is unique on this machine
         code = f"import ctypes, time; ctypes.CDLL(None).prctl(15, b'{name}'); time.sleep(600)"
         scoring = asyncio.create_task(rewards.score(prompt_with("assert True"), [code]))
         programs: list[psutil.Process] = []

@@ -73,7 +73,7 @@ REWARDS.register("by another name")(length)
 
 
 class TextScorer(RewardProcesses):
-    """A reward that scores texts, like most rewards."""
+    """Reward processes that score texts. The texts become rollouts with one answer each."""
 
     async def score(self, prompt, texts, *, may_fail=False):
         scores = await super().score(prompt, [Rollout.answer(text) for text in texts], may_fail=may_fail)
@@ -82,7 +82,7 @@ class TextScorer(RewardProcesses):
 
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
-    """Undo the registrations of each test."""
+    """Undo each test's registrations of rewards."""
     undo_registrations(monkeypatch, REWARDS)
     monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
 
@@ -91,7 +91,7 @@ def own_names(monkeypatch):
 async def user_rewards(tmp_path, monkeypatch):
     """Put a module of rewards on the import path.
 
-    Returns a function that makes started scorers. They are closed at the end.
+    Yields a function that makes and starts scorers. The fixture closes the scorers after the test.
     """
     (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -176,7 +176,7 @@ async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_i
     with pytest.raises(RewardError, match=r"group 7 .*within rollout_fleet\.reward_timeout_s = 0\.5 s"):
         await scorer.score(PROMPT, ["hang"])
     assert await asyncio.to_thread(child.wait, 30) is not None or not child.is_running()
-    assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "by another process"
+    assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "another process must score the text"
 
 
 async def test_with_may_fail_only_the_failed_responses_have_no_reward(user_rewards):
@@ -211,7 +211,7 @@ async def test_a_reward_and_the_programs_that_it_starts_have_an_empty_standard_i
         assert (await scorer.score(PROMPT, ["itself", "program"])).tolist() == [0.0, 0.0]
     for _ in range(2):
         assert (await scorer.score(PROMPT, ["close", "program"])).tolist() == [0.0, 0.0]
-    assert children() == processes, "the process of the rewards is still the first one"
+    assert children() == processes, "the process of the rewards must stay the same"
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ async def test_children_of_a_reward_end_with_its_process(user_rewards, tmp_path,
 def _await_end(pid):
     with suppress(psutil.NoSuchProcess):
         process = psutil.Process(pid)
-        while process.status() != psutil.STATUS_ZOMBIE:  # a zombie has ended, but possibly no process waits for it
+        while process.status() != psutil.STATUS_ZOMBIE:  # a process that has ended can stay a zombie
             time.sleep(0.05)
 
 
@@ -247,12 +247,12 @@ async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_no
     scoring.cancel()
     with pytest.raises(asyncio.CancelledError):
         await scoring
-    assert children() < processes, "its process has ended, and nothing was started meanwhile"
+    assert children() < processes, "the process must end, and no process may start"
     for _ in range(2):
         with pytest.raises(RewardError, match=r"group 7 could not be scored: .* exit status 1 before it was ready"):
             await scorer.score(PROMPT, ["fine"])
     (tmp_path / "user_rewards.py").write_text(USER_REWARDS)
-    assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "the module is mended, and the run goes on"
+    assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "the corrected module must be used"
 
 
 async def test_a_process_that_does_not_come_up_at_the_start_is_an_error(user_rewards, tmp_path):
@@ -263,7 +263,7 @@ async def test_a_process_that_does_not_come_up_at_the_start_is_an_error(user_rew
 
 
 async def test_a_reward_of_ours_that_raises_costs_the_attempt_as_a_users_does():
-    """A built-in reward runs in the worker itself, so an exception would end the loop."""
+    """A built-in reward runs in the rollout worker, where an uncaught exception would end the loop."""
 
     @REWARDS.register("overflows")
     def overflows(prompt, response_text):

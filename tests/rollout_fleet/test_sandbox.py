@@ -24,7 +24,7 @@ ISOLATING = (SandboxKind.bubblewrap, SandboxKind.namespaces)
 
 
 def _python_of(kind: SandboxKind) -> str:
-    # Without namespaces, root's programs run as another user. This user may not enter the interpreter's folder.
+    # Without namespaces, root's programs run as another user, who cannot enter the folder of this interpreter.
     return SYSTEM_PYTHON if kind is SandboxKind.limits and os.path.exists(SYSTEM_PYTHON) else ""
 
 
@@ -34,7 +34,7 @@ def _sandbox(kind: SandboxKind, **options) -> Sandbox:
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
 def isolating(request):
-    """Return a kind of sandbox that hides files and processes. If there is none, the test is skipped."""
+    """Return a kind of sandbox that hides files and processes. Skips the test if it does not work here."""
     return _or_skip(request.param)
 
 
@@ -105,7 +105,7 @@ except OSError as error:
     result = await run(kind, code, limits=SandboxLimits(processes=12))
     count, error = map(int, result.stdout.split())
     assert error == errno.EAGAIN
-    # the limit includes other processes of the user, and their number changes
+    # For users other than root, the limit also counts the user's other processes, whose number changes.
     if kind is SandboxKind.limits and os.geteuid() != 0:
         assert count <= 11 + OTHERS_PROCESSES
     else:
@@ -215,7 +215,7 @@ print(b.recv(100).decode())
 
 
 async def test_a_pair_of_sockets_in_a_sandbox_cannot_send_to_others(kind):
-    """Outside a sandbox, a socket of a datagram pair can send to any address, including abstract addresses."""
+    """Outside a sandbox, a datagram socket of a socket pair can send to any address, even an abstract one."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(f"\0asyncrl-test-{os.getpid()}")
         server.setblocking(False)
@@ -317,7 +317,7 @@ async def test_no_descriptor_of_the_owner_is_open_in_a_sandbox(kind):
 
 
 async def test_a_daemonised_grandchild_ends_with_its_sandbox(kind):
-    name = f"daemon{os.getpid()}"  # the name of the grandchild, unique on this machine
+    name = f"daemon{os.getpid()}"  # a process name that is unique on this machine
     code = f"""
 import ctypes, os, time
 ready, tell = os.pipe()
@@ -396,7 +396,7 @@ time.sleep(0.2)
     sandbox = _sandbox(kind)
     results = await asyncio.gather(*(sandbox.run(code, limits=SandboxLimits(processes=8)) for _ in range(8)))
     if kind is SandboxKind.limits and os.geteuid() != 0:
-        return  # the kernel counts all programs of one user together, so some may fail
+        return  # the limit covers all programs of a user, so some can fail
     assert [(result.exit_status, result.stderr) for result in results] == [(0, "")] * 8
 
 
@@ -469,7 +469,7 @@ asyncio.run(main())
 
 def test_sandboxes_of_an_ordinary_user_isolate_as_well():
     if os.geteuid() != 0:
-        pytest.skip("this user is an ordinary one: the other tests show it")
+        pytest.skip("this user is not root, so other tests cover this case")
     source = Path(sandbox_module.__file__)
     environment = {"PATH": os.defpath, "PYTHONPATH": str(source.parents[1]), "PYTHONDONTWRITEBYTECODE": "1"}
     as_user = {"user": 54321, "group": 54321, "extra_groups": [], "env": environment, "cwd": "/"}

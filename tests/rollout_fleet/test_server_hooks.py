@@ -1,4 +1,4 @@
-"""The changes to SGLang in the project's servers, tested without a server."""
+"""The changes that asyncrl's servers make to SGLang's code, tested without a server."""
 
 import importlib.metadata
 import importlib.util
@@ -32,7 +32,7 @@ def test_sglang_finds_the_hooks_on_the_import_path_of_the_server_alone(tmp_path,
     monkeypatch.syspath_prepend(str(tmp_path / "plugins"))
     (found,) = (entry for entry in importlib.metadata.entry_points(group="sglang.srt.plugins") if entry.name == PLUGIN)
     assert found.load() is register
-    assert found.dist is not None, "SGLang asks for its name"
+    assert found.dist is not None, "SGLang reads the name of the distribution"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_installed_sglang_then_computes_the_log_probs_of_one_position():
     source = source_of(module)
     assert f"    def {method}(self)" in source
     function = re.search(r"^def compute_extend_logprob_start_len\(.*?(?=^def )", source, re.MULTILINE | re.DOTALL)
-    assert function, "it says from where on log-probs are computed"
+    assert function, "SGLang no longer has this function"
     names: dict = {}
     exec(function.group(), names)
     request = retracted(prompt=5, written=7, start=5)
@@ -102,10 +102,10 @@ def test_the_installed_sglang_then_computes_the_log_probs_of_one_position():
             full_untruncated_fill_len=12,
         )
 
-    assert skipped(0, 12) == 5, "SGLang leaves out the prompt alone now: this hook is still needed"
+    assert skipped(0, 12) == 5, "without the hook, only the prompt is skipped"
     skip_known_logprobs(None, request)
     assert skipped(0, 12) == 12
-    assert [skipped(0, 8), skipped(8, 4)] == [8, 4], "in chunks"
+    assert [skipped(0, 8), skipped(8, 4)] == [8, 4], "chunks must be skipped too"
 
 
 def source_of(module: str) -> str:
@@ -120,7 +120,7 @@ def source_of(module: str) -> str:
 def test_the_installed_sglang_calls_the_hooked_method_in_each_turn_of_a_paused_loop():
     module, _, method = PAUSED.partition(".Scheduler.")
     loops = re.findall(rf"if self\._engine_paused:\n\s+self\.{method}\(\)\n\s+continue", source_of(module))
-    assert len(loops) == 2, "the scheduler's plain loop, and the one that overlaps"
+    assert len(loops) == 2, "the scheduler must have a plain and an overlapping loop"
 
 
 def test_the_installed_sglang_chooses_how_processes_start_in_the_hooked_function():

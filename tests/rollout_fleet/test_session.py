@@ -1,4 +1,4 @@
-"""Sessions match messages with the forest of an episode."""
+"""Sessions find the messages of a request in the turn forest of an episode."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ def test_results_of_different_calls_differ_even_if_an_id_was_used_twice():
 async def test_a_session_appends_only_the_tokens_of_new_messages(renderers):
     talk = Talk(renderers("chatml"), "it is warm<|im_end|>", "also<|im_end|>")
     (first,) = await talk.chat(USER)
-    assert first.token_ids.tolist() != talk.renderer.tokenizer.encode("it is warm<|im_end|>"), "not unstable"
+    assert first.token_ids.tolist() != talk.renderer.tokenizer.encode("it is warm<|im_end|>"), "same tokens"
     (second,) = await talk.chat(USER, first.message, MORE)
     context = talk.turns.episode.turn(talk.turns.episode.turn(second.turn).parent)
     assert context.parent == first.turn
@@ -131,7 +131,7 @@ async def test_a_session_branches_by_cause_when_the_history_changes(renderers, e
 
 
 async def test_a_session_counts_the_tokens_of_each_answer_that_a_branch_renders_again(renderers):
-    """The branch keeps the first answer as it was sampled.
+    """In the branch, the first answer keeps its sampled tokens, and later answers are rendered again from their text.
 
     The second and the third answer have equal texts but different tokens.
     """
@@ -231,9 +231,9 @@ async def test_a_retry_after_a_lost_answer_gets_the_same_turn(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>")
     (first,) = await talk.chat(USER)
     talk.session.lose(ChatRequest(messages=(USER,)))
-    assert (await talk.chat(USER))[0].turn == first.turn, "the endpoint says that the answer was lost"
-    assert (await talk.chat(USER, is_retry=True))[0].turn == first.turn, "the client says that it retries"
-    assert (await talk.chat(USER))[0].turn != first.turn, "the client has the answer"
+    assert (await talk.chat(USER))[0].turn == first.turn, "after a lost answer, the repeated request must get it"
+    assert (await talk.chat(USER, is_retry=True))[0].turn == first.turn, "a retry must get the same answer"
+    assert (await talk.chat(USER))[0].turn != first.turn, "a new request must get a new answer"
 
 
 async def test_requests_with_one_key_get_one_turn_and_other_keys_other_turns(renderers):
@@ -300,7 +300,7 @@ KIMI = (
 
 
 async def test_a_call_keeps_the_id_that_the_policy_wrote_if_it_is_the_only_one(tmp_path):
-    """The policies of Kimi K2 write ids, and the template repeats them before the results."""
+    """Kimi K2's policies write the ids of tool calls. The chat template repeats each id before the tool's result."""
     path = save_chat_model(tmp_path, "chatml")
     tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in KIMI])
@@ -317,15 +317,15 @@ async def test_a_call_keeps_the_id_that_the_policy_wrote_if_it_is_the_only_one(t
     prompt = renderer.tokenizer.decode(episode.path(episode.turn(second.turn).parent).tolist())
     assert "## Return of functions.weather:0" in prompt
     (repeated,) = second.message["tool_calls"]
-    assert repeated["id"] != "functions.weather:0", "two calls of one conversation have one id"
+    assert repeated["id"] != "functions.weather:0", "two calls of a conversation must have different ids"
     (sibling,) = await talk.chat(USER, tools=[TOOL])
-    assert sibling.message["tool_calls"][0]["id"] != "functions.weather:0", "two answers with equal tokens have one id"
+    assert sibling.message["tool_calls"][0]["id"] != "functions.weather:0", "two answers need different ids"
 
 
 async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path):
-    """Some templates render the ids of tool calls.
+    """Some chat templates render the ids of tool calls, so a replay must use the same ids.
 
-    The first attempt has a turn that is not saved, so later turns have other indices in the replay.
+    The first attempt has a turn that is not saved. So later turns have other indices in the replay.
     """
     template = CHATML.replace("{{- '<|im_start|>' + m.role", "{{- '<|im_start|>' + m.role + (m.tool_call_id or '')")
     renderer = load_renderer(save_chat_model(tmp_path, "chatml", template=template), RendererConfig())
@@ -401,7 +401,7 @@ async def test_texts_are_continued_by_their_tokens(renderers):
 
 
 async def test_a_text_with_the_end_token_of_an_answer_continues_the_answer(renderers):
-    """A client that applies the chat template itself writes the end token that its last answer did not contain."""
+    """A client applies the chat template itself. Its text contains the end token, which the last answer lacked."""
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
     text = talk.renderer.tokenizer.decode(talk.prompt.prompt_ids.tolist())
     (first,) = await talk.session.complete(TextRequest(prompt=text))
@@ -506,7 +506,7 @@ async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_re
     ],
 )
 async def test_a_call_whose_arguments_are_no_object_is_text(renderers, style, arguments, read):
-    """The arguments of a call must be a JSON object with the names and values of the arguments."""
+    """The arguments of a tool call must be a JSON object that maps argument names to values."""
     text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
     talk = Talk(renderers(style), text + "<|im_end|>")
     (answer,) = await talk.chat(USER, tools=[TOOL])

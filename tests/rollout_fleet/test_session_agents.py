@@ -1,4 +1,4 @@
-"""Random agents use a session, and the trained tokens always equal the sampled tokens."""
+"""Agents with random behavior use a session. The trained tokens must always equal the sampled tokens."""
 
 import asyncio
 import random
@@ -41,7 +41,7 @@ class Agent:
     def write(self, prompt_ids, sampling):
         """Return random tokens, some with ``<think>`` or ``<tool_call>`` parts. The final token is often a stop token.
 
-        If the tokens are decoded and encoded again, the result is rarely the same tokens.
+        Decoding and encoding these tokens usually gives different tokens.
         """
         tokenizer, rng = self.talk.renderer.tokenizer, self.rng
         stops = list(sampling.stop_token_ids)
@@ -81,7 +81,7 @@ class Agent:
         self.conversations += [[*messages, answer.message] for answer in outcomes[0]]
 
     def check(self):
-        """Check that the script wrote every trained token at its place. Each prompt must be the path to its turn."""
+        """Check that the trained tokens are those of the script, and that each prompt is the path to its turn."""
         talk, episode = self.talk, self.talk.turns.episode
         talk.check()
         trajectory = episode.trajectory(1.0)

@@ -1,4 +1,4 @@
-"""The calls of the SGLang engine to its server and their order, with a server that only records the calls."""
+"""Which calls the SGLang engine makes to its server, and in which order. The server only records the calls."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ It sends `/continue_generation` after all answers.
 
 
 class RecordedServer:
-    """Stands in for `SGLangServer` and `SGLangClient`. Answers every call at once."""
+    """Stands in for `SGLangServer` and `SGLangClient`. Records every call and answers it at once."""
 
     name = "sglang-0"
     url = "http://127.0.0.1:1"
@@ -144,7 +144,7 @@ async def test_an_engine_generates_as_training_does_before_it_is_ready(server, t
     assert [len(body["input_ids"][0]) for body in bodies] == [1, 16]
     for body in bodies:
         assert (body["return_logprob"], body["stream"]) == (True, True)
-        assert max(max(ids) for ids in body["input_ids"]) < 7, "an id outside the vocabulary kills the server"
+        assert max(max(ids) for ids in body["input_ids"]) < 7, "an unknown token id would kill the server"
         assert all(1 <= options["max_new_tokens"] <= 4 for options in body["sampling_params"])
         assert body["sampling_params"][0]["temperature"] == 0.7
 
@@ -177,7 +177,7 @@ async def test_a_version_may_be_named_only_after_every_rank_has_verified_it(engi
     with pytest.raises(EngineError, match=message):
         await engine.load_weights(bare_offer(1))
     assert engine.version == 0
-    assert server.paths == ["/pause_generation", *LOAD[:2]], "it is never continued"
+    assert server.paths == ["/pause_generation", *LOAD[:2]], "generation must not be continued"
 
 
 @pytest.mark.parametrize("refused", ["/pause_generation", *LOAD, "/continue_generation"])
@@ -276,7 +276,7 @@ async def test_aborts_of_several_requests_are_sent_at_the_same_time(engine, serv
     aborting = asyncio.create_task(engine.abort(["7-0-1", "7-0-2", "unknown"]))
     await asyncio.sleep(0.01)
     bodies = [body["rid"] for path, body in server.calls if path == "/abort_request"]
-    assert sorted(bodies) == ["7-0-1/", "7-0-2/"], "no call waits for another, and no id is the beginning of another"
+    assert sorted(bodies) == ["7-0-1/", "7-0-2/"], "all abort calls must be sent at once"
     server.answers.set()
     await aborting
     running.cancel()
@@ -323,7 +323,7 @@ async def test_samples_travel_in_requests_of_the_configured_size(engine, server)
     await asyncio.sleep(0.01)
     sent = [body["rid"] for path, body in server.calls if path == "/generate"]
     assert [len(ids) if isinstance(ids, list) else ids for ids in sent] == [2, 2, "7-0-4/"], (
-        "a single sample is no batch"
+        "a single sample must not be sent as a batch"
     )
     running.cancel()
 
@@ -480,7 +480,7 @@ def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_the
     ("ids", "reason"), [([5, 1], "stop"), ([5, 9], "stop"), ([5, 2, 3], "stop"), ([5, 2], None), ([], None)]
 )
 async def test_a_sample_that_stops_in_the_step_of_its_abort_has_stopped(server, tmp_path, ids, reason):
-    """The server reports only the abort. The sample must not be continued after its end token."""
+    """The server reports an abort although the sample has ended. The engine must not continue the sample."""
     engine = new_engine(server, tmp_path, sglang=SGLangConfig(tokenizer=True))
     server.events = []
     await engine.start()
@@ -508,7 +508,7 @@ async def test_tokens_so_far_are_answered_as_aborted_when_the_server_dies(engine
 
     server.stream = stream
     answers = {}
-    with pytest.raises(WorkerDiedError, match="sglang-0 died"):  # noqa: PT012 - checks earlier answers
+    with pytest.raises(WorkerDiedError, match="sglang-0 died"):  # noqa: PT012 - keeps the answers before the error
         async for request, output in engine.generate(requests_of(2)):
             answers[request.id] = output
     assert answers["7-0-1"].finish_reason is FinishReason.stop
@@ -534,7 +534,7 @@ async def test_a_sample_that_the_server_loses_fails_the_engine_once_no_other_run
     ("later", "kept"),
     [
         ([chunk([6], 2)], [5, 6]),
-        ([chunk([6], 2, version="4")], [5]),  # some of these tokens may be of version 3, others of version 4
+        ([chunk([6], 2, version="4")], [5]),  # the versions of these tokens (3 or 4) are not certain
         ([chunk([6], 2, version="4"), chunk([7], 3, version="4")], [5]),
         ([chunk([6], 2), chunk([1], 3, reason="stop", spans=[{"version": "3", "start": 0, "end": 3}])], [5, 6]),
     ],

@@ -1,4 +1,4 @@
-"""Connections to an SGLang server that break between two calls. The test runs the server."""
+"""Connections to an SGLang server that break between two calls. The servers of these tests are fakes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from rollout_fleet.engines.sglang_server import SERVER_KEEP_ALIVE_S, SGLangServe
 
 
 class ResettingServer:
-    """A server that answers the first request of a connection with ``{}``, and resets the connection at the second."""
+    """A server that answers the first request of a connection with ``{}``. The second request resets the connection."""
 
     def __init__(self) -> None:
         self.requests: list[str] = []
@@ -81,7 +81,7 @@ async def test_generation_is_not_repeated_by_itself(client, server):
 
 
 class StreamingServer:
-    """A server that answers every request with a stream of one event. The stream ends a short time later."""
+    """A server that answers every request with a stream of one event. The stream ends a short time after the event."""
 
     def __init__(self) -> None:
         self.num_connections = self.num_requests = 0
@@ -141,7 +141,7 @@ def test_the_client_drops_idle_connections_before_the_server_does(client, tmp_pa
 
 
 class AnsweringServer:
-    """A server that answers every request with one status and body, in small parts, and closes the connection."""
+    """A server that gives every request the same status and body, in small parts. Then it closes the connection."""
 
     def __init__(self, body: bytes, *, status: int = 200, part_bytes: int = 1 << 20) -> None:
         self.body, self.status, self.part_bytes = body, status, part_bytes
@@ -160,7 +160,7 @@ class AnsweringServer:
 
 @pytest.fixture
 async def answering(client, monkeypatch):
-    """Return a function that sets one answer to all of the client's requests."""
+    """Return a function that sets the answer to all further requests of the client."""
     servers = []
 
     async def answer(body: bytes, **options: int) -> SGLangClient:
@@ -217,4 +217,4 @@ async def test_the_death_of_the_server_is_raised_instead_of_a_broken_connection(
     await client.call("POST", "/continue_generation", {})
     with pytest.raises(WorkerDiedError, match="exit status 9"):
         await client.call("POST", "/weights_checker", {})
-    assert server.requests == ["/continue_generation", "/weights_checker"], "it is not sent again"
+    assert server.requests == ["/continue_generation", "/weights_checker"], "the request must not be sent again"

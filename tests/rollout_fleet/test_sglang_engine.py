@@ -92,7 +92,7 @@ async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_n
     for offer in offers:
         await engine.load_weights(offer)
         assert engine.version == offer.version
-        await asyncio.sleep(0.05)  # gives the engine time for some tokens of this version
+        await asyncio.sleep(0.05)  # the engine writes some tokens of this version
     num_checked, versions_in_one_response = 0, Counter()
     for request, sample in zip(requests, await running, strict=True):
         versions = sample.versions
@@ -103,7 +103,7 @@ async def test_logprobs_equal_a_forward_pass_under_the_version_that_each_token_n
             np.testing.assert_allclose(sample.logprobs[versions == version], expected[versions == version], atol=1e-3)
             num_checked += int((versions == version).sum())
     assert num_checked == sum(len(sample.token_ids) for sample in running.result())
-    assert max(versions_in_one_response) >= 2, "no response survived an update; the test has checked nothing"
+    assert max(versions_in_one_response) >= 2, "no response has tokens of two versions"
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_o
     cut = requests_of(1, num_samples=40, name="cut", max_new_tokens=250, top_k=3)
     running = asyncio.create_task(answer(engine, [*cut, *keep]))
     await until_writing(engine)
-    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - reported every few steps
+    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - no event exists
         await asyncio.sleep(0.01)
     assert load.num_running + load.num_waiting <= 60
     assert 0 < load.cache_use <= 1
@@ -187,9 +187,9 @@ CHANGES = {"differs": lambda tensors: {**tensors, "model.norm.weight": tensors["
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def failing_engine(engine, model_path, tmp_path):
-    """Yield a separate engine on the shared server.
+    """Yield a second engine on the shared server. A test can make this engine fail.
 
-    The test may make this engine fail. Afterwards the shared engine loads weights again.
+    After the test, the shared engine loads weights again.
     """
     failing = SGLangEngine(
         RolloutFleetConfig(load_timeout_s=30.0),
@@ -203,14 +203,14 @@ async def failing_engine(engine, model_path, tmp_path):
     await failing.start()
     failing._version, failing._verified = engine.version, {engine.version}
     yield failing
-    with contextlib.suppress(AsyncRLError):  # ends the update that the failed load left open
+    with contextlib.suppress(AsyncRLError):  # end the update that the failed load began
         await failing.client.call("POST", "/end_weight_update", {})
     await failing.stop()
     await engine.load_weights(publish_weights(model_path, tmp_path / "again", engine.version + 1))
 
 
 async def assert_failed(engine, running, match):
-    """Check that neither running nor new requests are answered."""
+    """Check that a failed engine answers neither running nor new requests."""
     for refused in (running, answer(engine, requests_of(1)), engine.wait_failed()):
         with pytest.raises(AsyncRLError, match=match):
             await asyncio.wait_for(refused, 30)
@@ -247,7 +247,7 @@ async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_agai
 
 @pytest.mark.long
 async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engine, publish_next):
-    """Groups with a long common prefix run across updates and begin directly after updates, with the radix cache on."""
+    """The radix cache is on. Groups with a long common prefix run during updates, and begin directly after updates."""
     assert "--disable-radix-cache" not in " ".join(server_processes(engine)[0].cmdline())
     await engine.load_weights(publish_next(1.0))
     first = engine.version
@@ -272,12 +272,12 @@ async def test_no_prefix_computed_under_old_weights_is_used_after_an_update(engi
             for version in sorted(set(sample.versions.tolist())):
                 expected, of = forward_logprobs(paths[version], request, sample), sample.versions == version
                 np.testing.assert_allclose(sample.logprobs[of], expected[of], atol=1e-3)
-    assert max(num_versions) >= 2, "no response survived an update"
+    assert max(num_versions) >= 2, "no response has tokens of two versions"
 
 
 @pytest.fixture
 def publish_next(engine, model_path, tmp_path):
-    """Return a function that publishes the next version. Its attribute ``paths`` maps versions to folders."""
+    """Return a function that publishes the next version. Its attribute ``paths`` maps each version to its folder."""
 
     def publish(scale):
         offer = publish_weights(model_path, tmp_path, engine.version + 1, scale)
@@ -336,7 +336,7 @@ async def test_a_killed_server_is_noticed_at_once_and_nothing_of_it_is_left(engi
     processes = server_processes(engine)
     scratch = re.search(r"--config (\S+)/server.yaml", " ".join(processes[0].cmdline())).group(1)
     shared_memory = shared_memory_of(processes)
-    assert left_in_shared_memory(shared_memory), "a table of loads"
+    assert left_in_shared_memory(shared_memory), "the server must have shared memory"
     port = int(engine.server.url.rsplit(":", 1)[1])
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=400, top_k=3)))
     await until_writing(engine)
@@ -389,14 +389,14 @@ OWNER = """
     ],
 )
 async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, num_processes):
-    """The owner dies when the server has ``num_processes`` processes. If None, it dies when the server is up."""
+    """The owner dies when the server has ``num_processes`` processes, or with None when the server is ready."""
     command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     guard = psutil.Process(int(await owner.stdout.readline()))
     if num_processes is None:
         assert await owner.stdout.readline() == b"up\n"
     else:
-        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - no notice exists
+        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - no event exists
             await asyncio.sleep(0.05)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 2

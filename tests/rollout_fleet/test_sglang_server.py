@@ -1,4 +1,4 @@
-"""The server's launch, log, death and stop, with a fake ``sglang.launch_server``."""
+"""The start, log, death and stop of an SGLang server, with a fake module ``sglang.launch_server``."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ PORT_IS_TAKEN = """
 
 @pytest.fixture
 async def make_server(tmp_path, monkeypatch):
-    """Return a function that makes servers. Its argument is the code of the fake ``sglang.launch_server``.
+    """Yield a function that makes servers. Its argument is the source of the fake module ``sglang.launch_server``.
 
-    The fixture stops the servers.
+    The fixture stops the servers after the test.
     """
     servers = []
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
@@ -78,7 +78,7 @@ async def test_a_server_is_up_once_it_listens_and_leaves_nothing_when_stopped(ma
     assert f"--port {server.url.rpartition(':')[2]}" in " ".join(process.cmdline())
     key = (scratch / "server.yaml").read_text().removeprefix("api-key: ").strip()
     assert server.headers == {"Authorization": f"Bearer {key}"}
-    assert key not in " ".join(process.cmdline()), "other users of the machine see command lines"
+    assert key not in " ".join(process.cmdline()), "other users can read command lines"
     assert "loading ['--config'" in server.log_path.read_text()
     await server.stop()
     assert not process.is_running()
@@ -200,7 +200,7 @@ def test_a_server_on_cuda_takes_triton_for_head_sizes_that_other_backends_lack(m
     assert [backend(head_dim) for head_dim in (64, 128, 256, 0)] == [[]] * 4
     assert backend(16, device=EngineDevice.cpu) == []
     own = SGLangConfig(extra_args=["--attention-backend", "fa3"])
-    assert backend(96, config=own)[-1] == "fa3", "the user's own comes last, and counts"
+    assert backend(96, config=own)[-1] == "fa3", "the user's option must come last"
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float"])
@@ -208,14 +208,14 @@ def test_float32_is_refused_on_cuda_by_the_name_of_the_option(make_server, dtype
     message = "rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got float"
     with pytest.raises(ValueError, match=message):
         RolloutFleetConfig(device=EngineDevice.cuda, sglang=SGLangConfig(dtype=dtype))
-    with pytest.raises(ValueError, match=message):  # the device is detected automatically
+    with pytest.raises(ValueError, match=message):  # the server detects the device itself
         make_server("", device=EngineDevice.cuda, config=SGLangConfig(dtype=dtype))
     RolloutFleetConfig(device=EngineDevice.cuda, engine=EngineKind.transformers, sglang=SGLangConfig(dtype=dtype))
 
 
 @pytest.fixture
 def no_caches_named(monkeypatch):
-    """Unset all variables of compiler folders. torch sets its variable at its first compilation."""
+    """Unset all environment variables of compiler caches. torch sets such a variable at its first compilation."""
     for name in sglang_server.COMPILE_CACHES:
         monkeypatch.delenv(name, raising=False)
 
@@ -229,7 +229,7 @@ def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_serve
     environment = make_server("", device=EngineDevice.cuda).environment(scratch)
     assert environment["TMPDIR"] == str(scratch)
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "asyncrl" / "compile" / "torchinductor")
-    assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own choice stays"
+    assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own choice must stay"
     assert (tmp_path / "cache" / "asyncrl" / "compile").stat().st_mode & 0o777 == 0o700
     command = [
         sys.executable,
@@ -259,7 +259,7 @@ def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_pat
 
 
 @pytest.mark.parametrize(
-    ("path", "words"),  # the second name is too long for any file system
+    ("path", "words"),  # the second path is too long for any file system
     [("/dev/full", "/dev/full: [Errno 28] No space left on device"), ("n" * 300, "File name too long")],
 )
 async def test_a_log_that_cannot_be_written_or_made_does_not_block_a_server(make_server, caplog, tmp_path, path, words):

@@ -51,7 +51,7 @@ def publish(model_path, tmp_path):
 
 @pytest.fixture
 async def start(model_path):
-    """Return a function that makes started engines. They are stopped at the end."""
+    """Yield a function that makes and starts engines. The fixture stops the engines after the test."""
     engines = []
 
     async def make(seed=0, **options):
@@ -92,10 +92,10 @@ def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[st
     [
         ("qwen3", True, True),
         ("gemma3_text", True, True),  # the attention window is shorter than a prompt
-        ("gpt2", True, True),  # learned positions
+        ("gpt2", True, True),  # positions are learned
         ("deepseek_v3", True, True),
-        ("lfm2", False, True),  # the cache has the state of a convolution
-        ("openai-gpt", False, True),  # no cache
+        ("lfm2", False, True),  # the cache contains the state of a convolution
+        ("openai-gpt", False, True),  # the model has no cache
         ("recurrent_gemma", False, False),  # the model has a state outside of the cache
         ("llama4_text", True, False),  # the attention works in chunks of positions
     ],
@@ -117,11 +117,11 @@ def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_pr
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
     assert (max(sizes) == len(requests)) == may_pad, f"batches of {sizes} rows"
     assert (len(set(sizes)) > 3) == cuts_cache, f"batches of {sizes} rows"
-    assert len({tuple(sample.token_ids[:8].tolist()) for sample in samples}) > 9, "samples of one prompt are their own"
+    assert len({tuple(sample.token_ids[:8].tolist()) for sample in samples}) > 9, "samples of a prompt must differ"
 
 
 def batch_sizes(model):
-    """Record the rows of each forward pass from now on."""
+    """Record the number of rows of each further forward pass. Returns the list of these numbers."""
     sizes = []
     model.model.register_forward_pre_hook(
         lambda _, __, options: sizes.append(len(options["input_ids"])), with_kwargs=True
@@ -163,7 +163,7 @@ def test_the_check_at_load_drops_rows_even_if_every_token_ends_a_response(tmp_pa
         DynamicCache, "batch_select_indices", lambda cache, rows: dropped.append(len(rows)) or cut(cache, rows)
     )
     _, model = model_of("qwen3", tmp_path, eos_ids=range(VOCABULARY))
-    assert dropped == [6, 2, 1], "equal prompts share, then rows end"
+    assert dropped == [6, 2, 1], "rows of equal prompts must be dropped, then finished rows"
     dropped.clear()
     (sample,) = model.generate([RunningSample(*requests_of(1, 1, max_new_tokens=8))], 0)
     assert (len(sample.token_ids), sample.finish_reason, dropped) == (1, FinishReason.stop, [])
@@ -173,7 +173,7 @@ def test_the_check_at_load_drops_rows_even_if_every_token_ends_a_response(tmp_pa
 def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample(tmp_path, family):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
-    # prompt length: largest number of new tokens. Two samples end at the model's last position, 256.
+    # The keys are prompt lengths, the values are limits of new tokens. Two samples end at the last position, 256.
     lengths = {5: 100, 250: 6, 246: 10, 7: 100}
     requests = [
         SampleRequest(
@@ -208,7 +208,7 @@ async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start,
 
 
 def test_a_load_fills_the_buffers_that_a_checkpoint_stores(tmp_path):
-    """The router of DeepSeek-V3 has correction biases that are not parameters."""
+    """The router of DeepSeek-V3 has correction biases. In the model they are buffers, not parameters."""
     path, model = model_of("deepseek_v3", tmp_path / "model")
 
     def with_biases(tensors):
@@ -239,7 +239,7 @@ async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publis
     monkeypatch.setattr(engine.model, "load_weights", lambda *_, **__: None)
     running = asyncio.create_task(answer(engine, requests_of(1)))
     await asyncio.to_thread(begun.wait, 30)
-    assert await engine.load_weights(publish(1)) < 0.5, "the wait for the batch is not part of the load"
+    assert await engine.load_weights(publish(1)) < 0.5, "the duration must exclude the wait for the batch"
     assert await running == outputs
     assert engine.version == 1
 
@@ -468,7 +468,7 @@ async def test_released_weights_hold_no_memory_and_come_back_with_the_next_versi
 async def test_memory_is_not_released_under_a_running_request(start):
     engine = await start()
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=30)))
-    await asyncio.sleep(0)  # lets the task begin, so that its requests are running
+    await asyncio.sleep(0)  # let the task begin its requests
     with pytest.raises(EngineError, match="while it generates 16 samples"):
         await engine.release_memory()
     await running
@@ -516,7 +516,7 @@ async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded
 
 
 def decode(ids):
-    """Return the text of token ids, with one tag per token."""
+    """Return a text with one tag per token id, for example ``<5><7>``."""
     return "".join(f"<{token}>" for token in ids)
 
 

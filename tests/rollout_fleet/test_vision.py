@@ -32,7 +32,7 @@ from tests.support.rollout import InMemoryBuffer, make_loop
 from tests.support.scripted_turns import ScriptedTurns
 from tests.support.vision_models import as_png, picture, write_vision_model
 
-IMAGE = 5  # the token id of an image's placeholders
+IMAGE = 5  # the id of the token that stands for a part of an image
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +46,7 @@ def reader(model_path):
 
 
 def request_of(reader, name, *seeds, width=16, length=3, **sampling):
-    """Return a request whose prompt has one image per seed, and ``length`` tokens before each image."""
+    """Return a request whose prompt has an image for each seed, and ``length`` tokens before each image."""
     ids, images = [], []
     for seed in seeds:
         image = reader.image(as_png(picture(seed, width=width)), "image")
@@ -80,8 +80,8 @@ def forward_logprobs(model, reader, request, tokens):
 def make_requests(reader, name):
     """Return requests for four prompts.
 
-    The first two prompts have equal tokens but different images, so they must not share a cache. The third prompt has
-    two images, and the fourth is text.
+    The first two prompts have equal tokens but different images, so an engine must not share their caches. The third
+    prompt has two images. The fourth prompt has only text.
     """
     return [
         *(request_of(reader, f"{name}-a-{i}", 0) for i in range(4)),
@@ -92,7 +92,7 @@ def make_requests(reader, name):
 
 
 async def check_answers(engine, folder, reader, name, *, atol):
-    """Check that each answer has the log-probs of a forward with the weights of the folder."""
+    """Check that the log-probs of each answer equal those of a forward with the weights in ``folder``."""
     requests = make_requests(reader, name)
     answers = {request.id: output async for request, output in engine.generate(requests)}
     model, differences = AutoModelForImageTextToText.from_pretrained(folder), []
@@ -189,7 +189,7 @@ def text_of(text):
 
 @pytest.fixture
 def talk(model_path, reader):
-    """Make a session whose policy answers ``b`` and ends. Returns the turns and the session."""
+    """Make a session whose policy always answers ``b``. Returns a pair: the scripted turns, and the session."""
     renderer = load_renderer(model_path, RendererConfig())
     messages = [{"role": "user", "content": [image_of(0), text_of("which colour?")]}]
     rendered = renderer.render([{"role": "user", "content": [{"type": "image"}, text_of("which colour?")]}], [])
@@ -231,7 +231,7 @@ async def test_images_have_the_same_tokens_in_every_api(talk):
     parts = [{"type": "input_image", "image_url": url}, {"type": "input_text", "text": "which colour?"}]
     asked = responses_api.read_request({"input": [{"role": "user", "content": parts}]}, stored={})
     await session.chat(asked)
-    assert not session.counts.branches, "the request begins with the prompt"
+    assert not session.counts.branches, "the request must begin with the episode's prompt"
     call = {"type": "tool_use", "id": "x", "name": "zoom", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "x", "content": [shown]}
     answered = [{"role": "assistant", "content": [call]}, {"role": "user", "content": [result]}]

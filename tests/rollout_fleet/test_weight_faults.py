@@ -1,7 +1,7 @@
 """After any fault in a weight update on real SGLang servers, no token comes from weights that were not verified.
 
-In each row of the table, two engines load the same weights while requests run, and one update fails. The failing engine
-must end within its deadline with an error that names it. The other engine continues.
+In each row of the table, two engines load the same weights while requests run, and one update fails. The engine with
+the failed update must end within its deadline, with an error that names the engine. The other engine continues.
 """
 
 import asyncio
@@ -66,8 +66,8 @@ FAILURES = {
     "SIGKILL": f"died with exit status {128 + signal.SIGKILL}",
 }
 SIGNALS = ["SIGSTOP", "SIGKILL"]
-# Signals have no row "after" a call, because this row would equal the row "before" the next call.
-# SIGKILL comes last, because the killed server must be started again.
+# Signals have no row "after" a call, because a signal after a call is also a signal before the next call.
+# SIGKILL comes last, because the test must start the killed server again.
 ROWS = [
     *itertools.product(STEPS, ["before", "during", "after"], ANSWERS),
     *itertools.product(STEPS, ["before", "during"], SIGNALS[:1]),
@@ -80,9 +80,9 @@ _VERSIONS = itertools.count(1)
 
 
 class Servers:
-    """Two real servers.
+    """Two real SGLang servers. The second server has no faults.
 
-    Engines on the first server fail, and the server is restarted after a kill. The second server continues.
+    Engines on the first server fail. If the first server was killed, it is started again.
     """
 
     def __init__(self, model_path, folder):
@@ -99,7 +99,7 @@ class Servers:
 
     @contextlib.asynccontextmanager
     async def failing_engine(self):
-        """Yield a separate engine on the first server, through a proxy."""
+        """Yield another engine on the first server. A proxy between them can make calls fail."""
         if self.owner.server.guard.returncode is not None:
             await self.owner.stop()
             self.owner = self._engine(0)
@@ -116,18 +116,18 @@ class Servers:
                 await self._end_session()
 
     async def _end_session(self):
-        """End the open update of the failed load.
+        """End the weight update that the failed load left open on the server.
 
-        A server that was stopped by SIGSTOP may begin this update only after it continues.
+        A server that was paused by SIGSTOP possibly begins this update only after it continues.
         """
         post = partial(self.owner.client.call, "POST")
         for _ in range(MAX_ENDS):
-            with contextlib.suppress(AsyncRLError):  # no update is open
+            with contextlib.suppress(AsyncRLError):  # raised if no update is open
                 await post("/end_weight_update", {})
-            with contextlib.suppress(AsyncRLError):  # an update is open again
+            with contextlib.suppress(AsyncRLError):  # raised if an update is open again
                 answers = [await post(path, {}) for path in ("/begin_weight_update", "/end_weight_update")]
                 if all(answer["success"] for answer in answers):
-                    await post("/continue_generation", {})  # the failed engine left the server paused
+                    await post("/continue_generation", {})  # the failed load paused it
                     return
         raise AssertionError(f"the server still has an open weight update after {MAX_ENDS} attempts to end it")
 
@@ -165,15 +165,15 @@ async def servers(model_path, tmp_path_factory):
 
 
 def fault_of(servers, fault, seed):
-    """Return how a call fails, as arguments of `FaultyProxy.fail`."""
+    """Return the arguments of `FaultyProxy.fail` that produce the fault ``fault``."""
     if fault in ANSWERS:
         return {"answer": ANSWERS[fault]}
     delay_s = random.Random(seed).uniform(0, 0.02)
 
     async def send_signal():
-        await asyncio.sleep(delay_s)  # sends the signal at a random time during the server's work on the call
+        await asyncio.sleep(delay_s)  # the server is working on the call
         processes = server_processes(servers.owner)
-        for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills the rest of a dead server
+        for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills the other processes
             process.send_signal(signal.Signals[fault])
 
     return {"act": send_signal}
@@ -185,12 +185,12 @@ async def collect(engine, requests, accepted):
 
 
 async def failure_of(engine, offer, running):
-    """Load, and wait for the engine's failure. Check that the engine does not answer after its failure."""
+    """Load an offer and wait until the engine fails. Check that the failed engine does not answer any more."""
     with contextlib.suppress(AsyncRLError):
         await engine.load_weights(offer)
     with pytest.raises(AsyncRLError) as failure:
         await engine.wait_failed()
-    with contextlib.suppress(AsyncRLError):  # if the server was not paused, answers may arrive
+    with contextlib.suppress(AsyncRLError):  # a server that was not paused can answer
         await asyncio.wait_for(running, 10)
     for refused in (answer(engine, requests_of(1)), engine.load_weights(offer)):
         with pytest.raises(AsyncRLError, match=re.escape(str(failure.value)[:60])):
@@ -199,7 +199,7 @@ async def failure_of(engine, offer, running):
 
 
 async def load_under_load(engine, offer):
-    """Return the answers of an engine during and after an update without a fault."""
+    """Load weights while requests run. Returns the answers to requests before and after the load."""
     before, after = (requests_of(2, 2, max_new_tokens=60, temperature=1.2) for _ in range(2))
     running = asyncio.create_task(answer(engine, before))
     await until_writing(engine)
@@ -210,7 +210,7 @@ async def load_under_load(engine, offer):
 
 def check(accepted, model_of, seed):
     for request, sample in accepted:
-        if not len(sample.token_ids):  # the sample was cut off before its first token
+        if not len(sample.token_ids):  # the sample ended before its first token
             assert sample.finish_reason is None
             continue
         expected = forward_by_versions(model_of, request, sample)
@@ -246,9 +246,9 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
     assert took_s < 3 * DEADLINE_S + GRACE_S
     before, made = STEPS[: STEPS.index(step) + 1], [path for path in proxy.paths if path in STEPS]
     assert list(dict.fromkeys(made))[: len(before)] == before
-    # A signal may come late: the server has already answered, and the engine has made the next call.
+    # A signal can come too late: the server has already answered, and the engine has made its next call.
     may_be_made = {*before, *TOGETHER.get(step, ())}
-    assert set(made) <= may_be_made or (moment == "during" and fault.startswith("SIG")), f"it went on: {made}"
+    assert set(made) <= may_be_made or (moment == "during" and fault.startswith("SIG")), f"too many calls: {made}"
     assert servers.other.version == offer.version
     assert offer.version in {version for _, sample in goes_on for version in sample.versions.tolist()}
     check([*accepted, *goes_on], servers.model_of, seed)
@@ -301,7 +301,7 @@ async def test_an_engine_whose_stream_of_weights_fails_never_continues_under_oth
 
 
 async def failure_or_nothing(engine, offer):
-    """Return the message of a load that fails, or an empty string."""
+    """Load an offer. Returns the message of the error, or an empty string if the load succeeds."""
     try:
         await engine.load_weights(offer)
     except AsyncRLError as error:
@@ -312,7 +312,7 @@ async def failure_or_nothing(engine, offer):
 
 
 def held_failure(who, moment, fault):
-    """Return the pattern of the error message. It matches the empty string if the load may succeed."""
+    """Return a pattern for the error message. If the load can succeed, the pattern also matches an empty message."""
     if who == "engine":
         return FAILURES[fault]
     gone = "is no longer sent: (nobody|another sender) listens at 127"

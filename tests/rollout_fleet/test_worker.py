@@ -1,4 +1,4 @@
-"""The worker as one object without Ray: its connected parts, and the order of closing."""
+"""The rollout worker as a plain object without Ray: how its parts work together, and in which order they close."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.rollout import digits
 
 @pytest.fixture
 def make_worker(model_path, tmp_path, monkeypatch):
-    """Return a function that makes workers with a buffer."""
+    """Return a function that makes rollout workers for a given buffer."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
 
@@ -59,7 +59,7 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
         await buffer.stored(8 * version)
         await buffer.commit()
         await buffer.offer(publish_weights(model_path, tmp_path, version))
-        assert (await buffer.served(version - 1, 1))[0] == version, "one that has not begun to load it may skip it"
+        assert (await buffer.served(version - 1, 1))[0] == version, "the worker must load this version"
     await buffer.stored(24)
     counters = await worker.stop()
     assert await run == counters
@@ -108,7 +108,7 @@ async def test_after_a_drain_the_engine_still_answers_held_out_prompts_and_keeps
 async def test_the_device_is_released_even_if_an_abandoned_evaluation_still_runs(
     make_worker, make_buffer, make_prompts, model_path, tmp_path, monkeypatch
 ):
-    """A signal, or the death of a learner rank, ends the evaluation of a colocated run before its last answer."""
+    """A signal or the death of a learner rank ends the evaluation of a colocated run before all answers have come."""
     begun, engines, generate = asyncio.Event(), [], TransformersEngine.generate
 
     def generated(engine, requests):
@@ -156,7 +156,7 @@ async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_wo
 
 
 class FailingRewards:
-    """A reward that fails for some prompts, by group id."""
+    """A reward that fails for the groups with the ids ``failing``."""
 
     def __init__(self, *failing):
         self.failing = failing
@@ -184,17 +184,17 @@ async def test_a_held_out_prompt_whose_reward_fails_says_so_and_costs_no_other(m
 
 
 async def test_answers_that_mix_policy_versions_are_repeated_or_left_to_another_engine(make_prompts):
-    """The scripted engine loads weights while the samples are written, as a server does between two tokens."""
+    """The scripted engine loads weights during the samples. A server also loads weights between two tokens."""
     engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[3, 3], token_delay_s=0.4))
     await engine.start()
     await engine.load_weights(bare_offer(4))
     call = asyncio.ensure_future(held_out(engine).answer(make_prompts(2), version=4, num_samples=1))
     await asyncio.sleep(0.6)
     await engine.load_weights(bare_offer(5))
-    assert await call == [], "no answer is of version 4 alone"
-    assert len(engine.requests) == 4, "the engine has gone on: asking it again is no use"
+    assert await call == [], "an answer with two versions must be rejected"
+    assert len(engine.requests) == 4, "the engine has a newer version, so no request may be repeated"
 
     call = asyncio.ensure_future(held_out(engine).answer(make_prompts(2), version=5, num_samples=1))
     await asyncio.sleep(0.2)
     await engine.abort([request.id for request in engine.requests[-2:]])
-    assert sorted(one.group_id for one in await call) == [0, 1], "what was cut off is answered again"
+    assert sorted(one.group_id for one in await call) == [0, 1], "aborted requests must be repeated"

@@ -1,4 +1,4 @@
-"""A rollout loop on a real buffer ends while it holds leases, and the account includes the tokens of its samples."""
+"""A rollout loop ends while it holds leases of a real buffer. The account must include the tokens of its samples."""
 
 import asyncio
 import signal
@@ -30,7 +30,7 @@ async def buffer_process(tmp_path: Path, **options: float) -> AsyncIterator[tupl
 
 async def until_written(loop: RolloutLoop, num_tokens: int) -> None:
     async with asyncio.timeout(20):
-        while loop.count_generated() < num_tokens:  # noqa: ASYNC110 - there is no notice of single tokens
+        while loop.count_generated() < num_tokens:  # noqa: ASYNC110 - no event reports tokens
             await asyncio.sleep(0.01)
 
 
@@ -40,9 +40,9 @@ def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
 
 
 async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced_account(tmp_path: Path):
-    """The stopped server processes the releases only after it continues.
+    """The buffer server is paused while the worker releases its leases, so the worker gets no answer.
 
-    The worker gets no answer, so the controller declares the worker dead and reports its token count.
+    When the server continues, it processes the releases. The controller declares the worker dead with its token count.
     """
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(4))
@@ -53,7 +53,7 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
             await until_written(loop, 40)
             process.process.send_signal(signal.SIGSTOP)
             counters = await loop.stop()
-            assert counters.tokens_in_flight > 0, "the releases were not answered in time"
+            assert counters.tokens_in_flight > 0, "the paused server must not answer the releases"
             process.process.send_signal(signal.SIGCONT)
             await control.stats()
             num_tokens = await control.bury(name, counters.tokens_generated)
@@ -65,7 +65,7 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
 
 
 async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path, monkeypatch):
-    """No sample ends. Each heartbeat has the number of tokens of the running samples."""
+    """No sample ends. Each heartbeat of the worker reports the number of tokens in its running samples."""
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(2))
         worker = AnyRole(process.address, request_timeout_s=20.0)
@@ -73,8 +73,8 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             name = await worker.enter()
             await until_written(loop, 60)
             assert loop.counters().tokens_generated == 0
-            await asyncio.sleep(1.0)  # a heartbeat is sent every 0.1 s, or later on a busy machine
-            fall_silent(worker, monkeypatch)  # like a dead process, the worker sends no more heartbeats
+            await asyncio.sleep(1.0)  # the worker sends a heartbeat about every 0.1 s
+            fall_silent(worker, monkeypatch)  # the worker stops its heartbeats, as if it had died
             num_tokens = await control.bury(name)
             assert 60 <= num_tokens <= loop.count_generated()
             stats = await control.stats()
@@ -97,7 +97,7 @@ async def test_heartbeats_count_ended_and_running_samples_once_and_no_baseline()
                 assert counts[-1] == loop.counters().tokens_generated + engine.num_written(running)
                 await asyncio.sleep(0)
     assert counts == sorted(counts)
-    assert {*counts} - {0, 30, 60, 90, 120}, "counted while samples ran"
+    assert {*counts} - {0, 30, 60, 90, 120}, "tokens of running samples must count"
     assert buffer.count_generated() == 120 == buffer.num_tokens
 
 

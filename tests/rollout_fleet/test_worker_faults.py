@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.timeout(60), pytest.mark.usefixtures("virtual_time")]
 
 @pytest.fixture
 def working(monkeypatch, tmp_path):
-    """Return a function that makes a context manager of a running worker with a buffer and an engine."""
+    """Return a function for ``async with`` that runs a rollout worker with a given buffer and engine."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setattr(answering, "load_decoder", lambda path: str)
@@ -71,8 +71,8 @@ async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups
             await asyncio.wait_for(run, 5)
         with pytest.raises(EngineLost, match="killed"):
             await asyncio.wait_for(failing, 5)
-        assert buffer.held == set(), "all leases went back"
-        assert buffer.log.served(1) is None, "nobody waits for it to load weights"
+        assert buffer.held == set(), "the worker must release all leases"
+        assert buffer.log.served(1) is None, "the failed worker must not hold up weight updates"
         first = await worker.stop()
     assert first.groups_failed == {"engine_failed": 4}
     assert first.tokens_in_flight == 0
@@ -82,7 +82,7 @@ async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups
         second = await worker.drain()
         assert await run == second
     assert first.tokens_generated + second.tokens_generated == 4 * 2 * 40 == buffer.num_tokens == buffer.num_accounted
-    assert min(len(request.prompt_ids) for request in after.requests) > 15, "the prefix is part of the prompt"
+    assert min(len(request.prompt_ids) for request in after.requests) > 15, "prompts must include the prefix"
     (down,) = recorded().spans_of("down", "engine-0")
     assert (down.cause, down.is_open) == ("WorkerDiedError", False)
 
@@ -146,7 +146,7 @@ async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(working
         await buffer.offer(bare_offer(1))
         with pytest.raises(OSError, match="No space left on device"):
             await asyncio.wait_for(run, 60)
-    assert buffer.held == set(), "all leases went back"
+    assert buffer.held == set(), "the worker must release all leases"
 
 
 async def test_a_request_that_every_engine_would_refuse_ends_the_worker_with_that_error(working):

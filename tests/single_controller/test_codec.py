@@ -111,7 +111,7 @@ def test_buffers_are_not_copied_on_either_side():
 
 
 def test_an_object_that_an_array_has_several_times_is_sent_once():
-    """After `DataProto.repeat`, each row of a group has the same image."""
+    """After `DataProto.repeat`, several rows of a batch refer to the same image object."""
     images = [{"pixels": np.zeros(10_000)}, {"pixels": np.ones(10_000)}]
     array = object_array(images).repeat(16).reshape(4, 8)
     frames = as_received(codec.encode(array))

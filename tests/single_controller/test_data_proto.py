@@ -24,7 +24,7 @@ def batch_of(num_rows=4, **meta_info):
 
 
 def rows_of(data):
-    """Return the rows as (tensor, string, number) triples. The three values of a row must be consistent."""
+    """Return each row as a triple (tensor, string, number). Tests check that the three values belong together."""
     return list(
         zip(data.batch["a"].tolist(), data.non_tensor_batch["s"], data.non_tensor_batch["n"].tolist(), strict=True)
     )

@@ -1,4 +1,4 @@
-"""Pairs of inverse methods."""
+"""Pairs of methods of DataProto that undo each other."""
 
 import numpy as np
 import torch

@@ -1,4 +1,4 @@
-"""Modes, their registry and `register`, without Ray."""
+"""Dispatch modes, their registry and the decorator `register`, tested without Ray."""
 
 import inspect
 import pickle
@@ -177,7 +177,7 @@ def test_a_pool_counts_processes_by_node():
 
 def test_an_enumeration_of_ones_own_counts_up_and_writes_in_capitals():
     class Stage(DynamicEnum):
-        """A user's own enumeration."""
+        """An enumeration that a user defines."""
 
     warm_up, main = Stage.register("warm_up"), Stage.register("MAIN")
     assert (warm_up.name, warm_up.value, main.value) == ("WARM_UP", 0, 1)
@@ -248,7 +248,7 @@ def test_a_worker_takes_over_variables_of_its_own(monkeypatch):
 
     for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MY_RACK": "r7"}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("LOCAL_RANK", "")  # registers the variable, so that the worker's change is undone
+    monkeypatch.setenv("LOCAL_RANK", "")  # monkeypatch now undoes the worker's change
     monkeypatch.delenv("LOCAL_RANK")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     worker = Described()

@@ -1,4 +1,4 @@
-"""Visible devices, with the environment variables of several accelerators."""
+"""The devices that a worker sees, from the environment variables of several kinds of accelerators."""
 
 import sys
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Each method of DataProto on each kind of batch: with and without tensors, arrays, rows."""
+"""Each method of DataProto on each kind of batch: with or without tensors, with or without arrays, and without rows."""
 
 import copy
 import pickle
@@ -66,7 +66,7 @@ def tensor_names(data):
 
 
 def ids_of(data):
-    """Return the row numbers, which must be the same in all columns; None if there are no columns."""
+    """Return the row numbers, which must be the same in all columns. Returns None if the batch has no columns."""
     columns = {} if data.batch is None else dict(data.batch.items())
     found = [column[:, 0] if key == "matrix" else column for key, column in columns.items() if key != "jagged"]
     found = [column.long().tolist() for column in found]

@@ -1,4 +1,4 @@
-"""Futures on real Ray. Results are joined, cut and passed on before they exist."""
+"""Futures on real Ray: callers join, cut and pass on results that are not computed yet."""
 
 import asyncio
 import functools
@@ -88,7 +88,7 @@ def test_an_error_keeps_its_type_and_the_traceback_of_where_it_arose(gate):
 
 
 def test_what_ray_delivers_is_shared_until_it_is_written_to():
-    for num_rows in (3, 300_000):  # Ray sends the first size inline, and the second through shared memory
+    for num_rows in (3, 300_000):  # Ray sends small batches inline, and large ones in shared memory
         ref = ray.put(DataProto.from_dict({"n": torch.zeros(num_rows)}, {"a": np.zeros(num_rows)}))
         first, second = ray.get(ref), ray.get(ref)
         assert not first.non_tensor_batch["a"].flags.writeable
@@ -105,7 +105,7 @@ class Gate:
 
     def rows(self):
         if not self.opened.wait(60):
-            raise TimeoutError("nobody opened the gate within 60 s")
+            raise TimeoutError("the test did not open the gate within 60 s")
         return rows(2)
 
     def open(self):
@@ -117,7 +117,7 @@ class Gate:
 
 @pytest.fixture(scope="module")
 def gate(cluster):
-    """Yield one group for all tests, because the import of torch takes longer than the tests."""
+    """Yield an actor that all tests share, because a new actor imports torch, which takes longer than the tests."""
     gate = Gate.remote()
     yield gate
     ray.kill(gate)

@@ -36,7 +36,7 @@ def test_verls_names_are_all_in_one_package():
     wanted = {name for names in VERLS_NAMES.values() for name in names.split()}
     assert wanted - set(asyncrl.single_controller.__all__) == set()
     base, ray_class = asyncrl.single_controller.Worker, asyncrl.single_controller.RayClassWithInitArgs
-    # Ray may have appended its own parameters
+    # If Ray has wrapped the class, its methods have an additional parameter of Ray.
     named = list(inspect.signature(base._register_dispatch_collect_info).parameters)
     assert named[:4] == ["self", "mesh_name", "dp_rank", "is_collect"]
     assert set(named[4:]) <= {"_ray_trace_ctx"}

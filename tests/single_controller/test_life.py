@@ -1,4 +1,4 @@
-"""Placement of workers, lookup of running workers, and reports of their death."""
+"""Workers on several nodes: their order, the lookup of running workers, and the reports of dead workers."""
 
 import asyncio
 import os
@@ -56,7 +56,7 @@ class Mortal(Probe):
 
     @register(Dispatch.ONE_TO_ALL)
     def reduce_rank(self):
-        import torch  # imported here, so that workers of other tests start without it
+        import torch  # an import at the top would slow down all workers
 
         torch.distributed.init_process_group("gloo")
         total = torch.tensor([float(self.rank)])

@@ -1,4 +1,4 @@
-"""Placement of workers: whole and divided pools, ports, options, and drivers that find their workers again."""
+"""Placement of workers: whole and divided pools, ports and options. A new driver finds running workers again."""
 
 import socket
 import subprocess
@@ -244,7 +244,7 @@ def test_a_reservation_is_kept_while_any_part_of_it_is_in_use(cluster):
 def test_ranks_keep_their_nodes_when_a_job_starts_again(cluster):
     places = []
     for _ in range(2):
-        # The second placement group of the pool is placed on the first node, because only this node has room.
+        # Ray places the pool's second placement group on the first node, because only this node has room.
         group = group_on(pool_of(1, 1, num_cpus=7.0, timeout_s=60))
         places.append(group.place())
         group.shutdown()

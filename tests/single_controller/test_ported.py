@@ -88,7 +88,7 @@ class Counter(Worker):
 
 @ray.remote
 class Constant(Worker):
-    """A worker without torch, because the import of torch takes most of a worker's start."""
+    """A worker that does not import torch, because this import takes most of a worker's start."""
 
     def __init__(self, value=0) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Constant(Worker):
 
 @ray.remote
 class PlainScorer:
-    """This class is not a `Worker`. Only its methods are registered."""
+    """A class with registered methods that does not inherit from `Worker`."""
 
     def __init__(self, scale):
         self.scale = scale
@@ -114,7 +114,7 @@ class PlainScorer:
 
 
 class NamedWorkerGroup(RayWorkerGroup):
-    """A user's subclass of the group, as in verl's backends."""
+    """A user's subclass of the worker group, like those in verl's backends."""
 
     def __init__(self, resource_pool, ray_cls_with_init, **kwargs):
         super().__init__(resource_pool=resource_pool, ray_cls_with_init=ray_cls_with_init, **kwargs)

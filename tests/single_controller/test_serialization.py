@@ -1,4 +1,4 @@
-"""A `DataProto` between ranks (real gloo process groups), frames in a file, and tensors as plain tuples."""
+"""A `DataProto` is sent between gloo ranks, its frames are written to a file, and tensors become plain tuples."""
 
 import io
 

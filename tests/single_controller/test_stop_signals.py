@@ -1,4 +1,4 @@
-"""The processes of a run that obey SIGTERM."""
+"""Which processes of a run end at a stop signal (SIGTERM or SIGINT), and which continue."""
 
 import subprocess
 import sys

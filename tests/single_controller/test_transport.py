@@ -1,4 +1,4 @@
-"""A batch through pickle and to disk: shared parts, copied parts, and errors."""
+"""A batch is pickled or saved to disk: which parts are shared or copied, and which errors are raised."""
 
 import copy
 import pickle

@@ -54,9 +54,9 @@ except WorkerDiedError as error:
 assert kept, "the worker did not die"
 ray.shutdown()
 watching.join(30)
-assert not watching.is_alive(), "the watch outlived its cluster"
+assert not watching.is_alive(), "the watch did not end with its cluster"
 doomed.shutdown()
-assert not ray.is_initialized(), "shutting a group down started Ray"
+assert not ray.is_initialized(), "the shutdown of a group started Ray"
 
 begin()
 now = start(pool)
@@ -71,7 +71,7 @@ try:
 except UsageError as error:
     assert "has ended" in str(error)
 now.shutdown()
-assert pool.pgs is None, "the new reservation was not given back"
+assert pool.pgs is None, "the new reservation was not released"
 ray.shutdown()
 sys.stdout.write("both clusters served")
 """
@@ -130,7 +130,7 @@ def output_of(script, *arguments):
     finally:
         if run.poll() is None:
             family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
-        for process in family:  # this also stops its Ray cluster
+        for process in family:  # the run's Ray cluster ends too
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     return output

@@ -13,7 +13,7 @@ CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", 
 
 @dataclass
 class Visit:
-    """A page with its errors and warnings, and the URLs of its requests."""
+    """An open page. ``complaints`` has its errors and warnings, ``requests`` has the URLs of its requests."""
 
     page: Any
     complaints: list[str] = field(default_factory=list)

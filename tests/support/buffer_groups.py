@@ -1,4 +1,4 @@
-"""Prompts, rollouts and running servers for tests of the buffer."""
+"""Makes prompts, rollouts and running buffer servers for tests of the buffer."""
 
 from collections.abc import Callable
 from typing import Any
@@ -57,7 +57,7 @@ def rollout(
 
 
 class AnyRole:
-    """A client with the calls of every role on one connection."""
+    """A client on one connection that has the calls of all roles: worker, controller and learner."""
 
     def __init__(self, to: str | BufferClient, *, name: str = "", window: int = 32, **options) -> None:
         self.connection = BufferClient(to, **options) if isinstance(to, str) else to
@@ -81,12 +81,12 @@ class AnyRole:
 
 
 def fall_silent(client: AnyRole, patch: pytest.MonkeyPatch) -> None:
-    """Act like a hanging process: the connection stays open, but no heartbeat leaves until ``patch`` is undone."""
+    """Make a client act like a hanging process. Its connection stays open, but it sends no heartbeats."""
     patch.setattr(client.connection.link, "post", lambda *_: None)
 
 
 class Running:
-    """A server on this event loop, and clients that are closed together with the server."""
+    """A buffer server on this event loop, and its clients. The clients are closed together with the server."""
 
     def __init__(self, config: BufferConfig, groups_per_step: int) -> None:
         self.server = BufferServer(config, groups_per_step=groups_per_step)

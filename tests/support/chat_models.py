@@ -1,7 +1,7 @@
-"""Folders with a small tokenizer and a chat template in the style of a model family, without weights.
+"""Saves small tokenizers and chat templates in the style of a model family, without or with a small model.
 
-The tokenizer is a byte-level BPE with few merges. So if sampled tokens are decoded and their text is encoded again, the
-result is usually other tokens.
+The tokenizer is a byte-level BPE with few merges. So decoding and encoding sampled tokens usually gives different
+tokens.
 """
 
 import json
@@ -132,9 +132,9 @@ def _trained() -> str:
 def save_chat_model(
     folder: Path, style: str = "qwen3", *, template: str | None = None, calls: Sequence[str] = ()
 ) -> str:
-    """Save the tokenizer and the chat template of a style.
+    """Save the tokenizer and the chat template of a style. Returns the folder.
 
-    Returns the folder. Each entry of ``calls``, the JSON of a tool call, becomes one token. Example: ``{"name": "read",
+    Each entry of ``calls`` is the JSON of a tool call, and becomes one token. Example of an entry: ``{"name": "read",
     "arguments": {}}``.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -154,10 +154,9 @@ def save_chat_model(
 
 
 def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0.1, p_stop: float = 0.15) -> str:
-    """Save a random Qwen3 of 40k parameters that calls tools by chance.
+    """Save a random Qwen3 of 40k parameters that calls tools by chance. Returns the folder.
 
-    Returns the folder. If sampled tokens are decoded and their text is encoded again, the result is seldom the same
-    tokens.
+    Decoding and encoding its sampled tokens usually gives different tokens.
 
     Args:
         folder: Folder for the model, its tokenizer and its ``chatml`` template.
@@ -186,7 +185,7 @@ def save_calling_policy(folder: Path, calls: Sequence[str], *, p_call: float = 0
         eos_token_id=stop,
     )
     model = Qwen3ForCausalLM(config)
-    # gives all hidden states a common direction, so that the output layer can favor tokens by this direction
+    # Give all hidden states a common direction. The output layer uses this direction to make tokens more probable.
     with torch.no_grad():
         model.model.embed_tokens.weight.mul_(10).add_(1)
         hidden = model.model(torch.arange(size)[None]).last_hidden_state[0].mean(0)

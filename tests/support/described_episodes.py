@@ -1,12 +1,12 @@
-"""Makes descriptions of episodes, in the form that `EpisodeRun.described` writes into a run's samples."""
+"""Makes descriptions of episodes in the format that `EpisodeRun.described` writes into a run's samples."""
 
 from typing import Any
 
 
 def turn(index, parent, text, *, at=None, reward=None, finish_reason="stop", version=11) -> dict[str, Any]:
-    """Return a turn that two policy versions sampled. Without ``at``, return a given turn.
+    """Return a turn. With ``at``, two policy versions have sampled it. Without ``at``, it is a given turn.
 
-    ``at`` has the times of the turn's request, its first token and its end.
+    ``at`` has three times of the turn: its request, its first token and its end.
     """
     half = len(text) // 2
     pieces = [[version - 1, text[:half]], [version, text[half:]]] if at else [[-1, text]]
@@ -39,7 +39,7 @@ def forest() -> dict[str, Any]:
 
 
 def long_episode(num_turns: int = 400) -> dict[str, Any]:
-    """Return an episode of many turns, with a tool between them. The tool of the last turn does not end."""
+    """Return an episode of many turns, with a tool call between two turns. The last tool call does not end."""
     turns, tools = [turn(0, -1, "<|user|>Guess my number.")], []
     for number in range(num_turns):
         begin = 2.0 * number

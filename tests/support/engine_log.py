@@ -1,4 +1,4 @@
-"""A log of a run's requests to SGLang and of the sampled tokens in the raw answers of the servers.
+"""A log of a run's requests to SGLang, and of the sampled tokens in SGLang's answers.
 
 `LOGGING` is a ``sitecustomize`` module. Pass its folder as ``python_path`` of a `RunningTraining`. Then each rollout
 worker appends one line per chunk of an answer to ``engine.jsonl`` in the module's folder.
@@ -46,10 +46,10 @@ class EngineAnswer:
 
     Attributes:
         id: Id of the request: group, attempt, sample, turn, and number of the request within the turn.
-        pid: The rollout worker.
-        prompt_ids: The tokens that were sent. ``token_ids``, ``logprobs`` and ``versions`` have the sampled tokens. The
-            versions come with the last chunk.
-        finish_reason: None if the answer was cut off by the death of its server or worker.
+        pid: Process id of the rollout worker.
+        prompt_ids: The tokens that were sent. ``token_ids``, ``logprobs`` and ``versions`` describe the sampled tokens.
+            The versions come with the last chunk.
+        finish_reason: None if the server or the worker died during the answer.
     """
 
     id: str
@@ -62,13 +62,13 @@ class EngineAnswer:
 
     @property
     def names(self) -> tuple[int, int, int, int, int]:
-        """Group, attempt, sample, turn, and number of the request."""
+        """The parts of the request's id: group, attempt, sample, turn, and number of the request in the turn."""
         group, attempt, sample, turn, number = map(int, self.id.split("-"))
         return group, attempt, sample, turn, number
 
     @property
     def path(self) -> list[int]:
-        """The prompt and the answer."""
+        """The tokens of the prompt and of the answer."""
         return self.prompt_ids + self.token_ids
 
     @property
@@ -78,7 +78,7 @@ class EngineAnswer:
 
 
 def read_engine_log(folder: Path) -> list[EngineAnswer]:
-    """Return the answers of all requests, in the order of their first chunks."""
+    """Return the answers to all requests, in the order of the first chunk of each answer."""
     answers: dict[tuple[int, str], EngineAnswer] = {}
     for line in (folder / "engine.jsonl").read_text().splitlines():
         chunk = json.loads(line)
@@ -98,10 +98,10 @@ def read_engine_log(folder: Path) -> list[EngineAnswer]:
 
 
 def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: Sequence[EngineAnswer]) -> int:
-    """Check that SGLang sampled every trained token after exactly the tokens that precede it in ``rows``.
+    """Check that SGLang sampled each trained token of ``rows`` after the same preceding tokens.
 
-    The log-prob and the version of the token must be those of SGLang. The tokens that precede a sampled part must be
-    the prompt of a request. Returns the number of trained tokens.
+    Log-prob and version of the token must be those of SGLang. The tokens before a sampled part must be the prompt of a
+    request. Returns the number of trained tokens.
     """
     by_prompt: dict[bytes, list[EngineAnswer]] = defaultdict(list)
     for answer in answers:
@@ -122,15 +122,15 @@ def assert_trained_tokens_were_sampled(rows: Iterable[dict[str, Any]], answers: 
 
 
 def _is_sampled(by_prompt: Any, ids: list[int], logprobs: list, versions: list, first: int, last: int) -> bool:
-    """Return whether a chain of answers gives the tokens from ``first`` to ``last``.
+    """Return whether one or more answers of SGLang, one after the other, give the tokens from ``first`` to ``last``.
 
-    The prompt of each answer ends with the tokens of the previous answer.
+    The prompt of each further answer ends with the tokens of the previous answer.
     """
     if first == last:
         return True
     for answer in by_prompt.get(_key(ids[:first]), ()):
         end = first + len(answer.token_ids)
-        # if the answer was cut off, the next prompt may contain only the first part of the answer
+        # If an answer was cut off, the next prompt can contain only the first part of this answer.
         ends = [end] if answer.is_finished else range(end, first, -1)
         for place in ends:
             num = place - first

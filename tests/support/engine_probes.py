@@ -1,4 +1,4 @@
-"""Makes requests and weight offers, and recomputes log-probs, for tests of the real engines."""
+"""For tests of the real engines: makes requests and weight offers, and recomputes log-probs."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ _NUMBERS = itertools.count()
 def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampling: Any) -> list[SampleRequest]:
     """Return ``num_samples`` requests for each of ``num_prompts`` prompts. The prompts have 2, 3, ... tokens.
 
-    Each call uses new ids, as in a run. Otherwise a server that notices a closed stream late would abort running
-    requests with the same ids.
+    Each call uses new ids, as in a run. If ids were used again, a server that notices a closed stream late could abort
+    new requests with the same ids.
     """
     name = f"{name}{next(_NUMBERS)}"
     options = SamplingConfig(**{"max_new_tokens": 12, **sampling})
@@ -81,12 +81,12 @@ def requests_of(num_prompts: int, num_samples: int = 4, name: str = "", **sampli
 
 
 def folder_of(offer: WeightOffer) -> str:
-    """Return the directory of an offer's files, from its manifest."""
+    """Return the folder of an offer's files. The offer's manifest names it."""
     return read_manifest(offer).directory
 
 
 class RunningServer:
-    """A server that the engine does not start or stop."""
+    """A wrapper of a running server. An engine with this wrapper does not start or stop the server."""
 
     def __init__(self, server: Any) -> None:
         self._server = server
@@ -95,19 +95,19 @@ class RunningServer:
         return getattr(self._server, name)
 
     async def start(self) -> None:
-        """Return at once, because the server runs already."""
+        """Do nothing, because the server runs already."""
 
     async def stop(self) -> None:
-        """Return at once, because the server keeps running."""
+        """Do nothing, because the server must keep running."""
 
 
 def server_processes(engine: Any) -> list[psutil.Process]:
-    """Return all processes of an engine's SGLang server. The first one is the launched process."""
+    """Return all processes of an engine's SGLang server. The first process is the one that the engine launched."""
     return psutil.Process(engine.server.guard.pid).children(recursive=True)
 
 
 async def until_writing(engine: Any) -> None:
-    """Wait until another token of the running requests has arrived. An engine may report it from another thread."""
+    """Wait until the engine has sampled one more token of its running requests."""
     loop, first, token = asyncio.get_running_loop(), asyncio.Event(), engine.silence.token
     engine.silence.token = lambda: (loop.call_soon_threadsafe(first.set), token())
     await asyncio.wait_for(first.wait(), 60)
@@ -121,9 +121,9 @@ async def answer(engine: Any, requests: Sequence[SampleRequest]) -> list[SampleO
 
 
 def assert_ends(samples: Sequence[SampleOutput], *, least: int, longest: int = 12) -> None:
-    """Check that samples end with the end of sequence exactly when they stopped, and that both ends occur.
+    """Check that a sample ends with the end-of-sequence token exactly if its finish reason is ``stop``.
 
-    More than ``least`` samples must have stopped, and as many must have reached the length ``longest``.
+    More than ``least`` samples must have stopped. More than ``least`` samples must have reached the length ``longest``.
     """
     reasons = Counter(sample.finish_reason for sample in samples)
     assert min(reasons[FinishReason.stop], reasons[FinishReason.length]) > least
@@ -146,10 +146,10 @@ def forward_logprobs(path: str, request: SampleRequest, sample: SampleOutput) ->
 def forward_by_versions(
     model_of: Callable[[int], Any], request: SampleRequest, sample: SampleOutput, *, keeps: bool = False
 ) -> np.ndarray:
-    """Return [R] log-probs of each token with the weights of its version.
+    """Return [R] log-probs: that of each sampled token with the weights of the token's version.
 
-    With ``keeps`` the forward uses the KV cache of earlier versions, like an engine that keeps the cache over an
-    update.
+    With ``keeps``, the forward uses the KV cache of earlier versions. An engine that keeps its cache at weight updates
+    does the same.
     """
     ids = torch.tensor([[*request.prompt_ids.tolist(), *sample.token_ids.tolist()]])
     starts = [0, *(np.flatnonzero(np.diff(sample.versions)) + 1).tolist()]
@@ -166,7 +166,7 @@ def forward_by_versions(
 
 
 async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
-    """Request greedy samples again after their first two tokens.
+    """Request greedy samples, then request them again with their first two tokens as a prefix.
 
     Check that the engine samples the same remaining tokens.
     """
@@ -190,9 +190,9 @@ async def assert_continues(engine: Any, model_path: str, atol: float) -> None:
 def publish_weights(
     model_path: str, directory: str | Path, version: int, scale: float = 1.0, *, alter: Any = None, change: Any = None
 ) -> WeightOffer:
-    """Offer the model's tensors times ``scale``, changed by ``alter``.
+    """Return an offer of the model's tensors, multiplied by ``scale`` and changed by the function ``alter``.
 
-    The manifest has the digests of these tensors. Afterwards, ``change`` may replace the tensors in the file.
+    The manifest has the digests of these tensors. After that, the function ``change`` can change the tensors on disk.
     """
     target = Path(directory) / f"v{version}"
     shutil.copytree(model_path, target)

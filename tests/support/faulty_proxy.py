@@ -21,7 +21,7 @@ ANSWERS = {
 
 
 class FaultyProxy(RunningServer):
-    """Stands in for a running server. `fail` sets the fault.
+    """A proxy that stands in for a running SGLang server. `fail` sets the fault that the proxy injects.
 
     Attributes:
         paths: Paths of all calls, in order of arrival.
@@ -36,11 +36,11 @@ class FaultyProxy(RunningServer):
 
     @property
     def url(self) -> str:
-        """The URL of the proxy, which replaces the URL of the server."""
+        """The URL of the proxy. The engine uses it in place of the server's URL."""
         return f"http://127.0.0.1:{self._listener.sockets[0].getsockname()[1]}"
 
     async def start(self, port: int = 0) -> None:
-        """Listen on a port, by default a free one."""
+        """Listen on ``port``, or on a free port if ``port`` is 0."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._listener = await asyncio.start_server(self._accept, "127.0.0.1", port)
 
@@ -75,7 +75,7 @@ class FaultyProxy(RunningServer):
         writer.close()
 
     async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Forward one request and its answer."""
+        """Forward one request of the engine and its answer."""
         head = await reader.readuntil(b"\r\n\r\n")
         length = re.search(rb"(?i)content-length: (\d+)", head)
         body = await reader.readexactly(int(length[1]) if length else 0)
@@ -97,7 +97,7 @@ class FaultyProxy(RunningServer):
                     writer.write(answer)
                 return
             if self._fault == (path, "midway"):
-                writer.write(await from_server.readuntil(b"\n\n"))  # the first event of the stream
+                writer.write(await from_server.readuntil(b"\n\n"))  # forward the first event of the stream
                 await writer.drain()
                 await self._fails(path, "midway", writer)
                 return
@@ -108,7 +108,7 @@ class FaultyProxy(RunningServer):
             to_server.close()
 
     async def _fails(self, path: str, moment: str, writer: asyncio.StreamWriter) -> bool:
-        """Inject the fault. Returns whether the engine has got an answer."""
+        """Inject the fault if it is set for this call and moment. Returns whether the engine has got its answer."""
         if self._fault != (path, moment):
             return False
         if self._act is not None:
@@ -118,6 +118,6 @@ class FaultyProxy(RunningServer):
         writer.write(self._answer)
         await writer.drain()
         if not self._answer:
-            await asyncio.Event().wait()  # waits until the proxy is stopped
+            await asyncio.Event().wait()  # wait until the proxy is stopped
         writer.close()
         return True

@@ -1,4 +1,4 @@
-"""A Python with packages that asyncrl's own environment does not have, from the package index."""
+"""Installs a separate Python with packages that asyncrl's own environment does not have."""
 
 import subprocess
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 
 def python_with(folder: Path, *packages: str) -> str:
-    """Make a virtual environment with ``packages``, and return its Python. Skips the test without a package index."""
+    """Make a virtual environment with ``packages``, and return its Python. Skips the test if that fails."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
     python = str(folder / "bin" / "python")
     command = [sys.executable, "-m", "uv", "pip", "install", "-q", "-p", python, *packages]

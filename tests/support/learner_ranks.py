@@ -1,4 +1,4 @@
-"""Two processes that hold the weights of a saved model, as learner ranks do, and send them into engines."""
+"""Two processes that act as learner ranks: they hold the weights of a saved model and send them to engines."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.support.peers import Peer, peers
 
 
 class LearnerRanks:
-    """Two ranks. Rank 0 holds every second tensor, rank 1 holds the others.
+    """Two learner ranks. Rank 0 holds every second tensor, and rank 1 holds the other tensors.
 
     Attributes:
-        ranks: The processes.
+        ranks: The processes of the two ranks.
     """
 
     def __init__(self, ranks: list[Peer], *, num_receivers: int, timeout_s: float) -> None:
@@ -35,7 +35,7 @@ class LearnerRanks:
         ranks[1].ask(_begin, 1, address, options).answer()
 
     def offer(self, published: WeightOffer) -> WeightOffer:
-        """Offer the weights of a folder. Afterwards the folder is not needed."""
+        """Read the weights of a published folder and offer them. After this call, the folder is not needed any more."""
         manifest = read_manifest(published)
         parts = [list(manifest.pieces[rank::2]) for rank in range(2)]
         file = str(Path(manifest.directory, manifest.files[0]))
@@ -52,12 +52,12 @@ class LearnerRanks:
 
 @contextmanager
 def learner_ranks(*, num_receivers: int, timeout_s: float) -> Iterator[LearnerRanks]:
-    """Run the two processes inside the block."""
+    """Run the two processes during the ``with`` block."""
     with peers(2) as ranks:
         yield LearnerRanks(ranks, num_receivers=num_receivers, timeout_s=timeout_s)
 
 
-# The work of a process
+# Functions that run in the processes
 
 
 def _begin(state: dict[str, Any], rank: int, address: ChannelAddress | None, options: PublishOptions) -> ChannelAddress:

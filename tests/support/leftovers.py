@@ -22,19 +22,19 @@ _STOP_S = 10.0
 
 
 def name_session() -> str:
-    """Name this session, for all processes started from now on."""
+    """Return the name of this test session. All processes that start from now on inherit the name."""
     return os.environ.setdefault(_VARIABLE, uuid.uuid4().hex)
 
 
 def watch_session(name: str, *, grace_s: float = _GRACE_S) -> subprocess.Popen[bytes]:
-    """Start the watcher, which ends after its standard input is closed."""
+    """Start the watcher process. When its standard input closes, it ends the session's processes and then itself."""
     environment = {key: value for key, value in os.environ.items() if key != _VARIABLE}
     command = [sys.executable, __file__, name, str(grace_s)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, env=environment, start_new_session=True)
 
 
 def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
-    """Wait a short time for the remaining processes of the session, terminate them, then kill them.
+    """Wait ``grace_s`` seconds for the remaining processes of the session. Then terminate them, and finally kill them.
 
     Returns:
         The command lines of the processes that did not end by themselves.
@@ -46,7 +46,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
             words.append(" ".join(process.cmdline()) or process.name())
             process.terminate()
     psutil.wait_procs(alive, timeout=_STOP_S)
-    while alive := list(_processes_of(name)):  # repeated, because a killed process may have started others
+    while alive := list(_processes_of(name)):  # repeat, because a process can start others
         for process in alive:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
@@ -57,8 +57,7 @@ def end_leftovers(name: str, *, grace_s: float = _GRACE_S) -> list[str]:
 def shared_memory_of(processes: Iterable[psutil.Process]) -> set[int]:
     """Return the inodes of the files in shared memory that these processes map.
 
-    An inode also identifies a semaphore. The name in the memory map of a process is not the name of the semaphore's
-    file.
+    Semaphores are identified by inode too, because the memory map of a process does not contain the name of their file.
     """
     inodes = set()
     for process in processes:
@@ -85,9 +84,9 @@ def _processes_of(name: str) -> Iterator[psutil.Process]:
 
 
 def _ends_with_us(process: psutil.Process) -> bool:
-    """Return whether this is a helper process of Python's multiprocessing.
+    """Return whether a process is a helper process of Python's multiprocessing.
 
-    Such a process ends when the pipe to this process closes.
+    A helper process ends by itself when the pipe to this process closes.
     """
     return process.ppid() == os.getpid() and any("from multiprocessing." in word for word in process.cmdline())
 

@@ -1,4 +1,4 @@
-"""A buffer service on its journal, without sockets. Its process dies at chosen writes and is restarted."""
+"""A buffer service with its journal, but without sockets. Kills during chosen writes are simulated."""
 
 import errno
 import threading
@@ -19,14 +19,14 @@ from buffer.sockets import LoopClock
 
 
 class Killed(BaseException):
-    """The process was killed."""
+    """Raised at a simulated kill of the process."""
 
 
 class MortalWrites:
-    """Replaces `buffer.journal.write_all` and kills the process before, within or after some writes.
+    """Replaces `buffer.journal.write_all`. Simulates a kill of the process before, during or after some writes.
 
-    ``kills`` has a pair for each kill: the number of writes since the previous kill, and how many 32nds of the
-    interrupted write reach the disk. Writes of the journal's threads are not interrupted.
+    ``kills`` has a pair for each kill: the number of writes after the previous kill, and how many 32nds of the
+    interrupted write reach the disk. Writes in the journal's own threads are not interrupted.
     """
 
     def __init__(self, kills: list[tuple[int, int]]) -> None:
@@ -50,7 +50,7 @@ class MortalWrites:
 
 
 class _DeadWrites(MortalWrites):
-    """Refuses the main thread's writes: the process is dead."""
+    """Refuses the writes of the main thread, because a killed process cannot write."""
 
     def __init__(self) -> None:
         super().__init__([])
@@ -79,12 +79,12 @@ class ManualClock(LoopClock):
         self._timers: list[_Timer] = []
 
     def call_at(self, when: float, callback: Callable[[], None]) -> Any:
-        """Remember a timer for `fire_due`."""
+        """Keep a timer until `fire_due` fires it."""
         self._timers.append(_Timer(when, callback))
         return self._timers[-1]
 
     def fire_due(self, run: Callable[[Callable[[], None]], None]) -> None:
-        """Call ``run`` with the callback of each due timer. Skip timers that an earlier callback has cancelled."""
+        """Pass the callback of each due timer to ``run``. Skip timers that an earlier callback has cancelled."""
         now, timers = self.time(), self._timers
         self._timers = [timer for timer in timers if timer.when > now and not timer.is_over]
         for timer in timers:
@@ -93,12 +93,12 @@ class ManualClock(LoopClock):
 
 
 class MortalServer:
-    """The service on its journal. Replies that were not flushed before a kill are lost.
+    """A buffer service with its journal. A kill loses the replies that were not flushed.
 
     Attributes:
-        num_kills: Number of kills.
-        service: The current service.
-        replies: Replies that were not taken yet, by client and request.
+        num_kills: Number of kills so far.
+        service: The service since the latest kill.
+        replies: Replies that the test has not taken yet, by client and request.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class MortalServer:
         self._outbox.append((client, message))
 
     def _release(self, kept: Journal | None) -> None:
-        """Release the lock and the open files, as the kernel does at a kill. The files stay as they are."""
+        """Release the journal's lock and open files, as the kernel does at a kill. Do not change the files."""
         self.num_kills += 1
         if kept is not None:
             with pytest.MonkeyPatch.context() as patch:
@@ -145,7 +145,7 @@ class MortalServer:
                 kept.close()
 
     def kill(self) -> None:
-        """Kill the process between two messages. Clients repeat unanswered requests."""
+        """Kill and restart the service between two messages. Then the clients repeat their unanswered requests."""
         self.service.close()
         self._release(self._journal)
         self._start()
@@ -153,22 +153,22 @@ class MortalServer:
             self.deliver(client, request)
 
     def send(self, client: bytes, request: Message) -> None:
-        """Send a request. After each restart of the server, send the request again until a reply has come."""
+        """Send a request. After each restart of the service, the request is sent again until a reply has come."""
         self._unanswered[client, request.request_id] = request
         self.deliver(client, request)
 
     def forget(self, client: bytes) -> None:
-        """Remove a client. Its requests are not repeated."""
+        """Remove a client, so that its unanswered requests are not repeated."""
         for key in [key for key in self._unanswered if key[0] == client]:
             del self._unanswered[key]
 
     def deliver(self, client: bytes, request: Message) -> None:
-        """Deliver a request, for the first time or as a late copy."""
+        """Deliver a request to the service, for the first time or as a late copy."""
         request.client = client
         self._do(lambda: self.service.handle(request))
 
     def pass_time(self) -> None:
-        """Fire due timers of the `ManualClock`. Leases expire, and silent workers count as gone."""
+        """Fire due timers of the `ManualClock`. Timers let leases expire, and declare silent workers gone."""
         self._clock.fire_due(self._do)
 
     def _do(self, work: Any) -> None:
@@ -186,14 +186,14 @@ class MortalServer:
         self._outbox.clear()
 
     def ask(self, client: bytes, request: Message) -> Message:
-        """Send a request that is answered at once. Returns the reply. An error fails the test."""
+        """Send a request that the service answers at once. Returns the reply. A reply with an error fails the test."""
         self.send(client, request)
         reply = self.replies.pop((client, request.request_id))
         assert kind_of(reply) == "ok", reply
         return reply
 
     def close(self) -> None:
-        """Close the service without a kill."""
+        """Close the service normally, without a kill."""
         self.service.close()
         self._journal.close()
 

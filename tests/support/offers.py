@@ -1,4 +1,4 @@
-"""Weight offers for tests that do not read weights, and a log of offers in memory."""
+"""Weight offers for tests that do not read the weights, and a log of offers in memory."""
 
 import asyncio
 from collections.abc import Collection
@@ -13,14 +13,14 @@ def bare_offer(version: int) -> WeightOffer:
 
 
 class OffersInMemory:
-    """Implements the buffer's calls for weight offers on the real log, without sockets.
+    """Implements the buffer's calls for weight offers without sockets, with the real `OfferLog`.
 
-    The names of engines are numbers.
+    The names of the engines are numbers.
 
     Attributes:
-        log: The log of offers.
+        log: The log of the offers.
         learner_version: Number of committed steps. Tests change it by `commit_offers`.
-        pins: Every pinned version.
+        pins: All versions that were pinned so far.
     """
 
     def __init__(self, learner_version: int = 1 << 30) -> None:

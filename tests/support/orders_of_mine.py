@@ -12,7 +12,7 @@ def by_group(summary: GroupSummary, deadline: int) -> float:
 
 
 def scattered(summary: GroupSummary, deadline: int) -> float:
-    """Return a sort key that has no relation to the deadline. Some keys are infinite."""
+    """Return a sort key that does not depend on the deadline. Some keys are infinite."""
     return (float("inf"), -float("inf"), float(summary.group_id * 7 % 5), 0.0)[summary.group_id * 11 % 4]
 
 

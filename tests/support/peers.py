@@ -1,4 +1,4 @@
-"""Processes that execute a test's calls, one at a time. The test can kill or stop them during a call."""
+"""Processes that execute a test's calls, one at a time. The test can kill or pause a process during a call."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.ranks import IMPORTED_ONCE
 
 
 class Peer:
-    """A process.
+    """A process that executes calls of the test.
 
     `ask` begins a call of ``function(state, *args)`` in the process, and `answer` waits for the result.
     """
@@ -33,7 +33,7 @@ class Peer:
         return self
 
     def answer(self, timeout_s: float = 60.0) -> Any:
-        """Return the result of the call. Raises the error of the call, or `EOFError` if the process died."""
+        """Return the result of the call that `ask` began. Raises the call's error, or `EOFError` after a death."""
         assert self._pipe.poll(timeout_s), f"no answer after {timeout_s} s"
         result, error = self._pipe.recv()
         if error is not None:
@@ -49,9 +49,9 @@ class Peer:
         os.kill(self.pid, number)
 
     def wait_end(self, timeout_s: float = 10.0) -> None:
-        """Wait for the end of the process after a signal that kills it."""
+        """Wait until the process has ended after a signal that kills it."""
         self._process.join(timeout_s)
-        assert not self._process.is_alive(), f"it lives after {timeout_s} s"
+        assert not self._process.is_alive(), f"the process has not ended after {timeout_s} s"
 
     def end(self) -> None:
         self._pipe.close()
@@ -61,7 +61,7 @@ class Peer:
 
 @contextlib.contextmanager
 def peers(count: int) -> Iterator[list[Peer]]:
-    """Run a number of peers inside the block."""
+    """Run ``count`` processes during the ``with`` block."""
     made = [Peer() for _ in range(count)]
     try:
         yield made

@@ -28,9 +28,9 @@ async def play(
     prompt: Prompt | None = None,
     **environment: Any,
 ) -> tuple[Outcome, list[dict[str, Any]]]:
-    """Return the outcome of the environment ``name``, and the requests that the policy got.
+    """Play an episode of the environment ``name``. Returns a pair: its outcome, and the requests that the policy got.
 
-    ``options`` go to the environment. ``environment`` has further fields of `EnvironmentConfig`.
+    ``options`` are the options of the environment. ``environment`` has further fields of `EnvironmentConfig`.
     """
     config = EnvironmentConfig(name=name, options=options or {}, **environment)
     environments = EnvironmentProcesses(RolloutFleetConfig(environment=config))

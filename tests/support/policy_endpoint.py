@@ -1,4 +1,4 @@
-"""A small policy endpoint for environments, with scripted answers."""
+"""A small HTTP endpoint that stands in for the policy of an environment. Its answers are scripted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def echo(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class PolicyEndpoint:
-    """Answers every request with ``script``, a function of the request's body. `requests` has the bodies so far."""
+    """Answers a request with the result of ``script`` for its body. ``requests`` has the bodies of all requests."""
 
     def __init__(self, script: Callable[[Mapping[str, Any]], dict[str, Any]] = echo) -> None:
         self.requests: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ class PolicyEndpoint:
         await self._runner.cleanup()
 
     def open(self) -> Access:
-        """Return the base URL and key of another episode."""
+        """Open another episode. Returns its base URL and its key."""
         self._keys.add(f"key-{len(self._keys)}")
         return Access(self._url, f"key-{len(self._keys) - 1}")
 

@@ -1,4 +1,4 @@
-"""A learner step of the policy with the options of an algorithm, and a rank's share of a batch."""
+"""Makes the learner step of a policy for an algorithm, and divides sequences among data-parallel ranks."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Resolves SGLang's arguments for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
+"""Resolves the arguments of SGLang servers for each kind of GPU: ``python pretended_card.py < ARGUMENT_LISTS``.
 
-Reads a JSON list of argument lists, and writes the resolved arguments as a JSON list per card. It forks one process per
-card. In each process, torch reports the card, and empty modules replace the packages with compiled kernels.
+The program reads a JSON list of argument lists. For each kind of GPU, it writes a JSON list of the resolved arguments.
+It forks one process per kind. In this process, torch reports such a GPU, and empty modules replace compiled packages.
 """
 
 import importlib.abc
@@ -21,7 +21,7 @@ VERSIONS = {"flashinfer_python": "0.6.18", "sglang-kernel": "0.4.7"}
 
 
 class Absent:
-    """Stands in for a name of a compiled package. A call raises an error."""
+    """Stands in for a function or class of a compiled package. A call of it raises an error."""
 
     def __init__(self, name):
         self._name = name
@@ -65,7 +65,7 @@ def let_compiled_packages_be_imported():
 
 
 def pretend(card):
-    """Patch torch so that it reports eight cards of this kind."""
+    """Patch torch so that it reports eight GPUs of the kind ``card``."""
     import torch
 
     capability, gib = CARDS[card]
@@ -87,7 +87,7 @@ def pretend(card):
 
 
 def resolve(card, lists):
-    """Return the arguments that SGLang resolves for each server on this card, as JSON."""
+    """Return the arguments that SGLang resolves on the GPU ``card`` for each argument list, as JSON."""
     from sglang.srt.server_args import prepare_server_args
 
     pretend(card)
@@ -101,7 +101,7 @@ if __name__ == "__main__":
     out = os.dup(1)
     os.dup2(2, 1)  # SGLang's output goes to stderr
     let_compiled_packages_be_imported()
-    pretend("A100")  # importing SGLang needs a card
+    pretend("A100")  # the import of SGLang needs a GPU
     importlib.import_module("sglang.srt.server_args")
     with multiprocessing.get_context("fork").Pool(1, maxtasksperchild=1) as pool:
         lists = json.load(sys.stdin)

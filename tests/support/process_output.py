@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 class ProcessOutput:
-    """Reads the output of a process in a thread, so that the process never blocks.
+    """Reads the output of a process in a thread, so that the process never waits for a reader.
 
     Attributes:
         process: The process. Its output must be a pipe in text mode.
@@ -30,16 +30,16 @@ class ProcessOutput:
 
     @property
     def output(self) -> str:
-        """All lines read so far."""
+        """All lines that were read so far, as one text."""
         return "\n".join(self.lines)
 
     def read_lines(self) -> list[str]:
-        """Return the lines that have come since the last read, without waiting."""
+        """Return the lines that have come since the last read. Does not wait for further lines."""
         fresh: list[str] = []
         with suppress(queue.Empty):
             while (line := self._fresh.get_nowait()) is not None:
                 fresh.append(line)
-            self._fresh.put(None)  # keeps the end mark for `finish`
+            self._fresh.put(None)  # keep the end mark for `finish`
         self.lines += fresh
         return fresh
 
@@ -59,7 +59,7 @@ class ProcessOutput:
                 return line
 
     def wait_until(self, is_true: Callable[[], bool], what: str, timeout_s: float) -> None:
-        """Wait for a condition while the process runs."""
+        """Wait until ``is_true()`` returns true. Fail if the process ends before. Messages name ``what`` is missing."""
         deadline = time.monotonic() + timeout_s
         while not is_true():
             if self.process.poll() is not None:
@@ -75,16 +75,16 @@ class ProcessOutput:
         self.wait_until(lambda: self.num_steps >= number, f"step {number}", timeout_s)
 
     def goes_on(self, what: str, *, before: int | None = None, timeout_s: float = 240.0) -> None:
-        """Wait for two steps after ``before``, because the first of these steps may have been running already.
+        """Wait for two more steps after step ``before``, and print how long they took.
 
-        Prints the duration.
+        One step is not enough, because it was possibly almost finished already.
         """
         before, began_s = self.num_steps if before is None else before, time.monotonic()
         self.wait_for_step(before + 2, timeout_s)
         print(f"{what} at step {before}: two steps in {time.monotonic() - began_s:.1f} s")  # noqa: T201
 
     def _check_end(self) -> None:
-        """Called by `wait_for_line` if the process ends before the line. A subclass may skip the test here."""
+        """`wait_for_line` calls this method if the process ends before the line. A subclass can skip the test here."""
 
     def finish(self, timeout_s: float) -> int:
         """Wait for the end of the process. Returns the exit status."""

@@ -1,4 +1,4 @@
-"""Random bytes that are published as a learner publishes weights: in full, as a delta or as an adapter."""
+"""Publishes random bytes as a learner publishes weights: in full, as a delta or as an adapter."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ ADAPTED = AdaptedLayer(weight="w", down="w", up="w", scale=1.0)
 
 
 def random_bytes(num_values: int, item_bytes: int = 2, seed: int = 0) -> np.ndarray:
-    """Return random bytes, [num_values * item_bytes] uint8. Read as floats, some values are not-a-number."""
+    """Return [num_values * item_bytes] uint8: random bytes. As floats, some values are NaN."""
     return np.random.default_rng(seed).integers(0, 256, num_values * item_bytes, dtype=np.uint8)
 
 
@@ -40,8 +40,8 @@ def publish_bytes(
 ) -> WeightOffer:
     """Publish the bytes ``image`` as one tensor, in pieces of 16 KiB.
 
-    With ``base``, the bytes are written as delta files. Otherwise they are written as one data file. With ``frozen``,
-    the manifest says that the bytes are an adapter of these frozen weights.
+    With ``base``, the bytes are written as delta files, and without it as one data file. With ``frozen``, the manifest
+    says that the bytes are an adapter of the frozen weights ``frozen``.
     """
     target = folder / ("frozen" if version == FROZEN else f"v{version:08d}")
     target.mkdir(parents=True)
@@ -71,7 +71,7 @@ def publish_bytes(
 
 
 def bytes_of(offer: WeightOffer) -> np.ndarray:
-    """Return the verified [bytes] uint8 of an offer."""
+    """Verify an offer of `publish_bytes`. Returns its bytes as an array of uint8."""
     weights = FileWeights(offer)
     weights.verify()
     ((_, data),) = weights.tensors()

@@ -1,7 +1,7 @@
-"""Runs a function on several gloo ranks, each in a fresh process. A hang fails by time-out.
+"""Runs a function on several gloo ranks, each in a new process. A function that hangs fails after a time-out.
 
-The ranks are forked from one server process that has imported torch and transformers. The import takes seconds, a fork
-takes milliseconds. The server starts with the first call of a test process and ends with it.
+The ranks are forked from a server process that has imported torch and transformers. The import takes seconds, but a
+fork takes milliseconds. The server starts at the first call in a test process, and ends with the test process.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-# Only libraries are preloaded. Each rank imports the project itself again.
+# Preload only libraries. Each rank imports the modules of the project itself.
 IMPORTED_ONCE = [
     "numpy",
     "torch",
@@ -35,10 +35,10 @@ IMPORTED_ONCE = [
 
 
 def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 240.0) -> list[Any]:
-    """Call ``function(*args)`` on every rank. Returns the results by rank. If a rank fails or dies, the call fails."""
+    """Call ``function(*args)`` on every rank. Returns the list of results. If a rank fails or dies, this call fails."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED_ONCE)
-    # The ranks find each other through a TCP store in this process, as with torchrun.
+    # Start a TCP store in this process, through which the ranks find each other, as with torchrun.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes = [context.Pipe() for _ in range(num_ranks)]
     processes = [
@@ -47,7 +47,7 @@ def run_on_ranks(num_ranks: int, function: Callable[..., Any], *args: Any, timeo
     ]
     for process, (_, of_rank) in zip(processes, pipes, strict=True):
         process.start()
-        of_rank.close()  # the death of the rank then closes the pipe
+        of_rank.close()  # so that the death of a rank closes its pipe
     try:
         return _outcomes([ours for ours, _ in pipes], timeout_s)
     finally:
@@ -64,7 +64,7 @@ def _outcomes(receivers: list[Connection], timeout_s: float) -> list[Any]:
     while len(results) < len(receivers):
         waiting = [receiver for rank, receiver in enumerate(receivers) if rank not in results]
         ready = wait(waiting, timeout_s)
-        assert ready, f"ranks hang after {timeout_s} s; {sorted(results)} are done"
+        assert ready, f"only the ranks {sorted(results)} have finished after {timeout_s} s"
         for receiver in ready:
             rank = receivers.index(receiver)
             outcome, failed = receiver.recv()
@@ -90,6 +90,6 @@ def _entry(rank: int, num_ranks: int, port: int, parent: Connection, function: C
         return
     parent.send((outcome, False))
     with contextlib.suppress(EOFError, OSError):
-        parent.recv()  # waits until all ranks are done, because other ranks may still need this rank
+        parent.recv()  # wait for all ranks, because they can still need this rank
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""The tests' shared Ray cluster, the addresses of its nodes, and Ray's form of an actor's errors."""
+"""The Ray cluster that tests share, the addresses of its nodes, and errors as Ray raises them."""
 
 import os
 from collections.abc import Iterator
@@ -6,13 +6,13 @@ from contextlib import contextmanager
 
 from asyncrl.core.host import own_python
 
-# Simultaneous test sessions have different addresses, so their ports do not conflict.
+# Test sessions that run at the same time use different addresses, so their ports do not conflict.
 _NETWORK = ".".join(str(byte) for byte in bytes.fromhex(os.environ.get("ASYNCRL_TEST_SESSION", "0000")[:4]))
 HEAD_ADDRESS = f"127.{_NETWORK}.9"
 SECOND_ADDRESS = f"127.{_NETWORK}.10"
 NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
 
-# Ray starts no idle workers in advance. Each of them would take a second of CPU, and most tests need other workers.
+# These variables make Ray start no idle workers in advance. Each would take a second of CPU, mostly without use.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -25,7 +25,7 @@ ENVIRONMENT = {
 def raised_by_ray(error: Exception) -> Exception:
     """Return an error of an actor's method as Ray raises it for the caller.
 
-    Its text begins with the place in the code where the error was raised.
+    Ray puts the actor's stack trace at the beginning of the error's text.
     """
     from ray.exceptions import RayTaskError
 
@@ -35,7 +35,7 @@ def raised_by_ray(error: Exception) -> Exception:
 
 @contextmanager
 def two_node_cluster() -> Iterator:
-    """Yield two nodes with 12 and 8 CPUs. Sorted as text, their addresses have another order than sorted as numbers."""
+    """Yield a cluster of two nodes with 12 and 8 CPUs. The order of their addresses as text is not that as numbers."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -57,7 +57,7 @@ def two_node_cluster() -> Iterator:
 
 @contextmanager
 def away_from_the_shared_cluster() -> Iterator[None]:
-    """Disconnect this process from the shared cluster, if it is connected, and connect it again afterwards."""
+    """Disconnect this process from the shared Ray cluster during the block. Then connect it again."""
     import ray
 
     address = ray.get_runtime_context().gcs_address if ray.is_initialized() else None

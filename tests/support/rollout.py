@@ -1,4 +1,4 @@
-"""A rollout loop on the scripted engine and a replay buffer in memory, for tests of the fleet."""
+"""For tests of the fleet: a rollout loop with the scripted engine, and a replay buffer in memory."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from tests.support.offers import OffersInMemory, bare_offer
 
 VOCABULARY = ["<pad>", "<eos>", "<bos>", *"0123456789", *">+=- r"]
 LEASE_S = 60.0
-OTHERS = 1_000_000  # the first group id that other workers use
+OTHERS = 1_000_000  # `InMemoryBuffer.advance` uses group ids from here on
 WRITTEN = 14
 """A token that no prompt of `make_prompts` contains."""
 
 
 class InMemoryBuffer(OffersInMemory):
-    """Implements `RolloutBuffer` on the real ledger, without sockets. Tests commit steps and revoke leases by hand.
+    """Implements `RolloutBuffer` with the real ledger, without sockets. Tests commit steps and revoke leases by calls.
 
     Attributes:
-        groups: The groups put so far.
-        released: Group id, tokens and reason of every release.
-        progress: The progress that was saved latest, by group id.
-        leases_asked: Engine version and number of groups of every request for leases.
+        groups: The groups that were put so far.
+        released: A tuple for each release: group id, number of tokens, reason.
+        progress: The latest saved progress of each group, by group id.
+        leases_asked: A pair for each request for leases: engine version, number of groups.
         num_waiting: Number of requests for leases that the buffer has not answered yet.
         renewals: Number of leases renewed so far.
     """
@@ -63,12 +63,12 @@ class InMemoryBuffer(OffersInMemory):
 
     @property
     def held(self) -> set[tuple[int, int]]:
-        """Group id and attempt of every lease."""
+        """The pair (group id, attempt) of every lease."""
         return {(lease.group_id, lease.attempt) for lease in self.ledger.groups.leases.all()}
 
     @property
     def num_accounted(self) -> int:
-        """The number of trained, dropped and buffered tokens, without those of other workers."""
+        """The number of trained, dropped and buffered tokens. Tokens of `advance` do not count."""
         account = self.ledger.account
         return (
             account.tokens_trained - self._num_others + sum(account.tokens_dropped.values()) + account.tokens_buffered
@@ -76,7 +76,7 @@ class InMemoryBuffer(OffersInMemory):
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens of the groups that were put."""
+        """The number of tokens in all groups that were put."""
         return sum(group.summary.num_tokens for group in self.groups)
 
     async def commit(self) -> None:
@@ -88,11 +88,11 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def advance(self) -> None:
-        """Consume a batch of one group from another worker. Needs ``groups_per_step=1``."""
+        """Make a learner step on one group of another worker. Needs ``groups_per_step=1``."""
         version = self.ledger.learner_version
         self.ledger.apply(Enqueue(group_ids=(OTHERS + version,)))
         (lease,) = self.ledger.apply(LeaseGroups(engine_version=version, max_groups=1), self._now).leases
-        assert lease.group_id == OTHERS + version, "prompts are queued that no worker has leased"
+        assert lease.group_id == OTHERS + version, "no other prompt may be queued"
         summary = GroupSummary(
             group_id=lease.group_id,
             attempt=0,
@@ -108,7 +108,7 @@ class InMemoryBuffer(OffersInMemory):
         await self.commit()
 
     async def expire(self, group_id: int) -> None:
-        """Let one lease expire without notice to its worker."""
+        """Let the lease of a group expire, and do not tell its worker."""
         self._now += 2 * LEASE_S
         for lease in self.ledger.groups.leases.all():
             if lease.group_id != group_id:
@@ -117,18 +117,18 @@ class InMemoryBuffer(OffersInMemory):
         await self._notify()
 
     async def revoke(self, group_id: int) -> None:
-        """Let one lease expire, with notice to its worker."""
+        """Let the lease of a group expire, and tell its worker."""
         await self.expire(group_id)
         for _, revocation in self.ledger.attempts.drain_revocations():
             self._revocations.put_nowait((revocation.group_id, revocation.attempt))
 
     async def stored(self, num_groups: int, *, within_s: float = 20.0) -> None:
-        """Wait until this many groups were put."""
+        """Wait until ``num_groups`` groups were put."""
         async with asyncio.timeout(within_s), self._changed:
             await self._changed.wait_for(lambda: len(self.groups) >= num_groups)
 
     async def dropped(self, num_groups: int) -> None:
-        """Wait until this many groups were dropped."""
+        """Wait until ``num_groups`` groups were dropped."""
         async with asyncio.timeout(20), self._changed:
             await self._changed.wait_for(lambda: sum(self.ledger.account.groups_dropped.values()) >= num_groups)
 
@@ -140,7 +140,7 @@ class InMemoryBuffer(OffersInMemory):
         command = LeaseGroups(engine_version=engine_version, max_groups=max_groups)
         self.num_waiting += 1
         try:
-            async with self._changed:  # with the lock, the ledger cannot change between `apply` and `wait`
+            async with self._changed:  # hold the lock from `apply` to `wait`
                 while not (granted := self.ledger.apply(command, self._now).leases):
                     await self._changed.wait()
         finally:
@@ -200,7 +200,7 @@ class InMemoryBuffer(OffersInMemory):
 
 
 def make_prompts(num_prompts: int) -> list[Prompt]:
-    """Return prompts of different lengths. A prompt has digits and ``>``, and the ground truth is the last digit."""
+    """Return prompts of different lengths. Each prompt is a row of digits, and its ground truth is the last digit."""
     prompts = []
     for index in range(num_prompts):
         digits = [(index + position) % 10 for position in range(3 + index % 4)]
@@ -216,7 +216,7 @@ async def update(loop: RolloutLoop, buffer: InMemoryBuffer) -> None:
 
 
 def writes(num_tokens: int, token_delay_s: float = 0.01) -> Script:
-    """Return a script whose finished responses have ``num_tokens`` tokens, even if they are continued."""
+    """Return a script. A finished response has ``num_tokens`` tokens in total, also if it was continued."""
 
     def script(request: Any, version: int) -> ScriptedAnswer:
         num_left = num_tokens - int(np.count_nonzero(request.prompt_ids == WRITTEN))
@@ -242,7 +242,7 @@ def make_loop(
     images: Any = None,
     **options: Any,
 ) -> RolloutLoop:
-    """Return a loop that does not run yet. It leases after its first `RolloutLoop.load_weights`."""
+    """Return a rollout loop that does not run yet. The loop leases groups after its first call of `load_weights`."""
     return RolloutLoop(
         RolloutFleetConfig(**options),
         AnsweringParts(
@@ -268,7 +268,7 @@ async def running_loop(
     version: int = 0,
     **options: Any,
 ) -> AsyncIterator[tuple[RolloutLoop, ScriptedEngine, asyncio.Task[FleetCounters]]]:
-    """Yield a running loop with a scripted engine. It is stopped at the end. ``options`` are those of `make_loop`."""
+    """Yield three things: a running rollout loop, its scripted engine, its task. `make_loop` gets ``options``."""
     engine = ScriptedEngine(script)
     await engine.start()
     loop = make_loop(buffer, engine, **options)

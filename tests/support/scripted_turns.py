@@ -21,8 +21,8 @@ class ScriptedTurns:
     """Runs an episode with scripted turns.
 
     Attributes:
-        requests: The engine's prompt and the turn of each request, in order.
-        script: Writes the turns.
+        requests: A pair for each request, in order: the engine's prompt, and the turn.
+        script: Function that writes the tokens of a turn.
         gate: Turns finish only while this event is set.
     """
 
@@ -61,9 +61,9 @@ class ScriptedTurns:
 
 
 class Talk:
-    """A session whose sampled turns are the texts ``texts``, one after the other, encoded letter by letter.
+    """A session whose policy answers with the texts ``texts``, one after the other. A letter is one token.
 
-    ``recorded`` is the progress of an earlier attempt.
+    ``recorded`` is the saved progress of an earlier attempt.
     """
 
     def __init__(self, renderer, *texts, prompt=(USER,), tools=(), most=512, recorded=None, refuses=False, **budget):
@@ -76,9 +76,9 @@ class Talk:
         self.session = Session(self.turns, renderer, sampling=sampling, prompt=self.prompt, refuses=refuses)
 
     def write(self, prompt_ids, sampling):
-        """Encode special tokens as one token and other text letter by letter.
+        """Return the tokens of the next text: one token per special token, and one token per letter of other text.
 
-        The tokenizer never encodes text in this way.
+        The tokenizer itself would encode the text in another way.
         """
         text = self.texts.pop(0)
         tokenizer = self.renderer.tokenizer
@@ -97,7 +97,7 @@ class Talk:
         return await self.session.chat(request)
 
     def check(self):
-        """Check that each engine prompt is the path to its turn. Then no sampled text was encoded again."""
+        """Check that each engine prompt is the path to its turn, so that no sampled text was encoded again."""
         for prompt, turn in self.turns.requests:
             episode = self.turns.episode
             assert np.array_equal(prompt, episode.path(episode.turn(turn).parent))

@@ -22,17 +22,17 @@ from rollout_fleet.metrics import FleetMeter
 
 
 class Workers:
-    """Stands in for workers and their resources. A call takes ``takes_s``. With ``hangs``, `counters` takes 60 s.
+    """Stands in for all workers and their resources. A call takes ``takes_s``. With ``hangs``, `counters` takes 60 s.
 
     Attributes:
-        deaths: Error that ends the worker's life, by rank.
-        replaced: Ranks in the order of their replacements.
-        full: An event while no node has room, otherwise None. A test sets the event when there is room again.
-        closed: Ranks whose resources were released.
+        deaths: The error with which a worker dies, by rank.
+        replaced: The ranks of replaced workers, in the order of their replacements.
+        full: An event while no node has room, otherwise None. A test sets the event when a node has room again.
+        closed: Ranks of the workers whose resources were released.
         made_with: Arguments of the latest worker, without its seed.
-        engine_seeds: Seeds of the engines in the order of their starts.
-        calls: Rank and method of every call except `counters`.
-        keeps_leases: Ranks that cannot give all leases back when they end.
+        engine_seeds: Seeds of the engines, in the order of their starts.
+        calls: The pair (rank, method) of every call except calls of `counters`.
+        keeps_leases: Ranks of the workers that cannot release all leases when they end.
         run_errors: The error that `run` raises, by rank.
     """
 
@@ -63,10 +63,10 @@ class Workers:
 
     def die(self, rank, error):
         self.death_of(rank).set_exception(error)
-        self.death_of(rank).exception()  # marks the error as retrieved, because possibly no call awaits this future
+        self.death_of(rank).exception()  # mark the error as retrieved
 
     def stand_still(self, rank, seconds):
-        """Stop a worker's answers for a time, as SIGSTOP does. Then the worker answers the waiting calls."""
+        """Make a worker stop for ``seconds``, as SIGSTOP does. After this time, it answers the pending calls."""
         self.awake_s[rank] = time.monotonic() + seconds
 
     def fill(self):
@@ -153,7 +153,7 @@ class Workers:
 
 
 class Graves:
-    """Stands in for the controller's buffer client. The buffer counts 70 lost tokens per dead worker.
+    """Stands in for the controller's buffer client. For each dead worker, the buffer reports 70 lost tokens.
 
     Attributes:
         error: The error that `bury` raises, or None.
@@ -178,9 +178,9 @@ class Graves:
 def fleet_on(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, workers: Workers, *options: str, version: int = 0
 ) -> FleetGroup:
-    """Return a fleet with these workers, in a life that begins at ``version``.
+    """Return a fleet of the scripted workers ``workers``, in a run that begins at version ``version``.
 
-    ``buffer.request_timeout_s`` is 0.1 unless ``options`` change it.
+    By default, ``buffer.request_timeout_s`` is 0.1. ``options`` can change it.
     """
 
     def places(config: RunConfig, *, worker: RayClassWithInitArgs, **_: Any) -> Workers:

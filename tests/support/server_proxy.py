@@ -1,8 +1,7 @@
-"""A proxy in front of the SGLang server of a whole run.
+"""A proxy in front of the SGLang server of a real training run. A test can make calls to the server fail.
 
-The proxy finds the server itself, and makes calls fail if the test requests this. The run's server listens on another
-port than its worker calls (``--port`` in the server's extra arguments). The proxy listens on the port that the worker
-calls. If the run replaces the server, the proxy also serves the new worker's port.
+With ``--port`` in its extra arguments, the run's server listens on another port than the one that its worker calls. The
+proxy listens on the port that the worker calls. If the run replaces the server, a proxy serves the new port too.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ _LOOK_S = 0.1
 
 
 class ServerProxy:
-    """One proxy per run. `fail` and `heal` may be called from any thread.
+    """The proxies for the SGLang servers of one run. Any thread can call `fail` and `heal`.
 
     Attributes:
-        option: The option that the run needs for the proxy.
+        option: The option of the run that moves its server to another port.
         num_failed: Number of failed calls.
     """
 
@@ -40,14 +39,14 @@ class ServerProxy:
         threading.Thread(target=self._loop.run_forever, daemon=True, name="proxy").start()
 
     def fail(self, path: str, moment: str, answer: bytes) -> None:
-        """Answer every call of ``path`` with the HTTP response ``answer`` from now on.
+        """From now on, answer every call of ``path`` with the HTTP response ``answer``.
 
         ``moment`` says when: ``before`` the server receives the call, ``during`` its work, or ``after`` its answer.
         """
         self._set((path, moment, answer))
 
     def heal(self) -> None:
-        """Forward all calls again."""
+        """From now on, forward all calls to the server again."""
         self._set(None)
 
     def _set(self, fault: tuple[str, str, bytes] | None) -> None:
@@ -63,7 +62,7 @@ class ServerProxy:
 
     @contextlib.contextmanager
     def serving(self, run: RunningTraining) -> Iterator[ServerProxy]:
-        """Start a proxy for each new server of the run."""
+        """During the block, start a proxy for each new SGLang server of the run."""
         ended = threading.Event()
         looking = threading.Thread(target=self._look, args=(run, ended), daemon=True)
         looking.start()

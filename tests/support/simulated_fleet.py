@@ -1,6 +1,6 @@
-"""A fleet of engines of different speeds and a learner, with the real buffer service in simulated time.
+"""A simulated fleet of engines with different speeds, a simulated learner, and the real buffer service.
 
-The pace of a group does not depend on the number of groups on its engine. Handed-over groups are saved and continued.
+The speed of a group does not depend on how many groups its engine runs. A group that is handed over keeps its tokens.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ Speed = Callable[[float], float]
 
 @dataclass(kw_only=True)
 class _Writing:
-    """A group on an engine."""
+    """A group that an engine generates."""
 
     length: int
     num_tokens: float
@@ -39,8 +39,8 @@ class SimulatedEngineWorker:
     """A rollout worker whose engine writes ``speed(now)`` tokens per second for each group.
 
     Attributes:
-        num_written: Tokens written.
-        num_handed_on: Number of handed-over groups.
+        num_written: Number of tokens that the engine has written.
+        num_handed_on: Number of groups that the worker has handed over.
     """
 
     def __init__(self, fleet: "SimulatedFleet", index: int, speed: Speed, num_places: int) -> None:
@@ -157,7 +157,7 @@ class SimulatedFleet:
     """Engines with given speeds, and a learner that needs ``step_s`` per step and publishes at once.
 
     Args:
-        speeds: Tokens per second of one group, per engine. An entry is a function of time if the speed changes.
+        speeds: For each engine, the tokens per second of one group. An entry can be a function of time.
         num_places: Largest number of groups on each engine.
         groups_per_step: Number of groups per learner step.
         max_lag: ``buffer.max_lag``.
@@ -199,7 +199,7 @@ class SimulatedFleet:
         self.env.process(self._learn())
 
     def rate(self, seconds: float, *, warm_up_s: float) -> float:
-        """Return the tokens trained per second, after a warm-up."""
+        """Return the number of tokens trained per second during ``seconds``, after a warm-up of ``warm_up_s``."""
         with self._loop.running():
             self.env.run(until=warm_up_s)
             before = self.tokens_trained

@@ -1,4 +1,4 @@
-"""Runs a function as another user of this host, in a child process."""
+"""Runs a function in a child process as another user of this host."""
 
 import json
 import os
@@ -12,7 +12,7 @@ NOBODY = 65534
 
 
 def as_stranger(function: Callable[[], Any]) -> Any:
-    """Return the JSON result of a function that runs in a child process of user `NOBODY`.
+    """Run a function in a child process as the user `NOBODY`. Returns its result, which must be JSON.
 
     Skips the test if this process does not run as root.
     """
@@ -44,8 +44,8 @@ def as_stranger(function: Callable[[], Any]) -> Any:
 def refusals(paths: list[str]) -> dict[str, str]:
     """Connect to Unix sockets.
 
-    Returns the error's name per socket, ``closed`` if the server ends the connection at once, and an empty string if
-    the server continues. A name that begins with @ is an abstract socket.
+    Returns a word per socket: the name of the error, ``closed`` if the server closes the connection at once, or an
+    empty string if the connection stays open. A path that begins with @ is an abstract socket.
     """
     found = {}
     for path in paths:

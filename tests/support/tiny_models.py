@@ -36,7 +36,7 @@ _WINDOW_THEN_ALL = {**_WINDOW, "layer_types": ["sliding_attention", "full_attent
 _LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8}
 
-# Windows, chunks and query scales are small, so they have an effect within 24 tokens, a test's longest sequence.
+# Windows, chunks and query scales are so small that they have an effect in 24 tokens, the longest test sequence.
 _FAMILIES: dict[str, dict] = {
     "qwen2": {"tie_word_embeddings": False},
     "qwen3": {"head_dim": 8, "tie_word_embeddings": True},
@@ -136,7 +136,7 @@ TRAINED_FAMILIES = [*list(_FAMILIES)[: list(_FAMILIES).index("minimax") + 1]]
 
 
 def tiny_config(family: str, *, initializer_range: float, **options: Any) -> PreTrainedConfig:
-    """Return the configuration of a family's smallest model, with ``options`` of the family."""
+    """Return the configuration of a tiny model of the family. ``options`` replaces fields of the configuration."""
     special = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     own = {**_SHAPE, **special, "initializer_range": initializer_range, **_FAMILIES[family], **options}
     return AutoConfig.for_model(family, **own)
@@ -153,17 +153,17 @@ def save_tiny_model(
 
 
 def plain_log_probs(model: torch.nn.Module, sequence: TokenSequence, *, temperature: float = 1.0) -> torch.Tensor:
-    """Return [tokens in the loss] log-probs from transformers' forward of one sequence, without packing."""
+    """Return the log-probs of the tokens in the loss, from transformers' forward of one sequence without packing."""
     ids = torch.from_numpy(sequence.input_ids.astype(np.int64))
     log_probs = F.log_softmax(model(ids[None]).logits[0, :-1] / temperature, dim=-1)
     return log_probs.gather(-1, ids[1:, None])[:, 0][torch.from_numpy(sequence.loss_mask[1:])]
 
 
 def random_sequences(num: int, seed: int = 0, *, longest: int = 24) -> list[TokenSequence]:
-    """Return sequences of 2 to ``longest`` tokens with responses.
+    """Return ``num`` random sequences of 2 to ``longest`` tokens. Each has a prompt and a response.
 
-    Behavior log-probs and advantages have many magnitudes. Every second sequence has the prompt of the previous one if
-    there is room for a response.
+    Behavior log-probs and advantages have many magnitudes. Every second sequence begins with the prompt of the previous
+    sequence, if a response still fits.
     """
     rng = np.random.default_rng(seed)
     return _with_common_prompts([_sequence(rng, int(rng.integers(2, longest + 1))) for _ in range(num)])
@@ -195,9 +195,9 @@ def _sequence(rng: np.random.Generator, length: int) -> TokenSequence:
 
 
 def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
-    """Return sequences that are difficult to split.
+    """Return sequences that are difficult to split over ranks and micro-batches.
 
-    Some sequences have one token, no loss tokens, strided arrays, or very different values.
+    Some sequences have only one token, no token in the loss, strided arrays, or very different values.
     """
     rng = np.random.default_rng(seed)
     sequences = _with_common_prompts([_sequence(rng, int(rng.integers(2, 25))) for _ in range(13)])
@@ -215,7 +215,7 @@ def awkward_sequences(seed: int = 0) -> list[TokenSequence]:
 
 
 def _strided(sequence: TokenSequence) -> TokenSequence:
-    """Return the same sequence in arrays of every second entry."""
+    """Return the same sequence with arrays that are strided views (every second entry of a larger array)."""
 
     def spread(values: np.ndarray) -> np.ndarray:
         return values.repeat(2)[::2]

@@ -1,6 +1,6 @@
-"""Records of small simulated runs: a simulated fleet, learner and controller with the real ledger.
+"""Traces of small simulated runs. Fleet, learner and controller are simulated, and the ledger is real.
 
-`record_run` simulates a run with its own clock and writes the records of its processes with the real recorder.
+`record_run` simulates a run in simulated time, and writes the records of its processes with the real recorder.
 `trace_of` makes a trace from explicit values.
 """
 
@@ -73,7 +73,7 @@ class _Group:
 
 
 class RecordedRun:
-    """Simulates and records a run. `record_run` makes one."""
+    """Simulates a run and records it, for `record_run`."""
 
     def __init__(self, folder: Path, shape: RunShape) -> None:
         self.shape = shape
@@ -104,7 +104,7 @@ class RecordedRun:
         return self._recorders[-1]
 
     def play(self) -> None:
-        """Simulate the run to its end, and close the files."""
+        """Simulate the run to its end, and close the files of its records."""
         shape = self.shape
         for engine in self._engines:
             engine.change(capacity=shape.groups_in_flight * shape.samples_per_prompt, running=0)
@@ -208,7 +208,7 @@ class RecordedRun:
 
         self._later(self.shape.pause, loaded)
 
-    # Controller and learner
+    # The methods below simulate controller and learner.
 
     def _plan(self) -> None:
         version = self._next_plan
@@ -281,7 +281,7 @@ class RecordedRun:
 
 
 def record_run(folder: Path, **shape: object) -> Trace:
-    """Simulate and record a run of a `RunShape` in ``folder``, and return its trace. ``max_lag=0`` is a serial run."""
+    """Simulate a run with the fields ``shape`` of `RunShape`, record it in ``folder``, and return its trace."""
     RecordedRun(folder, RunShape(**shape)).play()
     return Trace.load(folder)
 
@@ -296,8 +296,8 @@ def trace_of(
 ) -> Trace:
     """Make a trace from explicit values.
 
-    A span is (lane, kind, start, end). A level is a measured value: (lane, name, time, value), or for the buffer
-    (name, time, value). ``steps`` has the start of the first learner step and the end of each step.
+    A span is a tuple: row of the timeline (lane), kind, start, end. A measured value (level) is a tuple: lane, name,
+    time, value. Levels of the buffer have no lane. ``steps`` has the start of the first step and the end of each step.
     """
     spans, levels = [], []
     for process, noted in (("rollout-0", fleet), ("learner-0", learner), ("controller", controller)):

@@ -1,4 +1,4 @@
-"""A training run in a separate process, started as by a user, and functions that inspect it."""
+"""Starts a training run in a separate process, as a user does, and inspects the run."""
 
 import json
 import os
@@ -21,16 +21,17 @@ START_TIMEOUT_S = 600
 
 
 def documented_metrics() -> set[str]:
-    """Return the metrics that docs/metrics.md explains in its tables."""
+    """Return the names of the metrics in the tables of docs/metrics.md."""
     page = (ROOT / "docs" / "metrics.md").read_text()
     cells = re.findall(r"^\| (`.*?`) \| ", page, flags=re.MULTILINE)
     return {name for cell in cells for name in re.findall(r"`([^`]+)`", cell)}
 
 
 def undocumented(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics that docs/metrics.md does not explain.
+    """Return the ``names`` of metrics that docs/metrics.md does not explain.
 
-    A critic has the metrics of the policy. All alarms share one row, and all data sources share one row.
+    The page explains each metric of a critic as that of the policy. It has one row for all alarms, and one for all data
+    sources.
     """
     known = documented_metrics()
     known |= {name.replace("learner.", "learner.critic.", 1) for name in known}
@@ -47,7 +48,7 @@ that do not exist."""
 
 
 def words_of(process: psutil.Process) -> str:
-    """Return the name and the command line of a process, or an empty string if it has ended."""
+    """Return the name and the command line of a process, or an empty string if the process has ended."""
     with suppress(psutil.Error):
         if process.status() != psutil.STATUS_ZOMBIE:
             return process.name() + " " + " ".join(process.cmdline())
@@ -55,9 +56,9 @@ def words_of(process: psutil.Process) -> str:
 
 
 class RunningTraining(ProcessOutput):
-    """A process of ``python -m asyncrl train``.
+    """A process of ``python -m asyncrl train`` whose output is read line by line.
 
-    Its output is read line by line. ``python_path`` has modules for its processes. ``environment`` has further
+    ``python_path`` is a folder with additional modules for the run's processes. ``environment`` has additional
     environment variables.
     """
 
@@ -70,7 +71,7 @@ class RunningTraining(ProcessOutput):
         environment: Mapping[str, str] | None = None,
     ) -> None:
         self.output_dir = output_dir
-        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # the path must be short, because the folder has sockets
+        self.scratch = Path(tempfile.mkdtemp(prefix="run-"))  # paths of sockets in this folder must be short
         self.family: dict[int, psutil.Process] = {}
         paths = [str(path) for path in (python_path, ROOT) if path is not None]
         process = subprocess.Popen(
@@ -97,7 +98,7 @@ class RunningTraining(ProcessOutput):
 
     @property
     def run_dir(self) -> Path:
-        """The run's folder. It does not exist if nothing was started."""
+        """The run's folder. A run that failed before its start does not have this folder."""
         return Path(next(line for line in self.lines if " writing to " in line).partition(" writing to ")[2])
 
     @property
@@ -113,7 +114,7 @@ class RunningTraining(ProcessOutput):
         return [json.loads(line) for line in whole.splitlines()]
 
     def remember_family(self) -> None:
-        """Record every process of the run, to find survivors later."""
+        """Remember all current processes of the run, so that `survivors` can find those that do not end."""
         for child in psutil.Process(self.process.pid).children(recursive=True):
             self.family[child.pid] = child
 
@@ -125,9 +126,9 @@ class RunningTraining(ProcessOutput):
                 process.send_signal(number)
 
     def pid_of(self, words: str) -> int:
-        """Return the pid of the run's first process with ``words`` in its name or the start of its command.
+        """Return the pid of the run's first process that has ``words`` in its name.
 
-        The start is the first four words.
+        The first four words of the command line count as part of the name.
         """
         self.remember_family()
         for child in self.family.values():
@@ -138,7 +139,7 @@ class RunningTraining(ProcessOutput):
         )
 
     def wait_for_process(self, words: str, timeout_s: float = 30.0) -> int:
-        """Wait until the run has a process with ``words`` in its name or the start of its command. Return its pid."""
+        """Wait until `pid_of` finds a process with ``words`` in its name. Returns the pid of the process."""
         found: list[int] = []
 
         def is_there() -> bool:
@@ -150,25 +151,25 @@ class RunningTraining(ProcessOutput):
         return found[0]
 
     def pid_at(self, words: str) -> int:
-        """Return the pid of the first process of the run with ``words`` in its name or whole command line."""
+        """Return the pid of the run's first process that has ``words`` in its name or in its command line."""
         pids = self.pids_at(words)
         assert pids, f"no process of the run has {words!r} in its command line"
         return pids[0]
 
     def pids_at(self, words: str) -> list[int]:
-        """Return the pids of all processes of the run with ``words`` in their name or whole command line."""
+        """Return the pids of the run's processes that have ``words`` in their name or in their command line."""
         self.remember_family()
         return [child.pid for child in self.family.values() if words in words_of(child)]
 
     @property
     def num_steps(self) -> int:
-        """Number of learner steps that were made and not lost."""
+        """The number of learner steps so far. Steps that were lost by a return to a checkpoint do not count."""
         path = self.run_dir / "metrics.jsonl"
         whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
         return json.loads(whole.rpartition("\n")[2])["step"] + 1 if whole else 0
 
     def survivors(self, timeout_s: float = 5.0) -> list[str]:
-        """Return the processes that still run after the end of the run."""
+        """Return the command lines of the run's processes that have not ended after ``timeout_s`` seconds."""
         _, alive = psutil.wait_procs(list(self.family.values()), timeout=timeout_s)
         return [" ".join(process.cmdline()) or process.name() for process in alive]
 
@@ -177,7 +178,7 @@ class RunningTraining(ProcessOutput):
         return shared_folder(self.run_dir).exists()
 
     def end(self) -> None:
-        """End the remaining processes of the run by their ids."""
+        """Kill the remaining processes of the run, and delete its scratch folder."""
         if self.process.poll() is None:
             self.remember_family()
             self.process.kill()

@@ -1,4 +1,4 @@
-"""Trajectory groups for tests, from flat responses with a mask."""
+"""Makes trajectory groups for tests, from flat responses with a mask."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ def make_group(
     finish_reasons: Sequence[FinishReason],
     response_mask: np.ndarray | None = None,
 ) -> TrajectoryGroup:
-    """Make G chains of turns below one prompt.
+    """Make a group of G samples of one prompt. Each sample is a chain of turns.
 
-    The responses are concatenated, and each is cut into turns where the mask changes.
+    ``response_ids`` has all responses one after the other. A new turn begins where the mask changes.
     """
     mask = np.ones(len(response_ids), dtype=bool) if response_mask is None else response_mask
     trajectories, start = [], 0
@@ -68,13 +68,13 @@ def sampled_turn(
 
 
 def runs(mask: np.ndarray) -> list[tuple[int, int]]:
-    """Return the start and the end of each series of equal values."""
+    """Return a pair for each series of equal values in ``mask``: its start and its end."""
     edges = [0, *(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     return [(begin, end) for begin, end in pairwise(edges) if end > begin]
 
 
 def assert_by_context(group: TrajectoryGroup, next_token: Callable[[list[int]], int]) -> int:
-    """Check that every sampled token follows from the tokens before it on its path.
+    """Check that every sampled token is ``next_token`` of the tokens before it on its path.
 
     Returns the number of sampled tokens.
     """

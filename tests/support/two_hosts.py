@@ -1,4 +1,4 @@
-"""Starts scripts/two_hosts.sh for tests."""
+"""Starts scripts/two_hosts.sh, which runs a training on two hosts that are made of namespaces."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SECOND_ADDRESS = "10.77.0.2"
 
 
 def start_hosts(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[subprocess.Popen, str]:
-    """Start the script. Returns the process, and a mark in the environment of all its child processes."""
+    """Start the script. Returns its process, and the value of MARK in the environment of all its processes."""
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
         ["bash", str(script), *arguments],
@@ -32,13 +32,13 @@ def start_hosts(out: Path, *arguments: str, script: Path = SCRIPT) -> tuple[subp
 
 
 def skip_unless_permitted(process: subprocess.Popen, output: str) -> None:
-    """Skip the test if the script has reported that hosts cannot be made."""
+    """Skip the test if the script has reported that this machine does not permit namespaces."""
     if process.returncode == 3:
         pytest.skip(output.strip().splitlines()[-1])
 
 
 def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
-    """Return the processes with this mark that are still alive after ``grace_s`` seconds."""
+    """Return the processes whose variable MARK is ``mark`` and that have not ended after ``grace_s`` seconds."""
     found = []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -48,7 +48,7 @@ def left_of(mark: str, grace_s: float = 0.0) -> list[psutil.Process]:
 
 
 class RunOnTwoHosts(ProcessOutput):
-    """The script with its output, and access to the processes of its second host."""
+    """Runs scripts/two_hosts.sh, reads its output, and finds the processes of its hosts."""
 
     def __init__(self, out: Path, *arguments: str) -> None:
         process, self.mark = start_hosts(out, *arguments)
@@ -59,25 +59,25 @@ class RunOnTwoHosts(ProcessOutput):
 
     @property
     def num_steps(self) -> int:
-        """Number of steps that were made and not lost. The run's folder is in /tmp of the first host."""
+        """The number of learner steps, without lost steps. The run's folder is in /tmp of the first host."""
         first = next(one.pid for one in left_of(self.mark) if "gcs_server" in one.name())
         paths = list(Path(f"/proc/{first}/root/tmp/asyncrl/quickstart").glob("*/metrics.jsonl"))
         whole, _, _ = (paths[0].read_text() if paths else "").rpartition("\n")
         return json.loads(whole.splitlines()[-1])["step"] + 1 if whole else 0
 
     def pids(self, words: str) -> list[int]:
-        """Return the pids of all processes of both hosts with these words in their name or command line."""
+        """Return the pids of the processes of both hosts that have ``words`` in their name or command line."""
         return [one.pid for one in left_of(self.mark) if words in words_of(one)]
 
     def pids_on_second(self, words: str) -> list[int]:
-        """Return the pids of the second host's processes with these words in their name or command line."""
+        """Return the pids of the second host's processes that have ``words`` in their name or command line."""
         ours = left_of(self.mark)
         (raylet,) = [one for one in ours if one.name() == "raylet" and SECOND_ADDRESS in words_of(one)]
         host = _host_of(raylet)
         return [one.pid for one in ours if words in words_of(one) and _host_of(one) == host]
 
     def set_link(self, state: str) -> None:
-        """Set the second host's end of the network link to ``state``: ``up`` or ``down``."""
+        """Set the network interface of the second host to ``state``: ``up`` or ``down``."""
         inside = self.pids_on_second("raylet")[0]
         command = ["nsenter", "--target", str(inside), "--net", "ip", "link", "set", "eth0", state]
         subprocess.run(command, check=True, timeout=10)
@@ -93,7 +93,7 @@ class RunOnTwoHosts(ProcessOutput):
 
 
 def _host_of(process: psutil.Process) -> str:
-    """Return the UTS namespace of a process. Each of the two hosts has its own."""
+    """Return the UTS namespace of a process. Each of the two hosts has its own UTS namespace."""
     with suppress(OSError):
         return os.readlink(f"/proc/{process.pid}/ns/uts")
     return ""

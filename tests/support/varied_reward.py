@@ -1,4 +1,4 @@
-"""A reward that an untrained policy sometimes gets, so that its gradient is not 0."""
+"""A reward that differs between answers of an untrained policy, so that the gradient is not 0."""
 
 
 def share_of_even_digits(prompt, response_text):

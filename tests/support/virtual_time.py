@@ -1,4 +1,4 @@
-"""An event loop whose waits take no time, for tests of code without threads and other processes."""
+"""Virtual time: waits in the event loop take no real time. For tests without threads and other processes."""
 
 import asyncio
 import time
@@ -8,16 +8,16 @@ import pytest
 
 @pytest.fixture
 async def virtual_time(monkeypatch):
-    """Let time advance only when no task has work. Then time jumps to the next timer.
+    """Advance time only when every task waits. Then time jumps to the next timer.
 
-    A test that waits is fast, and the order of events does not depend on the machine's load.
+    So long waits take no real time, and the order of events does not depend on the machine's load.
     """
     loop = asyncio.get_running_loop()
     now, select = time.monotonic(), loop._selector.select
 
     def select_or_jump(timeout):
         nonlocal now
-        if timeout is None:  # there is no timer to jump to
+        if timeout is None:  # no timer is set, so wait for real events
             return select(None)
         now += timeout
         return select(0)

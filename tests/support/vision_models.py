@@ -72,9 +72,9 @@ _PROCESSOR = {
 def write_vision_model(
     directory: Path, *, seed: int = 0, initializer_range: float = 0.2, family: str = "qwen3_vl", **text: Any
 ) -> str:
-    """Save the model.
+    """Save the model in ``directory``.
 
-    Its weights have a large spread, so a wrong position or a lost image gives very different results.
+    The model's weights have a large spread, so a wrong position or a lost image gives very different results.
     """
     directory.mkdir(parents=True, exist_ok=True)
     ids = _write_tokenizer(directory)

@@ -1,4 +1,4 @@
-"""A model's whole weights on one rank, for comparison with publishes and saved policies."""
+"""Gathers the whole weights of a model on one rank, to compare them with published weights and saved policies."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from learner.packed_model import PackedModel
 def whole_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every full parameter of a plain or sharded model, one FSDP unit at a time.
 
-    Every rank must iterate to the end. Each parameter is yielded once. Tied parameters have their first name. A tensor
-    is valid until the next step of the iteration.
+    Every rank must iterate to the end. Each parameter is yielded once, and tied parameters under their first name. A
+    tensor is valid only until the next step of the iteration.
     """
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if not units:
@@ -44,8 +44,8 @@ def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
     """Collect the whole weights of a plain or sharded model. This is a collective, so every rank must call it.
 
     Returns:
-        On rank 0, a CPU tensor in the computing type for each checkpoint name. Tied tensors occur once, and adapters
-        are merged. None on other ranks.
+        On rank 0, a dict from checkpoint names to CPU tensors in the computing type. Tied tensors occur once, and
+        adapters are merged. On other ranks, None.
     """
     is_first = trainer.mesh.rank == 0
     weights: dict[str, Tensor] = {}
@@ -61,7 +61,7 @@ def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
 
 
 def weights_of(trainer: PackedModel) -> dict[str, np.ndarray]:
-    """Return the result of `gather_weights` as arrays, empty on all ranks except the first."""
+    """Return the result of `gather_weights` as numpy arrays. On all ranks except rank 0, the dict is empty."""
     return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
 
@@ -74,7 +74,7 @@ def assert_weights_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray]
 
 
 def save_whole(directory: Path, model: PackedModel) -> str:
-    """Save a model that is on one rank. This does not use the code that publishes weights and saves policies."""
+    """Save a model that is on one rank. The code that publishes weights and saves policies is not used for this."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     weights = {name: tensor.contiguous() for name, tensor in (gather_weights(model) or {}).items()}

@@ -1,7 +1,7 @@
 """Real SGLang servers load published weights while requests run, and every token has the right version.
 
-Each parameter set of the test makes 30 updates. The log-prob of every sampled token is compared with a Hugging Face
-forward of the version that the engine reported.
+The test makes 30 weight updates with each of its parameter sets. It compares the log-prob of every sampled token with a
+Hugging Face forward of the version that the engine reported for the token.
 """
 
 import asyncio
@@ -118,21 +118,21 @@ async def test_every_token_is_of_the_version_that_it_names(
         await engine.stop()
         stager.close()
         publisher.close()
-    # Each rank has two layers with three tensors per expert.
+    # Each rank has two layers with four experts. Each expert has three tensors.
     num_fused = 2 * 3 * 4 if family in ("qwen3_moe", "mixtral") else 0
     assert [report["num_fused"] for report in reports] == [num_fused] * tp_size
     num_tokens = check(answered, folders, dtype, keeps=on_update is OnUpdate.keep)
-    assert len(num_tokens) >= 3, f"tokens of at least three versions, got {num_tokens}"
+    assert len(num_tokens) >= 3, f"tokens of fewer than three versions: {num_tokens}"
 
 
 def prefixed_requests(name):
-    """Return eight samples of four prompts with a common prefix."""
+    """Return requests for eight samples: two for each of four prompts, which have a common prefix."""
     requests = requests_of(4, 2, name, max_new_tokens=120, temperature=1.2)
     return [replace(request, prompt_ids=np.append(SHARED_PREFIX, request.prompt_ids)) for request in requests]
 
 
 def perturb(learner, seed):
-    """Change a third of the values by about 10%. Adapters begin at 0, so all their values change."""
+    """Change about a third of the weights by about 10%. All values of adapters change, because adapters begin at 0."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in learner.pretrained.named_parameters():
         values = local_tensor(parameter.data)
@@ -144,7 +144,7 @@ def perturb(learner, seed):
 
 
 def check(answered, folders, dtype, *, keeps):
-    """Compare all log-probs. Returns the number of tokens per version."""
+    """Compare the log-probs of all answers with those of a forward. Returns the number of tokens per version."""
     num_tokens, atol = Counter(), 0.1 if dtype == "bfloat16" else 1e-4
 
     @cache

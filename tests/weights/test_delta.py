@@ -1,4 +1,4 @@
-"""A delta restores the new version bit for bit."""
+"""A delta and its base version restore the new version bit for bit."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Loading many experts with one copy puts the values where the model's own loader puts them."""
+"""Loads that copy many experts at once must put the values where the model's own loader puts them."""
 
 import contextlib
 import gc
@@ -19,12 +19,12 @@ EXPERTS, WIDTH, HIDDEN = 6, 8, 4
 
 
 class Mixture(nn.Module):
-    """Loads weights like SGLang's models: w13 [E, 2I, H] and w2 [E, H, I]. This rank has parts of both.
+    """Loads weights like SGLang's models into w13 [E, 2I, H] and w2 [E, H, I]. A rank holds a part of each.
 
     Args:
-        ranks: Number of tensor-parallel ranks. This rank is the last one.
+        ranks: Number of tensor-parallel ranks. The model is that of the last rank.
         own: The experts of this rank.
-        order: Order of gate and up in w13.
+        order: Order of the gate part and the up part in w13.
     """
 
     def __init__(self, *, ranks=1, own=range(EXPERTS), order=("gate", "up"), dtype=torch.float32):
@@ -57,7 +57,7 @@ class Mixture(nn.Module):
 
 
 class Interleaves(Mixture):
-    """A model with alternating rows of gate and up, as in GPT-OSS."""
+    """A model in whose w13 the rows of gate and up alternate, as in GPT-OSS."""
 
     def place(self, kind, expert):
         if kind == "down":
@@ -66,7 +66,7 @@ class Interleaves(Mixture):
 
 
 class Transposes(Mixture):
-    """A model whose kernel needs [E, H, 2I], as in Llama 4."""
+    """A model whose kernel needs w13 as [E, H, 2I], as in Llama 4."""
 
     def place(self, kind, expert):
         if kind == "down":
@@ -104,7 +104,7 @@ def published(seed=0, dtype=torch.float32):
 def offer_of(tmp_path):
     """Return a function that publishes tensors.
 
-    ``spoil`` names a tensor whose first byte is changed after its digest was computed.
+    The function's argument ``spoil`` names a tensor. After its digest was computed, the tensor's first byte is changed.
     """
 
     def make(tensors, spoil=None):
@@ -123,7 +123,7 @@ def offer_of(tmp_path):
 
 @contextlib.contextmanager
 def counted_copies(monkeypatch):
-    """Count the writes into parameters."""
+    """Record the name of each parameter at every write into it. Yields the list of these names."""
     counts, wrote = [], ComparedWrites._copy
 
     def count(self, name, target, source):
@@ -146,7 +146,7 @@ def assert_holds(model, tensors):
 def load(request, monkeypatch):
     """Return the function that loads an offer.
 
-    It reads the mapped file, as on a CPU, or copies of its spans, as on a GPU.
+    The function reads the mapped file, as on a CPU, or copies of spans of the file, as on a GPU.
     """
     if request.param == "device":
         monkeypatch.setattr(
@@ -193,7 +193,7 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # an engine that releases its memory loses the values
+        for parameter in model.parameters():  # lose the values, as an engine that releases its memory
             parameter.data.fill_(torch.nan)
 
 
@@ -219,7 +219,7 @@ def test_a_changed_byte_in_a_joined_copy_is_found(spoiled, load, offer_of):
     with pytest.raises(WeightsError, match=rf"1 of 19 tensors differ, first {spoiled}"):
         load(model, offer_of(published(1), spoil=spoiled))
     load(model, offer_of(published(2)))
-    assert len(model.names) == 19  # after a failure, all tensors are loaded by name
+    assert len(model.names) == 19  # after a failure, the model loads all tensors by name
     assert_holds(model, published(2))
 
 
@@ -256,7 +256,7 @@ class Converts(Mixture):
 
 
 class Derives(Mixture):
-    """A loader that keeps a value computed from an expert."""
+    """A model that keeps a value that its loader computed from an expert."""
 
     def part_of(self, kind, tensor):
         self.derived = tensor.sum()
@@ -282,7 +282,7 @@ class ClearsFirst(Mixture):
 
 
 class Replaces(Mixture):
-    """A loader that changes the shape of its parameters to a kernel's block layout and back."""
+    """A model whose loader changes the shape of parameters to a kernel's block layout and back."""
 
     def load_weights(self, tensors):
         for parameter, flat in ((self.w13, self.w13.data), (self.w2, self.w2.data)):

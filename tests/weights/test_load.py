@@ -1,4 +1,4 @@
-"""The verified load inside a server, with very small models."""
+"""The verified load of weights in an engine's server, with very small models."""
 
 import json
 import threading
@@ -22,7 +22,7 @@ from benchmarks.saved_weights import describe_model
 
 
 class Model(nn.Module):
-    """A model that calls ``load`` with its parameters, and with each published name and tensor."""
+    """A model that loads each published tensor with the function ``load(parameters, name, tensor)``."""
 
     def __init__(self, load, **parameters):
         super().__init__()
@@ -39,7 +39,7 @@ class Model(nn.Module):
 def offer_of(tmp_path):
     """Return a function that publishes tensors.
 
-    ``spoil`` changes the last bit of the file after the digest was computed.
+    With ``spoil=True``, the function changes the last bit of the file after the digest was computed.
     """
 
     def make(spoil=False, for_device=False, **tensors):
@@ -112,7 +112,7 @@ def test_a_device_digest_is_the_same_on_host_and_device_and_sees_every_bit(num_b
 
 def test_a_device_digest_is_the_sum_of_words_times_splitmix_factors():
     assert device_digest_of(np.zeros(9, dtype=np.uint8)) == 0
-    # SplitMix64 of 0 is 0. Its next two outputs with this increment are the well-known test vector.
+    # The digest uses outputs of SplitMix64 as factors. The last two constants are the known test vector for state 0.
     factors = [1, 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4 | 1]
     words = np.array([3, -2, 5], dtype=np.int32)
     total = sum(int(word) * factor for word, factor in zip(words, factors, strict=True)) % (1 << 64)
@@ -127,7 +127,7 @@ def fused(held, name, tensor):
 
 
 def load_copies(offer, model):
-    """Load as on a GPU. The tensors are copies on the device, and `verify` compares their digests."""
+    """Load as on a GPU: the tensors are copies on the device, and `verify` compares the digests of these copies."""
     weights = FileWeights(offer, torch.device("cpu"))
     with ComparedWrites(dict(model.named_parameters()), weights) as writes:
         model.load_weights(weights.tensors())
@@ -153,7 +153,7 @@ def test_each_published_byte_goes_to_the_device_once():
 
 @pytest.fixture
 def adapter_of(offer_of, tmp_path):
-    """Return a function that publishes an adapter of the frozen weight ``w`` under the name ``name``."""
+    """Return a function that publishes frozen weights and an adapter of the weight called ``name``."""
 
     def make(down, up, scale, *, name="w", spoil=False, **frozen):
         base = replace(offer_of(**frozen), version=FROZEN)
@@ -204,7 +204,7 @@ def test_an_adapter_of_a_missing_weight_is_refused_with_its_name(adapter_of):
 
 
 class ModelThatLoadsInThreads(Model):
-    """A model that copies on a thread pool, like SGLang's DeepSeek-V2/V3, GLM, Hunyuan and LongCat."""
+    """A model that copies tensors in a thread pool, like SGLang's DeepSeek-V2/V3, GLM, Hunyuan and LongCat."""
 
     def load_weights(self, tensors):
         with ThreadPoolExecutor(4) as threads:
@@ -255,7 +255,7 @@ def test_other_threads_and_digest_threads_still_use_pools_during_a_load():
 
 
 def test_a_stream_is_opened_for_an_offer_that_was_read_from_json():
-    """An SGLang server reads offers from JSON, where the field ``carrier`` is a plain string, not a `Carrier`."""
+    """An SGLang server reads offers from JSON. There the field ``carrier`` is a plain string, not a `Carrier`."""
     access = b"".join(zmq.curve_keypair()).decode()
     offer = WeightOffer(version=1, manifest="127.0.0.1:1", digest="", num_bytes=0, access=access)
     fields = json.loads(json.dumps(asdict(replace(offer, carrier=Carrier.engine_stream))))

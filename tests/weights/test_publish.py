@@ -47,7 +47,7 @@ IN_BOTH_TYPES = ("qwen3", "qwen3_moe", "qwen3_next")
 
 @pytest.fixture
 def publisher_of():
-    """Return a function that makes publishers. They are closed after the test."""
+    """Yield a function that makes publishers. The fixture closes the publishers after the test."""
     made = []
 
     def make(trainer, directory, keep=2, **options):
@@ -154,14 +154,14 @@ def test_two_ranks_publish_their_shards_and_the_file_equals_the_gathered_weights
 
 
 class NewestOnly:
-    """A log that offers only the newest version."""
+    """Stands in for the log of offers. Only the newest version stays offered."""
 
     def offer(self, offer):
         return offer.version
 
 
 def sent_and_received_by_a_rank(config, path, folder, hosts):
-    """Publish over the network. Each rank then receives the version, as the host of an engine does."""
+    """Publish two versions over the network. Each rank then receives a version, as the host of an engine does."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
     weights.socket.gethostname = lambda: hosts[rank]
@@ -208,8 +208,8 @@ def test_weights_that_two_ranks_stream_equal_the_gathered_weights(family, option
 def adapters_of_a_rank(config, path, folder, hosts):
     """Publish the adapters of two versions. Merge each version with the frozen weights, as an engine does.
 
-    Returns the results of `merged_by_an_engine` for both versions, the names of the published folders, and the gathered
-    weights of the trainer (empty on all ranks but the first).
+    Returns three values: the results of `merged_by_an_engine` for both versions, the names of the published folders,
+    and the trainer's whole weights. Only rank 0 returns weights.
     """
     trainer = Trainer(config, model_path=path, total_updates=2)
     rank, directory = trainer.mesh.rank, Path(folder, f"host-{hosts[trainer.mesh.rank]}")
@@ -238,7 +238,7 @@ async def merged_by_an_engine(stager, offer):
 
 
 def merged_from(offer):
-    """Return the inode of the frozen weights' manifest and the merged weights. The inode identifies the staged copy."""
+    """Return a pair: the inode of the frozen weights' manifest, which identifies their copy; the merged weights."""
     adapter = PublishedAdapter(offer)
     frozen = FileWeights(adapter.base)
     frozen.verify()
@@ -259,7 +259,7 @@ def test_published_adapters_with_the_frozen_weights_equal_the_merged_weights(fam
     for seen, folders, _ in ranks:
         (kind, frozen, before), (_, frozen_again, merged) = seen
         assert kind == "adapter"
-        assert frozen == frozen_again, "the frozen weights travel once"
+        assert frozen == frozen_again, "the frozen weights must be sent only once"
         assert merged.keys() == before.keys() == whole.keys()
         assert all(np.array_equal(merged[name], value) for name, value in whole.items())
         assert any(not np.array_equal(before[name], value) for name, value in whole.items())
@@ -291,7 +291,7 @@ def test_adapters_of_weights_outside_the_checkpoint_are_merged_with_a_warning(
 
 
 def deltas_of_a_rank(config, path, folder):
-    """Return each version's kind and number of bytes, and whether the staged version equals the gathered weights."""
+    """Return for each version: its kind, its number of bytes, and whether the staged version equals the weights."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=-1, options=PublishOptions(full_every=3))
     stager = WeightStager("engine-0", memory=Path(folder, "memory"), copies=True, timeout_s=10)
@@ -376,7 +376,7 @@ def test_writing_a_prepared_file_causes_no_page_faults():
 
 
 def test_a_version_is_offered_only_after_fsync(tmp_path, publisher_of, monkeypatch):
-    """The publisher syncs the data file once, before it writes the manifest."""
+    """The publisher calls fsync for the data file once, before it writes the manifest."""
     publisher = publisher_of(Trainer(CONFIG, model_path=save_tiny_model(tmp_path / "model"), total_updates=1), tmp_path)
     synced, fsync = [], os.fsync
 
@@ -405,7 +405,7 @@ def test_without_room_for_the_next_version_publish_raises_weights_error(tmp_path
 
 
 class KeptLog:
-    """Records the reports of a publisher. ``oldest`` is the oldest version that may still be offered."""
+    """Records what a publisher reports. ``oldest`` is the oldest version that engines can still be offered."""
 
     def __init__(self, oldest=0):
         self.reported = []
@@ -448,7 +448,7 @@ def test_a_failed_write_of_the_manifest_is_reported_to_the_log(tmp_path, monkeyp
 
 
 def failed_publish(config, path, folder, where):
-    """Return the errors and the reports of this rank for a publish in which rank 1 fails."""
+    """Make a publish in which rank 1 fails. Returns this rank's errors and reports."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     log = KeptLog()
     publisher = WeightPublisher(PretrainedShards.of(trainer), folder, keep=2, log=log)
@@ -491,7 +491,7 @@ def test_a_saved_policy_includes_its_tokenizer(tmp_path: Path) -> None:
 
 
 def saved_by_a_rank(config, path, folder):
-    """Save the weights. Rank 1 gets a different folder than rank 0. Returns the gathered weights."""
+    """Save the policy. Rank 1 gets another folder than rank 0. Returns the whole weights on rank 0."""
     trainer = Trainer(config, model_path=path, total_updates=1)
     trainer.update(random_sequences(3), policy_objective(AlgorithmConfig()))
     save_policy(trainer, f"{folder}/{trainer.mesh.rank}")

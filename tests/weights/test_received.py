@@ -1,4 +1,4 @@
-"""Versions of a stream that a host receives once for all its engines."""
+"""Versions that are sent over the network. A host receives each version once for all its engines."""
 
 import asyncio
 import logging
@@ -27,14 +27,14 @@ from tests.support.training_run import ROOT
 
 
 class Network:
-    """A learner of one rank that sends its versions.
+    """A learner of one rank that sends its versions over the network.
 
-    With ``deltas``, three of four versions have a delta too.
+    With ``deltas``, three of four versions can also be sent as a delta.
 
     Attributes:
-        images: The data file of each version.
-        rounds: Version and receivers of each round, and whether a delta was sent.
-        num_received: Bytes that receivers in this process took from the network.
+        images: The bytes of each version.
+        rounds: A tuple for each round (one transfer of a version): version, receivers, whether a delta was sent.
+        num_received: Number of bytes that receivers in this process took from the network.
     """
 
     def __init__(self, folder, *, num_receivers=1, num_held=3, timeout_s=10.0, num_values=90_000):
@@ -83,7 +83,7 @@ def network(tmp_path, monkeypatch):
 
 @pytest.fixture
 def host(tmp_path):
-    """Return a function that makes the stagers of a host's workers."""
+    """Yield a function that makes a weight stager for each rollout worker of a host."""
     made = []
 
     def make(number=0, *, memory="memory", timeout_s=10.0):
@@ -141,10 +141,9 @@ async def test_two_hosts_with_two_engines_each_receive_one_copy_per_host(tmp_pat
 
 
 def print_bytes_on_the_network(folder):
-    """Publish 4 MB to two hosts with two engines each.
+    """Publish two versions of 4 MB each to two hosts with two engines each. Prints a number for each version.
 
-    Prints the bytes that the kernel counts on loopback, divided by the number of hosts and by the number of published
-    bytes. Prints one such number for each of two versions.
+    The number is the bytes that the kernel counts on loopback, divided by the hosts and by the published bytes.
     """
     learner = Network(folder / "published", num_receivers=2, num_values=2_000_000)
     stagers = [
@@ -272,7 +271,7 @@ async def test_the_last_engine_of_a_host_removes_what_was_received(network, host
     assert num_copies(tmp_path / "memory") == 1
     second.close()
     assert list((tmp_path / "memory").iterdir()) == []
-    async with first.staged(offer) as local:  # the folder is created again
+    async with first.staged(offer) as local:  # the stager creates the folder again
         assert np.array_equal(bytes_of(local), network.images[0])
 
 
@@ -305,11 +304,11 @@ async def test_a_cancelled_engine_leaves_the_lock_to_the_others(network, host):
         assert np.array_equal(bytes_of(local), network.images[0])
 
 
-# Workers as processes
+# Tests with rollout workers in separate processes
 
 
 def stage(state, offer, memory, number, timeout_s):
-    """Stage a version as a worker does. Returns the bytes. The version stays staged."""
+    """Stage a version as a rollout worker does, and return its bytes. The version stays staged."""
     state["stager"] = WeightStager(f"engine-{number}", memory=Path(memory), copies=False, timeout_s=timeout_s)
 
     async def staged():
@@ -373,7 +372,7 @@ def test_when_the_receiver_dies_while_others_wait_one_of_them_receives(tmp_path)
 
 
 def stop_in_a_transfer(state, memory):
-    """During the transfer of a version, write this process's id to a file and wait until another file exists."""
+    """Make each transfer of a version write this process's id to a file, and then wait for another file."""
     receive = WeightGroup.receive
 
     def waiting(self, data, source, deadline):

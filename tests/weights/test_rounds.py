@@ -1,4 +1,4 @@
-"""The members of a round of a weight stream, and the channel for its messages."""
+"""Rounds (transfers of a version over the network): the ranks of a round, and the channel for its messages."""
 
 import asyncio
 import os
@@ -83,9 +83,9 @@ def coordinator():
 
 @contextmanager
 def coordinators(first_message=None, num_receivers=1):
-    """Yield a coordinator of one rank that runs in a thread.
+    """Yield a coordinator of one learner rank. The coordinator runs in a thread.
 
-    ``first_message`` replaces the function that handles messages: it gets the connection and the message.
+    The function ``first_message(connection, message)`` replaces the one that handles messages.
     """
     coordinator = RoundCoordinator(PublishOptions(num_receivers=num_receivers), "127.0.0.1", num_ranks=1)
     if first_message is not None:
@@ -133,9 +133,9 @@ def test_the_channel_takes_no_message_of_a_client_without_the_key():
 
 
 def test_a_receiver_refuses_a_sender_without_the_key(coordinator):
-    """A false server returns the client's messages.
+    """A false server without the key sends each message of the client back to it.
 
-    A proof that the client itself sent must not count as a proof of the server.
+    The client must not accept its own proof as the proof of the server.
     """
     with socket.create_server(("127.0.0.1", 0)) as listener:
 
@@ -177,7 +177,7 @@ def test_an_unreachable_host_does_not_count_as_an_ended_sender(coordinator, monk
 
 @pytest.mark.long
 def test_a_vanished_sender_is_noticed_by_missing_answers_of_its_host(tmp_path):
-    """As after a power loss of the host, no bytes arrive, and the connection does not end."""
+    """After a power loss of the sender's host, no bytes arrive, but the connection does not end."""
     script = tmp_path / "vanish.py"
     script.write_text(VANISHING)
     if subprocess.run(["unshare", "-rn", "ip", "link", "set", "lo", "up"], check=False).returncode:
@@ -200,7 +200,7 @@ with coordinators(lambda *_: None) as coordinator, connected(coordinator) as cha
     except WeightsError as error:
         assert "ended" in str(error), error
     else:
-        raise AssertionError("not noticed")
+        raise AssertionError("the receiver did not notice that the sender had vanished")
 """
 
 
@@ -263,9 +263,9 @@ def test_channel_keys_are_not_in_the_repr_of_addresses_and_offers(coordinator):
 
 @pytest.mark.long
 def test_a_stream_needs_no_name_service(tmp_path):
-    """Torch's store asks a name service once per connection.
+    """Torch's store asks a name service (DNS) at each connection, but a stream must not depend on it.
 
-    If the answer of the name service was lost, the wait took 5 s, and receivers missed rounds.
+    Each lost answer of the name service delayed a connection by 5 s, and receivers missed transfers.
     """
     library, queries = tmp_path / "no_name_service.so", tmp_path / "queries"
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, NO_NAME_SERVICE, "-ldl"], check=True)

@@ -1,4 +1,4 @@
-"""Staging of offers while the engine generates and the learner removes old versions."""
+"""Staging of offered versions on an engine's host, while engines generate and the learner removes versions."""
 
 import asyncio
 import errno
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(20)
 
 @pytest.fixture
 def make_stager(tmp_path):
-    """Return a function that makes stagers, which stage versions below one folder. The fixture closes the stagers."""
+    """Yield a function that makes stagers, which stage versions below one folder. The fixture closes the stagers."""
     made = []
 
     def make(name="engine-0", *, copies=False, timeout_s=10.0):
@@ -40,7 +40,7 @@ def make_stager(tmp_path):
 
 
 class Learner:
-    """Publishes random bytes. Every fourth version is full, and the versions between are deltas."""
+    """Publishes random bytes. Every fourth version is full, and all other versions are deltas."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -85,7 +85,7 @@ async def test_a_failed_load_leaves_no_link(make_stager, learner):
 
 async def test_staged_files_of_an_earlier_engine_with_the_same_name_are_replaced(make_stager, learner):
     offer = learner.publish()
-    make_stager().stage(offer)  # the engine is killed here
+    make_stager().stage(offer)  # the first engine is killed here
     async with make_stager().staged(offer) as local:
         assert np.array_equal(bytes_of(local), learner.images[0])
 
@@ -123,7 +123,7 @@ async def test_an_engine_that_skips_versions_applies_the_deltas_between(make_sta
     stager = make_stager(copies=True)
     async with stager.staged(learner.publish()):
         pass
-    os.remove(learner.folder / "v00000000" / "model.safetensors")  # staging must not read this file again
+    os.remove(learner.folder / "v00000000" / "model.safetensors")  # staging must not need this file any more
     newest = [learner.publish() for _ in range(3)][-1]
     async with stager.staged(newest) as local:
         assert np.array_equal(bytes_of(local), learner.images[3])
@@ -193,7 +193,7 @@ async def test_an_abandoned_staging_thread_writes_nothing_into_the_next_image(
         await asyncio.to_thread(has_ended.wait, 10)
         await asyncio.sleep(0.1)
         assert np.array_equal(bytes_of(local), learner.images[1])
-        assert len(list((tmp_path / "memory").iterdir())) == 1, "the thread removed what it wrote"
+        assert len(list((tmp_path / "memory").iterdir())) == 1, "the thread must remove what it wrote"
     async with stager.staged(learner.publish()) as local:
         assert np.array_equal(bytes_of(local), learner.images[2])
     stager.close()
@@ -226,7 +226,7 @@ async def test_staging_from_a_directory_that_hangs_raises_a_deadline_error(make_
     with pytest.raises(DeadlineError, match=r"engine-0 did not stage policy version 0 .*rollout_fleet.load_timeout_s"):
         async with stager.staged(offer):
             pass
-    await asyncio.to_thread(manifest.write_bytes, b"")  # ends the read that blocks the thread
+    await asyncio.to_thread(manifest.write_bytes, b"")  # end the read that blocks the thread
 
 
 async def test_a_closed_stager_leaves_no_files(make_stager, learner, tmp_path):
@@ -285,7 +285,7 @@ class AdapterLearner(Learner):
 
 
 def base_of(offer):
-    """Return the offer of a staged adapter's frozen weights."""
+    """Return the offer of the frozen weights to which a staged adapter belongs."""
     return read_manifest(offer).base
 
 
@@ -349,7 +349,7 @@ async def test_a_stream_sends_the_frozen_weights_once_and_then_adapters_alone(ma
 
 
 class NetworkLearner(Learner):
-    """Sends its versions over loopback as one rank. Records for each round whether a delta was sent."""
+    """Sends its versions over loopback as one rank. Records for each transfer whether a delta was sent."""
 
     def __init__(self, folder):
         super().__init__(folder)
@@ -367,7 +367,7 @@ class NetworkLearner(Learner):
         offer = super().publish()
         manifest = read_manifest(offer)
         delta = None
-        if manifest.delta is not None:  # join the two delta files, because there is one rank
+        if manifest.delta is not None:  # one rank needs one delta file
             manifest = replace(
                 manifest, delta=replace(manifest.delta, files=("delta.bin",), changes=self.joined(manifest))
             )
@@ -408,7 +408,7 @@ async def test_a_stream_sends_a_full_version_to_a_host_without_the_previous_vers
                 assert np.array_equal(bytes_of(local), network.images[version])
     async with make_stager("engine-1", copies=True).staged(offer) as local:
         assert np.array_equal(bytes_of(local), network.images[3])
-    assert network.deltas_sent == [False, True, False]  # the other engine finds the version on its host
+    assert network.deltas_sent == [False, True, False]  # the other engine finds version 3 on its host
 
 
 async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager, network, tmp_path, caplog):
@@ -425,7 +425,7 @@ async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager
 
 
 def outside(tmp_path):
-    """Return a folder of the user that must not be reachable from a manifest."""
+    """Return a folder outside of all published folders. A manifest must not be able to name its files."""
     folder = tmp_path / "outside"
     folder.mkdir()
     return folder

@@ -1,4 +1,4 @@
-"""Rounds in which learner ranks broadcast a version to receivers."""
+"""Rounds: transfers in which all learner ranks broadcast a version over the network to several receivers."""
 
 import asyncio
 import signal
@@ -56,7 +56,7 @@ OPTIONS = PublishOptions(carrier=Carrier.host_stream, num_receivers=2, timeout_s
 
 
 def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
-    """Return random data, the pieces of two ranks, and the manifest.
+    """Return three values: the random data of a version, the pieces of two ranks, and the manifest.
 
     The first rank has the first third of each tensor. The second rank has the remaining two thirds.
     """
@@ -79,7 +79,7 @@ def version_of(number: int) -> tuple[torch.Tensor, list[list[Piece]], Manifest]:
     return torch.from_numpy(data), parts, manifest
 
 
-# The work of a process
+# Functions that run in the processes
 
 
 def begin(state, rank, address, options=OPTIONS):
@@ -109,7 +109,7 @@ def receive(state, offered, folder, timeout_s=30.0):
 
 
 def fall_at_the_third_transfer(state, number):
-    """Send signal ``number`` to this process before its third transfer, which is in the middle of a round."""
+    """Make this process send itself the signal ``number`` before its third transfer, in the middle of a round."""
     calls = []
     for name in ("send", "receive"):
         transfer = getattr(WeightGroup, name)
@@ -117,14 +117,14 @@ def fall_at_the_third_transfer(state, number):
         def falling(*args, transfer=transfer):
             calls.append(1)
             if len(calls) == 3:
-                signal.pthread_kill(threading.get_ident(), number)  # the signal stops this thread here
+                signal.pthread_kill(threading.get_ident(), number)  # stops or kills this thread here
             return transfer(*args)
 
         setattr(WeightGroup, name, falling)
 
 
 def arrive(state, offered, timeout_s=30.0):
-    """Take part in rounds as an engine's rank. Returns the tensors by name, and the duration in seconds."""
+    """Receive a version as a rank of an engine. Returns a pair: the tensors by name, and the duration in seconds."""
     stream.SPAN_BYTES, rounds.CALL_S = SPAN_BYTES, CALL_S
     began = time.monotonic()
 
@@ -138,7 +138,7 @@ def arrive(state, offered, timeout_s=30.0):
 
 
 def publish(senders, version, folder):
-    """Let two processes hold and offer a version."""
+    """Let two sender processes hold a version. The first process offers it."""
     for sender in senders:
         sender.ask(hold, version).answer()
     return senders[0].ask(offer, version, str(folder)).answer()
@@ -175,7 +175,7 @@ def both_ranks(options):
 
 
 def receive_in_one_process(folder):
-    """Send a version from two ranks to a prepared receiver in this process."""
+    """Send a version from two ranks to a receiver, all in this process."""
     ranks = both_ranks(replace(OPTIONS, num_receivers=1))
     offered = offered_by(next(ranks), 1, Path(folder))
     assert_holds(asyncio.run(receive_weights(offered, Path(folder, "r"), timeout_s=30.0)), 1)
@@ -189,13 +189,13 @@ def short_rounds(monkeypatch):
 
 @pytest.fixture
 def ranks(short_rounds):
-    """Yield two senders in this process. Their receivers run on threads."""
+    """Yield the two senders of two learner ranks in this process. Their receivers run in threads."""
     yield from both_ranks(OPTIONS)
 
 
 @pytest.fixture
 def ranks_into_engines(short_rounds):
-    """Yield two senders in this process that send to engines' ranks."""
+    """Yield the two senders of two learner ranks in this process, which send directly to the ranks of engines."""
     yield from both_ranks(replace(OPTIONS, carrier=Carrier.engine_stream))
 
 
@@ -260,7 +260,7 @@ def test_a_stopped_rank_ends_a_round_by_the_deadline_and_sends_after_it_continue
             with pytest.raises(WeightsError, match=r"version 1 was not received from 127.0.0.1:\d+ in 3 rounds"):
                 receiver.answer(20.0)
         senders[1].signal(signal.SIGCONT)
-        for receiver in receivers:  # 5 s leave the rank time to see that its round has ended
+        for receiver in receivers:  # the rank needs some seconds to notice the end of its round
             receiver.ask(receive, offered, str(tmp_path / "received"), 5.0)
         for receiver in receivers:
             assert_holds(receiver.answer()[0], 1)
@@ -323,7 +323,7 @@ async def test_rounds_of_the_same_members_share_a_group_and_bytes_leave_their_ra
     assert sent == {(0, 2): 2 * own[0], (1, 2): 2 * own[1], (2, 3): 2 * offered.num_bytes}
     assert sorted(made) == [(1, 0), (1, 1), (1, 2), (1, 3)]
     assert_holds(await receive_weights(offered, tmp_path / "r", timeout_s=30.0), 2)
-    assert sorted(made)[4:] == [(3, 0), (3, 1), (3, 2)], "a member that does not ask makes a new group"
+    assert sorted(made)[4:] == [(3, 0), (3, 1), (3, 2)], "with fewer receivers, a new group must be made"
 
 
 async def test_after_a_failed_round_the_same_receivers_meet_in_a_new_group(ranks, tmp_path):
@@ -358,7 +358,7 @@ def test_bytes_on_a_gpu_are_compared_by_digests_that_it_computes(is_damaged):
 
 
 async def test_a_pinned_version_is_sent_even_if_many_versions_are_newer(ranks, tmp_path):
-    """An evaluation keeps a version offered (pins it). An engine that joined late may still need this version."""
+    """An evaluation pins a version: the version stays offered, because an engine that joins late can still need it."""
     pinned = offered_by(ranks, 1, tmp_path)
     for state in ranks:
         state["sender"].retire(1)
@@ -392,7 +392,10 @@ async def test_a_receiver_whose_answers_are_lost_asks_again_and_then_raises(rank
 
 
 async def test_a_rank_without_the_version_ends_the_round_at_once(ranks, tmp_path):
-    """The receivers can then request a newer version, and do not wait for the round's deadline."""
+    """If a learner rank no longer has the version, receivers must not wait for the deadline of the transfer.
+
+    The receivers can then request a newer version.
+    """
     offered, began = offered_by(ranks, 1, tmp_path), time.monotonic()
     ranks[1]["sender"].retire(2)
     with pytest.raises(WeightsError, match=r"in 3 rounds: \['round 1 of weights is over', 'round 2"):
@@ -525,7 +528,7 @@ def test_closed_senders_leave_no_thread(ranks):
 
 def test_senders_that_are_closed_in_a_round_leave_no_thread(ranks_into_engines, tmp_path):
     weights = ArrivingWeights(offered_by(ranks_into_engines, 1, tmp_path), torch.device("cpu"), timeout_s=10.0)
-    next(weights.tensors())  # the receiver stops reading, so the round does not end
+    next(weights.tensors())  # the receiver reads no further, so the transfer does not end
     for state in ranks_into_engines:
         state["sender"].close()
     assert not [thread for thread in threading.enumerate() if thread.name == "weight-rounds"]
@@ -533,7 +536,7 @@ def test_senders_that_are_closed_in_a_round_leave_no_thread(ranks_into_engines, 
 
 
 def test_a_sender_that_is_closed_while_it_connects_leaves_no_thread():
-    with socket.create_server(("127.0.0.1", 0)) as silent:  # accepts connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # this server never answers
         endpoint = f"127.0.0.1:{silent.getsockname()[1]}"
         sender = WeightSender(OPTIONS, rank=1, num_ranks=2, address=ChannelAddress(endpoint=endpoint, access="key"))
         sender.close()

@@ -1,1 +1,1 @@
-"""Models of SGLang that copy weights on a thread pool. A server finds this package by SGLANG_EXTERNAL_MODEL_PACKAGE."""
+"""SGLang models that load weights in threads. SGLANG_EXTERNAL_MODEL_PACKAGE names this package for a server."""

@@ -1,4 +1,4 @@
-"""Qwen3 that loads like SGLang's DeepSeek-V2. SGLang's own function submits each copy to a thread pool."""
+"""A Qwen3 that loads its weights like SGLang's DeepSeek-V2, which copies each tensor in a thread pool."""
 
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
