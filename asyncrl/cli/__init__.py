@@ -47,7 +47,7 @@ def command_line() -> NoReturn:
     status = main()
     if is_training:
         for stream in (sys.stdout, sys.stderr):
-            with suppress(OSError):  # ignore the error: the program that reads the output may have closed the pipe
+            with suppress(OSError):  # ignore write errors: the program that reads the output may have closed the pipe
                 stream.flush()
         os._exit(status)
     sys.exit(status)

@@ -117,8 +117,8 @@ def _asked(exported: ExportedGroup, decode: Callable[[np.ndarray], str]) -> dict
 def _answer(group: TrajectoryGroup, index: int) -> slice | None:
     """Return the slice of a trajectory's response tokens, or None if the response cannot be a demonstration.
 
-    The result is None if the response is empty, has several turns, was cut off, or is a greedy rollout that the learner
-    does not train on.
+    The result is None if the response is empty, has several turns or was cut off. It is also None if the trajectory is
+    a greedy rollout, because the learner does not train on greedy rollouts.
     """
     turns = group.turns
     own = np.flatnonzero(turns["trajectory"] == index)

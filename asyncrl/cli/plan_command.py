@@ -65,7 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = load_spec(target) if calibration is None else calibration.scenario
     base = base if options.steps is None else replace(base, num_steps=options.steps)
     notes = () if calibration is None else calibration.notes
-    folder.mkdir(parents=True, exist_ok=True)  # raise an error here, not after the simulations, which take minutes
+    # Create the folder before the simulations. They take minutes, and their results need a writable folder.
+    folder.mkdir(parents=True, exist_ok=True)
     plan = make_plan(
         base,
         _choices(options, base),

@@ -74,7 +74,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     Call `check_folders` earlier, before the run creates its own folder. If the run starts its own Ray cluster, call
     `resolve_devices` earlier too. ``say`` is a function that shows a line to the user.
     """
-    if not config.ray.address:  # do not check this machine for a run in an existing Ray cluster
+    if not config.ray.address:  # if the run uses an existing Ray cluster, do not check this machine
         check_placement(config, num_cpus=os.cpu_count() or 1, num_gpus=visible_gpus())
         check_engine_installed(config.rollout_fleet)
         check_images(config.rollout_fleet, config.model.path)
@@ -85,7 +85,8 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_trackers(config.tracker)
     split_address(config.prometheus_address, "prometheus_address")
     if config.dashboard:
-        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard  # import here; this loads a web server
+        # Import here, because the module `dashboard` loads a web server.
+        from asyncrl.profile.dashboard import TOKEN_VARIABLE, check_dashboard
 
         check_dashboard(config.dashboard_address, os.environ.get(TOKEN_VARIABLE, ""))
     check_heads(config)
@@ -93,7 +94,7 @@ async def preflight(config: RunConfig, say: Callable[[str], None]) -> tuple[Prom
     check_memory(config)
     allow_clients(num_buffer_clients(config), num_links=num_store_servers(config))
     if config.sft.enabled:
-        finished_warm_start(config)  # raise an error if sft.output_path holds another policy or other files
+        finished_warm_start(config)  # raise an error if sft.output_path has files that this run cannot use
     prompts, held_out = await asyncio.to_thread(read_prompts, config)
     if (resumed := find_checkpoint(config)) is not None:
         prompts.check(resumed.state.prompts)
@@ -166,7 +167,10 @@ def check_folder(option: str, folder: str) -> None:
 
 
 def _why_not_writable(folder: Path) -> str:
-    """Return why this process cannot create files in a folder or its nearest existing parent; empty if it can."""
+    """Return the reason why this process cannot create files in a folder; an empty text if it can.
+
+    If the folder does not exist, the function checks the nearest existing parent.
+    """
     try:
         place = next(place for place in (folder, *folder.parents) if place.exists())
         with tempfile.TemporaryFile(dir=place):
@@ -408,7 +412,8 @@ def _placement(asked: RunConfig, config: RunConfig) -> Iterator[str]:
     named = ((asked.learner.device, learner.device), (asked.rollout_fleet.device, fleet.device))
     devices = [_device(before, after) for before, after in named]
     for pool, size in learner_pools(config).items():
-        shapes: dict[str, list[str]] = {}  # maps a mesh shape, such as `dp 2 x sp 2`, to its roles
+        # `shapes` maps each mesh shape, such as `dp 2 x sp 2`, to the roles that have this shape.
+        shapes: dict[str, list[str]] = {}
         for role in (role for role, of in roles.items() if of == pool):
             sp_size = role_options(config, role).sp_size
             shapes.setdefault(f"dp {size // sp_size} x sp {sp_size}", []).append(role)

@@ -71,7 +71,9 @@ and a last norm of 64.
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class QuickstartAssets:
-    """Paths of the files of a quickstart. No digit string is in more than one of the three data files.
+    """Paths of the files of a quickstart.
+
+    No prompt is in more than one of the files ``train``, ``held_out`` and ``demonstrations``.
 
     Attributes:
         model: Folder of the randomly initialized model and its tokenizer; ``from_pretrained`` can load both.

@@ -209,8 +209,9 @@ def _of_samples(options: argparse.Namespace, config: RunConfig) -> Iterator[Give
     else:
         if config.data.sampler != UNIFORM:
             raise ValueError(
-                f"training samples need data.sampler={UNIFORM}, got {config.data.sampler}: the file does not tell "
-                "which row a sampler chose for a group; name one of data.eval_files to score held-out samples"
+                f"training samples need data.sampler={UNIFORM}, got {config.data.sampler}: with this sampler, the "
+                "samples do not tell which row of the data each prompt is; name one of data.eval_files to score "
+                "held-out samples"
             )
         data = replace(config.data, train_files=[options.data])
         stream = PromptStream(data, tokenizer, seed=config.seed, images=images)

@@ -216,7 +216,8 @@ def _kill(processes: list[psutil.Process]) -> None:
 def _is_caretaker(process: psutil.Process) -> bool:
     """Return whether a process counts as a caretaker: it ignores SIGINT, or it is Python's resource tracker.
 
-    The check of the name is necessary because a resource tracker that has just started does not ignore SIGINT yet.
+    The resource tracker is recognized by its command line, because a tracker that has just started does not ignore
+    SIGINT yet.
     """
     with contextlib.suppress(OSError, psutil.Error):
         lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
@@ -299,7 +300,7 @@ class Stopping:
 
 
 def give_up_after(timeout_s: float, give_up: Callable[[], None]) -> None:
-    """Call ``give_up`` after ``timeout_s`` seconds, on a daemon thread."""
+    """Call the function ``give_up`` after ``timeout_s`` seconds, on a daemon thread."""
     timer = threading.Timer(timeout_s, give_up)
     timer.daemon = True
     timer.start()

@@ -92,7 +92,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _train(config: RunConfig, overrides: Sequence[str]) -> int:
     try:
         run_dir = make_run_dir(config, dump_yaml(config))
-        hold_shared_folder(run_dir)  # this process and its child hold the lock until both have ended
+        hold_shared_folder(run_dir)  # this process and its child lock the folder until both have ended
     except OSError as error:
         sys.stderr.write(f"error: {_with_remedy(error)}\n")
         return EXIT_FAILED
@@ -138,7 +138,7 @@ def _run_to_the_end(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
         for folder in sweep_shared_memory():
             view.say(f"removed {folder} of an earlier run whose processes were all killed")
         status, message = asyncio.run(_until_done_or_stopped(config, run_dir, overrides, view))
-    with suppress(OSError):  # ignore the error: the program that reads the output may have closed the pipe
+    with suppress(OSError):  # ignore write errors: the program that reads the output may have closed the pipe
         sys.stdout.flush()
     if message:
         _say_last(message)
@@ -155,7 +155,8 @@ async def _until_done_or_stopped(
         return last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
 
     def on_fault(fault: BaseException) -> None:
-        if not isinstance(fault, asyncio.CancelledError):  # after a signal, `Stopping` has already set the deadline
+        # Skip a cancellation: after a signal, `Stopping` has already set the deadline for the end of the run.
+        if not isinstance(fault, asyncio.CancelledError):
             last_words = last_words_of(fault)
             report_fault(last_words)
             if isinstance(fault, ClusterDiedError):  # end at once, before Ray ends this process
@@ -198,7 +199,8 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
         life = read_life(run_dir)
-    except (OSError, ValueError) as error:  # only log this error, because the user must see why the run ended
+    except (OSError, ValueError) as error:
+        # Log this error only as a warning. If it were raised, it would hide the error that ended the run.
         logging.getLogger(__name__).warning("no checkpoint to continue: %s", error)
         return ""
     if checkpoint is None and life is not None and life.resumed:
@@ -211,9 +213,10 @@ def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) 
 
 
 def last_words(error: BaseException, run_dir: Path, continuing: str = "") -> str:
-    """Return the last message of a failed run. Its last line is the first line of the error.
+    """Return the message that ends the output of a failed run.
 
-    If this line ends with a colon, the last line of the error follows.
+    The last line of the message is the first line of the error's text. If that first line ends with a colon, the last
+    line of the error's text is appended to it.
     """
     cause = root_cause(error)
     if isinstance(cause, OSError) and cause.errno in _FULL:
@@ -241,7 +244,7 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 def _say_last(words: str) -> None:
     """Write how the run ended. Only the first call writes, because `_give_up` may call from another thread."""
     if _said_last.acquire(blocking=False):
-        with suppress(OSError):  # ignore the error: the program that reads the output may have closed the pipe
+        with suppress(OSError):  # ignore write errors: the program that reads the output may have closed the pipe
             sys.stderr.write(words + "\n")
             sys.stderr.flush()
 
@@ -266,7 +269,7 @@ async def _run(
     async with AsyncExitStack() as stack:
         try:
             config = await asyncio.to_thread(with_quickstart_assets, config)
-            if not config.ray.address:  # in an existing cluster, the devices are not known yet
+            if not config.ray.address:  # if the run uses an existing Ray cluster, its devices are not known yet
                 config = resolve_devices(config, await asyncio.to_thread(visible_gpus), view.say)
                 config = with_recomputation(config, await asyncio.to_thread(gpu_memory_bytes))
             with view.waiting_for("preflight"):
@@ -294,7 +297,7 @@ class _LogFile(logging.FileHandler):
         if not self._failed:
             self._failed = True
             warning = f"warning: the controller cannot write {self.baseFilename}: {sys.exc_info()[1]}\n"
-            with suppress(OSError):  # ignore the error if standard error cannot be written either
+            with suppress(OSError):  # ignore the error if standard error is not writable
                 sys.stderr.write(warning)
 
 

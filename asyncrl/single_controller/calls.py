@@ -200,7 +200,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# Do not remove padding from the results of these collect functions, because they return lists of the ranks' results.
+# The collect functions in `_COLLECT_BY_RANK` return a list of the ranks' results, so padding is not removed.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 

@@ -38,7 +38,7 @@ _MALFORMED = (
 _EXT_MARK, _EXT_ARRAY, _EXT_SCALAR, _EXT_INT, _EXT_COMPLEX, _EXT_TENSOR, _EXT_FOREIGN = range(7)
 _ATOMS = frozenset({type(None), bool, int, float, str, bytes})
 MAX_DIMS = 64  # numpy's limit
-# Reject a structured dtype that is more than 4 times as large as all its fields together. Alignment adds less padding.
+# Reject a structured dtype if more than 3/4 of its bytes are padding. Alignment usually adds less padding than 3/4.
 _MAX_PADDING = 4
 _PLAIN_KINDS = frozenset("biufcmMSU")
 _PLAIN_NAME = re.compile(rb"[<>|][biufcmMSU]\d{1,10}(\[\d{0,19}[a-zA-Z]{1,2}\])?")
@@ -221,7 +221,8 @@ class Encoder:
         try:
             described = [describe(tensor) for tensor in tensors.values()]
         except Unsupported:
-            return tensors  # msgpack passes each tensor of this dict to `hook`, which handles unsupported tensors
+            # msgpack later calls `hook` for each of these tensors. `hook` handles the unsupported tensors.
+            return tensors
         for _, buffers in described:
             self.buffers.extend(buffers)
         names_and_descriptions = zip(tensors, (description for description, _ in described), strict=True)
@@ -388,7 +389,7 @@ def _torch_side() -> Any:
 
 
 def _path_to(target: Any, value: Any, path: str = "value") -> str | None:
-    """Find the path to the object ``target`` in ``value``. Example: ``value['meta_info']['paths'][0]``."""
+    """Return where the object ``target`` is in ``value``, as text. Example: ``value['meta_info']['paths'][0]``."""
     if value is target:
         return path
     return next(filter(None, (_path_to(target, item, path + step) for step, item in _steps(value))), None)
@@ -409,7 +410,7 @@ def buffer_of(array: np.ndarray) -> memoryview:
     """Return an array's content as bytes in C order: a view if the array is contiguous, else a copy."""
     try:
         return array.data.cast("B")
-    except (TypeError, ValueError):  # the array is empty or not contiguous, or its dtype has no buffer format
+    except (TypeError, ValueError):  # no view is possible if the array is empty or not contiguous, or for some dtypes
         if array.nbytes == 0:
             return memoryview(b"")
         return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data

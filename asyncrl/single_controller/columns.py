@@ -160,9 +160,9 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
 class UnbuiltBatch:
     """The tensors of a `DataProto` before a TensorDict is built from them.
 
-    Building a TensorDict takes longer than cutting the tensors. Therefore a `DataProto` builds its TensorDict only when
-    ``batch`` is read. Do not change an object of this class. The dataclass is not frozen, because constructing a frozen
-    dataclass takes twice the time.
+    It takes longer to build a TensorDict than to cut tensors into parts with fewer rows. Therefore a `DataProto` builds
+    its TensorDict only when ``batch`` is read. Do not change an object of this class. The dataclass is not frozen,
+    because constructing a frozen dataclass takes twice the time.
 
     Attributes:
         tensors: Tensors by name, all of ``num_rows`` rows.
@@ -437,7 +437,8 @@ _descriptor = lru_cache(maxsize=4096)(descriptor)
 
 Description = bytes | list[Any]
 
-with warnings.catch_warnings():  # cause torch's warning about read-only memory here, because it appears only once
+# Torch warns about read-only memory only once per process. Cause the warning here, where it is ignored.
+with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
     torch.from_numpy(np.frombuffer(b"\0", dtype=np.uint8))
@@ -459,11 +460,11 @@ def describe(tensor: Any) -> tuple[Description, list[memoryview]]:
         raise Unsupported(tensor, f"the codec does not support {kind}; make it a dense tensor")
     try:
         return _descriptor(name, tensor.shape), [buffer_of(tensor.numpy())]
-    except (RuntimeError, TypeError):  # the tensor needs a gradient, is on a GPU, or has no numpy dtype
+    except (RuntimeError, TypeError):  # `tensor.numpy` rejects tensors with gradient or on a GPU, and some dtypes
         pass
     try:
         return _descriptor(name, tensor.shape), [memory_of(tensor).data]
-    except (RuntimeError, TypeError) as error:  # the tensor is on the meta device, or its dtype has no view as bytes
+    except (RuntimeError, TypeError) as error:  # `memory_of` rejects tensors on the meta device, and some dtypes
         reason = f"a tensor of dtype {tensor.dtype} on {tensor.device} has no memory to send: {error}"
         raise Unsupported(tensor, reason) from error
 

@@ -96,14 +96,16 @@ class DataProto:
         self.check_consistency()
 
     if TYPE_CHECKING:
-        _batch: ClassVar[Any]  # has a TensorDict, an UnbuiltBatch or None
-        _arrived: ClassVar[serialization.Message]  # has the received message until the batch is decoded
+        # `_batch` has a TensorDict, an `UnbuiltBatch` or None.
+        _batch: ClassVar[Any]
+        # `_arrived` has the received message until the batch is decoded.
+        _arrived: ClassVar[serialization.Message]
     else:
 
         def __getattr__(self, name: str) -> Any:
-            """Decode a received batch when its first attribute is read."""
+            """Return the attribute ``name``. If this batch is still an encoded message, decode the message first."""
             message = vars(self).get("_arrived")
-            if message is not None:  # the message is None if another thread has decoded it
+            if message is not None:  # the message is None if another thread has already decoded it
                 header, buffers, foreign = message
                 parts = decode([header, *buffers], foreign=foreign, writable=True)
                 for field_name, value in vars(serialization.from_parts(type(self), parts)).items():
@@ -279,7 +281,7 @@ class DataProto:
     ) -> DataProto:
         """Return a batch with only the named tensors, arrays and entries of ``meta_info``.
 
-        If an argument is None, all entries of this kind are selected. The columns share memory with this batch. With
+        An argument that is None selects all entries of its dict. The columns share memory with this batch. With
         ``deepcopy``, the arrays and the meta information are copies, and the tensors still share memory.
         """
         batch = self._shared_batch()
@@ -302,8 +304,8 @@ class DataProto:
     ) -> DataProto:
         """Remove the named tensors, arrays and entries of ``meta_info`` from this batch.
 
-        Returns a batch with the removed entries. If an argument is None, nothing of this kind is removed. Raises
-        `BatchError` if a name is missing.
+        Returns a batch with the removed entries. An argument that is None removes nothing. Raises `BatchError`
+        if a name is missing.
         """
         parts = {"batch": self.batch, "non_tensor_batch": self.non_tensor_batch, "meta_info": self.meta_info}
         wanted = (batch_keys, non_tensor_batch_keys, meta_info_keys)
@@ -322,7 +324,7 @@ class DataProto:
                 raise TypeError(f"names must be a string or a list of strings, got {type(keys).__name__}")
         old, new = ([keys] if isinstance(keys, str) else list(keys or ()) for keys in (old_keys, new_keys))
         if len(old) != len(new) or len(set(old)) != len(old) or len(set(new)) != len(new):
-            raise ValueError(f"rename needs as many new names as old names, each once, got {old} and {new}")
+            raise ValueError(f"rename needs one new name per old name, and no name twice per list; got {old} and {new}")
         # Remove all tensors first, because the new name of one tensor may be the old name of another.
         (tensors,) = columns.pop_all({"batch": self.batch}, [old])
         for key, tensor in zip(new, tensors.values(), strict=True):
@@ -475,8 +477,8 @@ class DataProto:
         """Return an iterator over mini-batches of ``mini_batch_size`` rows, for ``epochs`` passes over the rows.
 
         A ``torch.utils.data.DataLoader`` with the options ``dataloader_kwargs`` chooses the rows. By default the rows
-        keep their order. ``seed`` is the seed of the option ``shuffle``. The arrays of the mini-batches have dtype
-        object. Raises `BatchError` if ``mini_batch_size`` does not divide the number of rows.
+        keep their order. ``seed`` is the seed of the order if ``shuffle`` is True. The arrays of the mini-batches
+        have dtype object. Raises `BatchError` if ``mini_batch_size`` does not divide the number of rows.
         """
         if mini_batch_size < 1 or len(self) % mini_batch_size != 0:
             raise BatchError(f"mini_batch_size must divide the {len(self)} rows, got {mini_batch_size}")
@@ -552,7 +554,7 @@ class DataProto:
         """
         if vars(self).keys() == {"_arrived"}:
             return self._arrived
-        foreign: list[Any] = []  # `encode` appends the values that it does not support, and Ray pickles them
+        foreign: list[Any] = []  # `encode` appends unsupported values to this list, and Ray pickles the list
         header, *buffers = encode(serialization.parts_of(self), foreign=foreign)
         return header, buffers, foreign
 
@@ -588,7 +590,7 @@ class DataProto:
         return self._batch if isinstance(self._batch, UnbuiltBatch) and self._batch.is_borrowed else self.batch
 
     def columns(self) -> dict[str, Any]:
-        """Return the tensors of the batch by name, without a copy. Other processes may read their memory."""
+        """Return the tensors of the batch by name, without a copy. Other processes may read the tensors' memory."""
         return {} if self._batch is None else dict(self._batch.items())
 
 

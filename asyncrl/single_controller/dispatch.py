@@ -222,7 +222,7 @@ class DynamicEnum(metaclass=_Members):
     Names are unique regardless of case. Members are compared by identity.
     """
 
-    keeps_case: ClassVar[bool] = False  # if False, member names become upper case
+    keeps_case: ClassVar[bool] = False  # if `keeps_case` is False, member names become upper case
     _registry: ClassVar[dict[str, Any]] = {}
     _next_value: ClassVar[int] = 0
 
@@ -592,10 +592,11 @@ def _collect_mask(mesh_name: str, worker_group: Any) -> list[bool]:
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> dict[str, Callable[..., Any]]:
-    """Return a dict with a dispatch and a collect function, for the argument ``dispatch_mode`` of `register`.
+    """Return a dict with the functions ``dispatch_fn`` and ``collect_fn``, for `register` as ``dispatch_mode``.
 
-    Calls of the method then cut each batch into one part per dp rank of the mesh ``mesh_name``. Before the first call,
-    each worker must register its dp rank in this mesh with ``_register_dispatch_collect_info``.
+    A call of a method that is registered with this dict cuts each batch into one part per dp rank of the mesh
+    ``mesh_name``. Before the first call, each worker must register its dp rank in this mesh with
+    ``_register_dispatch_collect_info``.
     """
     return {
         "dispatch_fn": partial(dispatch_lazy_compute_data_proto, mesh_name),
@@ -631,7 +632,10 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..
 
 
 def get_predefined_execute_fn(execute_mode: Execute) -> dict[str, str]:
-    """Return a dict with ``execute_fn_name``, the name of the worker group's method that runs a call in this mode."""
+    """Return a dict with the entry ``execute_fn_name``: the name of a method of the worker group.
+
+    This method runs calls of the worker methods that have the given ``execute_mode``.
+    """
     return {"execute_fn_name": _EXECUTE_FN_NAMES[execute_mode]}
 
 

@@ -39,8 +39,8 @@ def address_of(worker: Any) -> str:
 async def ray_death() -> NoReturn:
     """Wait until a Ray daemon on this machine has died: the raylet, or the control service (gcs_server).
 
-    Ray itself reports a dead raylet only after some 15 s, and only as the death of the raylet's workers. If the control
-    service dies, Ray ends this process some seconds later without an error. If no daemon runs here, wait forever.
+    If the raylet dies, Ray reports only the death of its workers, after about 15 s. If the control service dies, Ray
+    ends this process some seconds later without an error. If no daemon runs here, this function waits forever.
 
     Raises:
         ClusterDiedError: a daemon has died. The message names the daemon and has the last lines of its log.

@@ -145,7 +145,7 @@ class RayResourcePool(ResourcePool):
         self.apart = apart
         self.labels = dict(labels or {})
         self.timeout_s = timeout_s
-        self._num_users = 0  # counts the worker groups that use this pool or a part of it
+        self._num_users = 0  # the number of worker groups that use this pool or a part of this pool
         self._had_groups = False
 
     def options(self) -> dict[str, Any]:

@@ -90,7 +90,7 @@ class Worker(WorkerHelper):
 
     @classmethod
     def env_keys(cls) -> list[str]:
-        """Return the names of the environment variables that describe a worker's place in its group.
+        """Return the names of the environment variables that describe a worker's position in its group.
 
         Each variable is also an attribute: RANK is ``_rank``. A subclass may add variables.
         """
@@ -272,7 +272,7 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
     """Copy ROCm's variables to CUDA_VISIBLE_DEVICES, which torch reads on ROCm too."""
     hip = env_vars.pop("HIP_VISIBLE_DEVICES", None)
     cuda = env_vars.get("CUDA_VISIBLE_DEVICES")
-    if cuda == "":  # an empty value hides all devices
+    if cuda == "":  # an empty CUDA_VISIBLE_DEVICES hides all devices
         env_vars.pop("ROCR_VISIBLE_DEVICES", None)
         return
     if hip and cuda and hip != cuda:
@@ -287,9 +287,10 @@ def _unify_rocm(env_vars: MutableMapping[str, str]) -> None:
 
 
 def _choose_device_within_node(env_vars: MutableMapping[str, str]) -> None:
-    """Set the worker's local rank to the index of its device among the visible devices of the node.
+    """Set LOCAL_RANK and the current device to the device that Ray has assigned to this worker.
 
-    Ray names the device by its entry in the visible devices, or by its index on the node.
+    Ray returns a device id. If CUDA_VISIBLE_DEVICES (on NPUs, ASCEND_RT_VISIBLE_DEVICES) lists the id, LOCAL_RANK is
+    the position of the id in this list. Otherwise LOCAL_RANK is the id.
     """
     is_npu = visible_devices_name(env_vars) == "ASCEND_RT_VISIBLE_DEVICES"
     assigned = ray.get_runtime_context().get_accelerator_ids()["NPU" if is_npu else "GPU"]

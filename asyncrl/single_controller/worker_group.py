@@ -489,7 +489,7 @@ class RayWorkerGroup(WorkerGroup):
     execute_all = execute_all_async
 
     def shutdown(self) -> None:
-        """Kill the workers. This also ends other groups of the same workers (from `spawn`, or attached by name).
+        """Kill the workers. Other groups of these workers, made by `spawn` or attached by name, also end.
 
         The last group of a pool also releases the pool's reservation. A running call raises `WorkerDiedError`, and a
         later call of this group raises `UsageError`. If Ray was shut down, this method does not kill any worker, so

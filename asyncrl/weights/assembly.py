@@ -168,7 +168,7 @@ class TensorAssembly:
 
     @property
     def is_whole(self) -> bool:
-        """Whether `add` and `finish` have yielded every tensor."""
+        """True if `add` and `finish` have yielded every tensor."""
         return not self._num_left
 
 

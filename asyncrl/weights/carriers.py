@@ -55,7 +55,7 @@ class PublishOptions:
 
     @property
     def into_engines(self) -> bool:
-        """Whether each tensor-parallel rank of an engine receives the weights, instead of one worker per host.
+        """True if each tensor-parallel rank of an engine receives the weights, instead of one worker per host.
 
         If True, engines pause during a round (one transfer of a version).
         """
@@ -122,7 +122,7 @@ class CarrierRules:
     def backend(self, *, own_gpus: bool) -> Backend:
         """Return the backend of the transfers.
 
-        ``own_gpus``: learner ranks and engines have GPUs, and no two processes share a GPU.
+        ``own_gpus`` is True if learner ranks and engines have GPUs, and no two processes share a GPU.
         """
         return "nccl" if self.between_gpus and own_gpus else "gloo"
 

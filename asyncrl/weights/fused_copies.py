@@ -46,7 +46,7 @@ Parameters = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """A copy from a view of a tensor to a view of a parameter. Both views have the same shape.
+    """A block: one copy from a view of a tensor to a view of a parameter. Both views have the same shape.
 
     Offsets and strides are in values, not in bytes.
 
@@ -70,7 +70,7 @@ class _Block:
 class _TensorCopies:
     """The shape and dtype of a published tensor, and the copies of the tensor into parameters.
 
-    Each entry of ``copies`` is a pair: the name of the parameter, and the copied block.
+    Each entry of ``copies`` is a pair: the name of the parameter, and the block that describes the copy.
     """
 
     shape: torch.Size
@@ -212,13 +212,15 @@ class LoadObserver:
         self._parameters, self._places, self._arrangement = parameters, _places_of(parameters), arrangement
         self._names = {_storage(parameter): name for name, parameter in parameters.items()}
         self._known: dict[str, _TensorCopies] = {}
-        # Maps the address of a storage to a weak reference to the storage, and to the published tensors in the storage.
+        # `_published` maps the address of a storage to a pair: a weak reference to the storage, and a list of the
+        # published tensors whose bytes are in the storage.
         # Each published tensor is described by a tuple: first byte in the storage, end in the storage, tensor's name.
         # While the weak reference to a storage exists, no other storage gets the address of this storage.
         self._published: dict[int, tuple[StorageWeakRef, list[tuple[int, int, str]]]] = {}
-        # Maps the name of a parameter to the written blocks. Each block has a source: a constant, or a tensor's name.
+        # `_writes` maps the name of a parameter to the written blocks. The source of a block is a constant, or a tensor
+        # with the given name.
         self._writes: dict[str, list[tuple[_Block, str | float]]] = {}
-        # Has names of tensors and parameters that `copies` leaves out. The model's loader loads these every time.
+        # `_excluded` has names of tensors and parameters that `copies` leaves out. The model's loader loads these.
         self._excluded: set[str] = set()
 
     def seen(self, tensors: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:

@@ -165,7 +165,7 @@ def open_weights(offer: WeightOffer, device: torch.device, *, timeout_s: float) 
         FileNotFoundError: a newer version has replaced the files.
         WeightsError: the manifest differs from the offered one, or the version is a delta in files.
     """
-    if offer.carrier == Carrier.engine_stream:  # use `==`: `carrier` is a plain string in an engine server
+    if offer.carrier == Carrier.engine_stream:  # use `==`, because `carrier` is a plain string in an engine server
         return ArrivingWeights(offer, device, timeout_s=timeout_s)
     return FileWeights(offer, None if device.type == "cpu" else device)
 

@@ -244,7 +244,10 @@ class WeightPublisher:
         return record.span(SpanKind.publish_stage, lane="/publish", version=version, cause=name)
 
     def _gathered(self, version: int, parts: list[RankPart] | Exception) -> list[Any]:
-        """Convert and digest this rank's bytes. Returns per rank a list of `RankShare`, or the text of an error."""
+        """Convert and digest this rank's bytes. Returns a list with one entry per rank.
+
+        An entry is a list of `RankShare`, the text of an error, or None if the rank stopped because of another rank.
+        """
         own: list[RankShare] | str | None = None
         if self._exchanged(parts):
             try:

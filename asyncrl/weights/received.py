@@ -137,7 +137,7 @@ class ReceivedVersions:
                     if self._users < 0:
                         self._users = _flocked(make_private_folder(self._folder / USERS), fcntl.LOCK_SH)
                     return lock
-                os.close(lock)  # the last user of the folder has removed the folder
+                os.close(lock)  # try again, because another worker has removed this folder
             except BaseException as error:
                 os.close(lock)
                 if not isinstance(error, FileNotFoundError):
@@ -161,7 +161,7 @@ class ReceivedVersions:
         return self._folder / f"{learner}-{offer.version:08d}"
 
     def _make_room(self, entry: Path, offer: WeightOffer) -> Path | None:
-        """Remove incomplete versions, older versions, and all versions of other learners.
+        """Remove incomplete versions, versions up to the version of ``offer``, and all versions of other learners.
 
         If ``offer`` is of a delta, keep the folder of its base version, and return this folder if it exists.
         """

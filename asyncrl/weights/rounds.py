@@ -223,7 +223,8 @@ class RoundCoordinator:
         self._members: list[StreamWriter] = []
         self._group = 0
         self._ranks: dict[int, StreamWriter] = {}
-        self._done: dict[int, int] = {}  # maps a learner rank to the latest round that has ended on the rank
+        # `_done` maps each learner rank to the latest round that has ended on the rank.
+        self._done: dict[int, int] = {}
         self._rank_done = asyncio.Event()
         self._closed: Future[None] = Future()
 
@@ -288,7 +289,7 @@ class RoundCoordinator:
                 except (KeyError, TypeError, ValueError) as error:
                     logger.warning("%.100r on the channel of weights is ignored: %r", message, error)
         except (EOFError, OSError, asyncio.CancelledError):
-            pass  # the connection or the coordinator ended, or the client sent no key
+            pass  # ignore the error: the connection or the coordinator ended, or the client sent no key
         finally:
             writer.close()
 
@@ -304,7 +305,7 @@ class RoundCoordinator:
                 if message["failed"]:
                     self._members = []
                     if (broken := self._meetings.pop(message["round"], None)) is not None:
-                        for member, _, _ in broken.pending:  # do not let these members wait until the deadline
+                        for member, _, _ in broken.pending:  # these members must not wait for the failed round
                             send_message(member, {"over": message["round"]})
                 self._ranks[message["rank"]] = sender
                 self._done[message["rank"]] = message["round"]
@@ -377,7 +378,7 @@ async def _gathered(queue: asyncio.Queue[T], count: int, wait_s: float) -> list[
 
 
 class ChannelRefused(WeightsError):
-    """An error: no process listens at a channel's address, or another sender listens there."""
+    """An error: no process listens at a channel's address, or the process there does not have the channel's key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -407,7 +408,7 @@ class WeightChannel:
         """Connect to learner rank 0, and return this object. May be called once.
 
         Raises:
-            ChannelRefused: no process listens at the address, or another sender listens there.
+            ChannelRefused: no process listens at the address, or the process there does not have the channel's key.
             WeightsError: rank 0 cannot be reached, the connection ended, or `close` was called.
             TimeoutError: rank 0 did not answer in time.
         """
@@ -426,7 +427,7 @@ class WeightChannel:
             nonce, key = secrets.token_bytes(_NONCE_BYTES), address.access
             self._write(_proof(key, b"client", self._read(_NONCE_BYTES, ends_s)) + nonce)
             if not hmac.compare_digest(self._read(_PROOF_BYTES, ends_s), _proof(key, b"server", nonce)):
-                raise ChannelRefused(f"another sender listens at {address.endpoint}")
+                raise ChannelRefused(f"the process at {address.endpoint} does not have this channel's key")
         except BaseException:
             self._socket.close()
             raise
@@ -434,7 +435,7 @@ class WeightChannel:
 
     @property
     def is_open(self) -> bool:
-        """Whether the connection to rank 0 is open, as far as this host knows."""
+        """True if the connection to rank 0 is open, as far as this host knows."""
         try:
             self._socket.settimeout(0.0)
             return bool(self._socket.recv(1, socket.MSG_PEEK))

@@ -24,7 +24,8 @@ from asyncrl.weights.layout import ModelLayout, Part, Region, dtype_of
 from asyncrl.weights.manifest import DIGEST_THREADS, PIECE_BYTES, Change, Piece, map_file, pieces_of, write_error
 
 DATA_FILE = "model.safetensors"
-_POPULATE_WRITE = 23  # is MADV_POPULATE_WRITE of Linux 5.14; older kernels allocate the pages at the first write
+# This is MADV_POPULATE_WRITE of Linux 5.14. Older kernels allocate the pages at the first write.
+_POPULATE_WRITE = 23
 # Call madvise through ctypes, because the madvise of Python's mmap holds the GIL for 0.6 s per GB.
 _madvise = ctypes.CDLL(None).madvise
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -126,7 +127,7 @@ class WritableFile:
         engines compute on GPUs (`Piece.device_digest`). Returns one list of digested pieces per span.
         """
         digest = partial(pieces_of, 0, data=self.data.numpy(), for_device=for_device)
-        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # for so few bytes, threads would be slower
+        if sum(num_bytes for _, num_bytes in spans) <= PIECE_BYTES:  # threads are slower for so few bytes
             digested = [digest(*span) for span in spans]
             self.sync()
             return digested
@@ -224,7 +225,7 @@ class RankPart:
 
     @property
     def is_frozen(self) -> bool:
-        """Whether the file holds the frozen weights of adapters."""
+        """True if the file contains the frozen weights of a model. The adapters of the model are in another file."""
         return self.layout.part is Part.frozen
 
     def delta(self) -> Tensor | None:

@@ -59,7 +59,8 @@ class WeightStager:
         self._copies = copies
         self._timeout_s = timeout_s
         self._links: Path | None = None
-        self._held = ""  # has the manifest digest of the version or frozen weights that the image contains
+        # `_held` is the manifest digest of the weights in the image (a copy of weights in the memory of the host).
+        self._held = ""
         self.received = ReceivedVersions(memory / "received", name, timeout_s=timeout_s)
 
     @asynccontextmanager
@@ -87,16 +88,17 @@ class WeightStager:
         try:
             yield local
         except Exception:
-            if offer.carrier == Carrier.host_stream:  # discard the bytes, which may be damaged
+            if offer.carrier == Carrier.host_stream:  # discard the received bytes, which may be damaged
                 self.received.discard(offer)
             raise
         finally:
             self._remove_links()
 
     async def _staged_in_time(self, offer: WeightOffer) -> WeightOffer:
-        """Call `stage` of a copy of this stager in a thread, and wait until the deadline of staging.
+        """Stage a version in a thread, and return an offer that names the staged files.
 
-        If the thread ends in time, the attributes of the copy replace the attributes of this stager.
+        The thread works on a copy of this stager. If the thread ends before the deadline, this stager gets the
+        attributes of the copy. Otherwise, `DeadlineError` is raised.
         """
         limit_s = load_limit_s(self._timeout_s, offer.num_bytes)
         of_thread = copy(self)
@@ -169,7 +171,7 @@ class WeightStager:
         self._held = ""
         self._remove_links()
         if self._links is not None:
-            with suppress(OSError):  # the folder is not empty if another engine still runs
+            with suppress(OSError):  # ignore the error: the folder is not empty if another engine still runs
                 self._links.parent.rmdir()
         shutil.rmtree(self._image, ignore_errors=True)
         self.received.close()
@@ -199,7 +201,7 @@ class WeightStager:
             folders[Path(manifest.base.manifest).parent] = read_manifest(manifest.base).files
         check_owned(source.parent.parent)
         self._links = make_private_folder(source.parent.parent / LINKS) / self._image.name
-        self._remove_links()  # a dead engine with the same name may have left links
+        self._remove_links()  # remove links of a dead engine with the same name
         for folder, files in folders.items():
             target = make_private_folder(self._links / folder.name)
             for name in (*files, source.name):

@@ -79,7 +79,7 @@ NUM_UNDER_WAY = 4
 NUM_AHEAD = 2
 """Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
-_FOREVER = timedelta(days=20)  # torch does not accept a longer timeout
+_FOREVER = timedelta(days=20)  # torch rejects much longer timeouts
 
 
 # The learner's side
@@ -181,12 +181,15 @@ class WeightSender:
     # The sender's thread runs the following methods.
 
     def _take_part(self) -> None:
-        """Send in every round that rank 0 announces. Connect again if the connection is lost."""
+        """Send this rank's part in every round (transfer) that rank 0 announces.
+
+        If the connection to rank 0 is lost, connect to rank 0 again.
+        """
         number, is_sent = 0, True
         while not self._closed.done():
             try:
                 with WeightChannel(self.address) as channel:
-                    self._channel = channel  # set before `connect`, so that `close` can interrupt the call
+                    self._channel = channel  # set `_channel` before `connect`, so that `close` can interrupt `connect`
                     if self._closed.done():
                         return
                     channel.connect(rounds.SILENCE_S)
@@ -249,7 +252,7 @@ class RoundDeadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether the deadline has passed."""
+        """True if the deadline has passed."""
         return time.monotonic() >= self._ends_s
 
     @property
@@ -291,7 +294,7 @@ class RoundStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait for several keys until the round's deadline. ``timeout`` is ignored. Raises the errors of `get`."""
         # With gloo, each member stores one key and reads the keys of all members.
-        # Rank 0 therefore answers a member only when it has the keys of all members, and one answer holds all values.
+        # `count` tells rank 0 how many keys it must have before it answers. One answer contains the values of all keys.
         count = self._this.num_members if self._this.backend == "gloo" else 1
         for key in keys:
             with self._lock:
