@@ -230,7 +230,7 @@ def _saved_model(setup: Setup, *, experts: bool = False) -> str:
 
 
 def variants_of(setup: Setup) -> list[tuple[int, int, bool | str, bool]]:
-    """Return the variants of the learner step. The other variants are compared with the first variant.
+    """Return the variants of the learner step. The check compares each later variant with the first variant.
 
     A variant is a tuple: number of ranks, ``sp_size``, activation checkpointing, and True to use ``torch.compile``.
     """
@@ -274,7 +274,10 @@ def checkpoint(setup: Setup) -> Iterator[Result]:
 
 
 def serving(setup: Setup) -> Iterator[Result]:
-    """Check an engine: output layer, log-probs, weight updates, release of the device, refusal of damaged weights."""
+    """Check an engine: its output layer, log-probs, weight updates, and how it releases its device.
+
+    An engine must also refuse to load damaged weights.
+    """
     model = setup.model or _saved_model(setup)
     found = {}
     for head in ("float32", "bfloat16"):
@@ -403,7 +406,8 @@ def main() -> int:
         folder=str(folder.resolve()),
         timeout_s=arguments.timeout_s,
     )
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # exit and stop the tasks and runs too
+    # Raise `SystemExit` on SIGTERM, so that the ``finally`` clauses stop the processes of tasks and runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.stdout.write(f"checking {device} x {setup.num_gpus}; logs and report in {folder}\n")
     results = []
     for check in CHECKS:

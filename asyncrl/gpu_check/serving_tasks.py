@@ -103,7 +103,9 @@ class _Pair:
 async def serving(
     setup: Setup, *, model: str, tp_size: int, backends: dict[str, Backend]
 ) -> AsyncIterator[dict[str, Any]]:
-    """Start one engine. Test its log-probs, weight updates, release of the device, and refusal of a damaged byte.
+    """Start one engine. Test its log-probs, its weight updates, and how it releases its device.
+
+    The last test damages one byte of a published version. The engine must then refuse to load the version.
 
     ``backends`` maps each tested carrier (a way to transfer weights) to its backend, by name. Yields one mapping of
     measurements per test. The key ``what`` has the `EngineTest`.

@@ -24,7 +24,7 @@ from asyncrl.core.host import end_with_parent
 
 MARK = "@measured "
 _TAIL_LINES = 12
-_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # repeat the value of `learner.config`, which is slow to import
+_RENDEZVOUS_FILE = "ASYNCRL_RENDEZVOUS_FILE"  # a copy from `learner.config`, whose import is slow
 
 
 class TaskFailed(Exception):

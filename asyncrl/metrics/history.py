@@ -63,8 +63,8 @@ def _read(parse: Callable[[dict[str, Any]], _T], path: Path, *keys: str) -> Iter
             yield parse(json_object(line, place, *keys))
         except (AttributeError, KeyError, TypeError) as error:
             raise ValueError(
-                f"{place} must be a record of this version of asyncrl, got a record that raises {error!r}; use the "
-                "version that wrote the file"
+                f"{place} must be a record of this version of asyncrl, but reading it fails with {error!r}; use the "
+                "version of asyncrl that wrote the file"
             ) from error
 
 
@@ -93,8 +93,8 @@ def _evaluation(values: Mapping[str, Any]) -> Evaluation:
 def history_folder(checkpoint: Path, saved_in: str) -> Path:
     """Return the run folder with the metrics of the ``asyncrl train`` process that saved a checkpoint.
 
-    The result is the folder that contains ``checkpoint`` (two levels up), if this folder has metrics. Otherwise it is
-    ``saved_in``, the run folder that the checkpoint names.
+    The result is the folder that contains ``checkpoint`` (two levels up), if this folder has metrics. Otherwise the
+    result is ``saved_in``, the run folder that the checkpoint names.
     """
     holds = checkpoint.resolve().parent.parent
     return holds if (holds / "metrics.jsonl").is_file() else Path(saved_in)

@@ -38,7 +38,7 @@ class StepRecord:
         samples_per_group: Mean number of samples per group of the batch. It is below ``samples_per_prompt`` if
             samples are missing because their rewards failed.
         response_length: Mean response length, in tokens.
-        lag_mean: Mean lag of the batch's groups: learner steps between the sampling policy and the trained one.
+        lag_mean: Mean lag of the batch's groups: learner steps between the sampling policy and the trained policy.
         lag_max: Largest lag of the batch's groups, in learner steps.
         generated_tokens: Policy tokens that the fleet has generated since the start of training.
         rollout_tokens_per_s: Policy tokens generated since the previous record, per second of ``time_s``.
@@ -70,8 +70,8 @@ class StepRecord:
         groups: Number of groups by state after the step, such as ``stored``. This field and the next three are for
             trackers, not in ``metrics.jsonl``.
         lags: Number of the batch's groups by lag.
-        tokens_dropped_by_reason: Number of dropped tokens, including earlier processes of a resumed run.
-        groups_dropped_by_reason: Number of dropped groups, including earlier processes of a resumed run.
+        tokens_dropped_by_reason: Number of dropped tokens, including those of earlier processes of the run.
+        groups_dropped_by_reason: Number of dropped groups, including those of earlier processes of the run.
     """
 
     step: int
@@ -187,7 +187,7 @@ class PoolUse:
 
 
 BUSY = "busy"
-"""Key of the busy time in `PoolUse.recent`, beside the causes of idle time."""
+"""Key of the busy time in `PoolUse.recent`. The other keys are causes of idle time."""
 
 
 def in_words(cause: str) -> str:
@@ -265,8 +265,8 @@ class DiskError(AsyncRLError):
 class MetricsWriter:
     """Writes the metrics of a run to ``metrics.jsonl``, ``evaluations.jsonl`` and TensorBoard.
 
-    If the learner returns to a checkpoint, it repeats the later steps. Their old lines are then moved to
-    ``metrics.lost.jsonl``, and the lines of later evaluations to ``evaluations.lost.jsonl``.
+    If the learner returns to a checkpoint, it repeats the steps after the checkpoint. The old lines of these steps are
+    then moved to ``metrics.lost.jsonl``, and the lines of later evaluations to ``evaluations.lost.jsonl``.
 
     Attributes:
         steps: The written records of learner steps, without lost steps.

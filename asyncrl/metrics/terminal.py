@@ -83,7 +83,7 @@ class TerminalView:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds since this view was created, at the start of the command."""
+        """Seconds since this `TerminalView` was created. ``asyncrl train`` creates it when it starts."""
         return time.monotonic() - self._began_s
 
     def __enter__(self) -> TerminalView:
@@ -189,7 +189,7 @@ class TerminalView:
         ]
 
     def _rates(self) -> tuple[float, float]:
-        """Return the tokens per second of the fleet and of the learner's updates over the newest steps."""
+        """Return a pair: tokens per second of the fleet, and of the learner's updates, over the newest steps."""
         first, last = self._records[0], self._records[-1]
         if first is last or last.time_s <= first.time_s:
             return last.rollout_tokens_per_s, last.learner_tokens_per_s
@@ -203,7 +203,7 @@ class TerminalView:
         return last.time_s if first is last else (last.time_s - first.time_s) / (len(self._records) - 1)
 
     def render(self) -> Panel:
-        """Return the live view of this moment."""
+        """Return what the live view shows now, as a Rich panel."""
         rows: list[Text | Table | Columns] = []
         if self._records:
             record = self._records[-1]
@@ -218,7 +218,7 @@ class TerminalView:
         return Panel(Group(*rows), title=f"{self._title}  {_duration(self.elapsed_s)}", title_align="left")
 
     def _progress(self, record: StepRecord) -> Table:
-        line = Table.grid(expand=True)  # put the bar into a table, because a bar alone does not end its line
+        line = Table.grid(expand=True)  # use a table, because a bar alone does not print a newline
         line.add_row(ProgressBar(total=self._total_steps, completed=record.step + 1))
         return line
 

@@ -53,7 +53,7 @@ class Tracker(Protocol):
         ...
 
     def close(self) -> None:
-        """Send the metrics that are not sent yet, and mark the run as ended in the tracker."""
+        """Send the remaining metrics, and mark the run as ended in the tracker."""
         ...
 
 
@@ -116,7 +116,9 @@ class Trackers:
                 opened._trackers[name] = _KINDS[name](run)
             except Exception as error:
                 opened.close()
-                raise ValueError(f"tracker={name} cannot be opened: {error}; fix this, or remove {name}") from error
+                raise ValueError(
+                    f"tracker={name} cannot be opened: {error}; remove {name} from tracker to train without it"
+                ) from error
             opened.num_failed[name] = 0
         return opened
 
@@ -135,7 +137,7 @@ class Trackers:
             self._each(lambda tracker, event=event: tracker.go_on(event))
 
     def close(self) -> None:
-        """Send the metrics that are not sent yet to all trackers, and mark the run as ended there."""
+        """Send the remaining metrics to all trackers, and mark the run as ended there."""
         self._each(lambda tracker: tracker.close())
         self._trackers = {}
 
@@ -143,16 +145,16 @@ class Trackers:
         for name, tracker in self._trackers.items():
             try:
                 call(tracker)
-            except Exception as error:  # noqa: BLE001 - an error of a foreign package must not end training
+            except Exception as error:  # noqa: BLE001 - an error of a third-party package must not end training
                 self.num_failed[name] += 1
                 logger.warning("tracker %s failed (%d failures so far): %s", name, self.num_failed[name], error)
 
 
 def numbers_of(event: Event) -> dict[str, float]:
-    """Return the numbers of an event by name, with slashes like in TensorBoard. Example: ``use/fleet/publish_pause``.
+    """Return a dict from metric name to number for an event. Example of a name: ``use/fleet/publish_pause``.
 
-    Values whose names begin with ``use`` are fractions, from 0 to 1, of the time of learner or fleet since the start of
-    training.
+    The names have slashes, as in TensorBoard. A number whose name begins with ``use`` is a fraction, from 0 to 1, of
+    the time since the start of training.
     """
     if isinstance(event, StepRecord):
         return {name.replace(".", "/"): value for name, value in event.flat().items()}
@@ -195,7 +197,7 @@ class WandbTracker:
     go_on = record
 
     def close(self) -> None:
-        """Send the metrics that are not sent yet to Weights & Biases, and mark the run as ended there."""
+        """Send the remaining metrics to Weights & Biases, and mark the run as ended there."""
         self._run.finish()
         self._teardown()  # end the service process of wandb
 
@@ -349,7 +351,7 @@ class PrometheusTracker:
         self._thread.join()
 
     def _raise(self, counter: Any, value: float, *labels: str) -> None:
-        """Raise a counter by the increase of its total since the previous call. ``value`` is the new total."""
+        """Increase a Prometheus counter by the growth of its total since the previous call; ``value`` is the total."""
         key = (id(counter), *labels)
         rise = value - self._last.get(key, 0.0)
         child = counter.labels(*labels) if labels else counter
@@ -380,7 +382,7 @@ def split_address(address: str, option: str) -> tuple[str, int]:
     """
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"{option} must be HOST:PORT, got {address!r}; 127.0.0.1:0 is loopback on any free port")
+        raise ValueError(f"{option} must be HOST:PORT, got {address!r}; example: 127.0.0.1:0 (any free port)")
     return host.strip("[]"), int(port)
 
 

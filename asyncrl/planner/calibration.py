@@ -64,8 +64,8 @@ def calibrate(trace: Trace, config: RunConfig) -> Calibration:
     first = max(1, round(_WARM_UP_SHARE * len(steps)))
     if len(steps) - first < MIN_STEPS:
         raise ValueError(
-            f"a plan needs the record of at least {MIN_STEPS + 1} learner steps, got {len(steps)}; wait for more steps "
-            "of the run, or plan from a YAML file"
+            f"asyncrl plan needs the record of at least {MIN_STEPS + 1} learner steps, got {len(steps)}; wait for more "
+            "steps of the run, or pass a scenario as a YAML file"
         )
     reading = _Reading(trace, config, first_step=steps[first].version)
     base = configured(Scenario(num_steps=max(60, min(200, len(steps)))), config)
@@ -136,7 +136,7 @@ class _Reading:
         self._seconds_per_step = (steps[-1].end - self._start) / _NS / len(steps)
         self.notes: list[str] = []
         if not self.trained:
-            raise ValueError("the record has no trained group; a larger profile.max_file_bytes may be needed")
+            raise ValueError("the record has no trained group; if its files are full, raise profile.max_file_bytes")
 
     @cached_property
     def trained(self) -> list[GroupLife]:
@@ -214,7 +214,8 @@ class _Reading:
             last, stored = life.last(GroupEvent.last_token), life.time(GroupEvent.stored)
             if last is not None and stored is not None and stored > last.time:
                 settles[last.lane].append((last.time, stored))
-        # Join the overlapping waits of a worker's groups, because the worker scores and stores one group at a time.
+        # Join the overlapping intervals of each worker, because a worker scores and stores one group at a time. An
+        # interval lasts from the last token of a group until the group is stored.
         settled = [span for lane in settles.values() for span in united(lane)]
         load_s, settle_s, batch_s = fair_shares(loads, settled, batches)
         waited_s = sum(batch.duration_s for batch in self._batches) - batch_s
@@ -337,7 +338,7 @@ class _Reading:
         if not times:
             raise ValueError(
                 "the record has no group with its first and last token, so the speed of the engines is unknown; wait "
-                "for more steps of the run, or plan from a YAML file"
+                "for more steps of the run, or pass asyncrl plan a scenario as a YAML file"
             )
         step_s, per_sample = _line(loads, times)
         if base.takes_batches:

@@ -89,7 +89,7 @@ class Prediction:
         return self.scenario.groups_per_step / self.outcome.step_s
 
     def to_dict(self, base: Scenario) -> dict[str, Any]:
-        """Return the options, the simulated figures and the intervals as a dict for JSON.
+        """Return the options, the simulated results and their intervals as a dict for JSON.
 
         The key ``overrides`` has the options that differ from the scenario ``base``, such as ``buffer.max_lag=1``.
         """
@@ -313,7 +313,7 @@ def misses(replayed: Prediction, measured_step_s: float) -> bool:
 
 
 def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
-    """Yield scenarios with one option changed to a neighboring value, on the same devices."""
+    """Yield copies of ``scenario``. Each copy has another value of one option, and the same number of devices."""
     for max_lag in {scenario.max_lag + 1, max(2, 2 * scenario.max_lag)}:
         yield replace(scenario, max_lag=max_lag)
     for groups in {scenario.groups_in_flight // 2, scenario.groups_in_flight * 2} - {0}:
@@ -321,7 +321,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
     for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
-    # The number of engines changes by `moved`. The devices of these engines move to the ranks or come from the ranks.
+    # Remove or add `moved` engines. The learner ranks get the devices of these engines, or give devices to them.
     # `moved` is the smallest number that keeps the number of ranks a multiple of `ranks_at_once`.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):

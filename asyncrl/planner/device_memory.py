@@ -389,8 +389,8 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
 def rank_setup(config: RunConfig, role: str, model: ModelSize, *, card_bytes: int = 0) -> RankSetup:
     """Return the options that determine the memory of a learner rank with the role ``role``, such as ``actor``.
 
-    ``model`` has the sizes of the role's model. ``card_bytes`` is the memory of the GPU. If it is 0 (unknown),
-    ``gradient_sync=auto`` counts as ``update``.
+    ``model`` has the sizes of the role's model. ``card_bytes`` is the memory of the GPU; 0 if it is unknown.
+    With 0, ``gradient_sync=auto`` counts as ``update``.
     """
     learner = role_options(config, role)
     on_cuda, lora_rank = learner.device is Device.cuda, learner.lora.rank if role == "actor" else 0

@@ -105,9 +105,9 @@ class DeviceUse:
 
     @property
     def usable(self) -> int:
-        """Bytes of the GPU that a run may use.
+        """Bytes of the GPU's memory that a run may use.
 
-        The value is the share `USABLE_SHARE` of the GPU. If ``parts`` includes SGLang's reserve, it is the whole GPU.
+        A run may use the fraction `USABLE_SHARE` of the memory, or all of it if ``parts`` includes SGLang's reserve.
         """
         has_reserve = MemoryKind.activations_and_graphs in self.parts
         return self.card_bytes if has_reserve else round(self.card_bytes * USABLE_SHARE)
@@ -293,7 +293,8 @@ def layouts_that_fit(config: RunConfig, model: ModelSize, card: int, num_gpus: i
         ),
         rollout_fleet=replace(fleet, device=EngineDevice.cuda, engine=EngineKind.sglang),
         placement=replace(config.placement, pools={}, **dict.fromkeys(ROLE_SECTIONS.values(), LEARNER_POOL)),
-        algorithm=replace(config.algorithm, groups_per_step=1 << 20),  # this number of groups fills any token budget
+        # Choose a number of groups so large that each micro-batch is full.
+        algorithm=replace(config.algorithm, groups_per_step=1 << 20),
     )
     tp_sizes = [size for size in (1, 2, 4, 8) if num_gpus > size and not model.key % size]
     engines = ((size, device_uses(with_options(on_cuda, {_TP_SIZE: size}), model, card)[-1]) for size in tp_sizes)

@@ -108,7 +108,10 @@ class EngineModel:
         _check(self, "engine.", 0.0, "step_s", "step_s_per_sample", "prefill_s_per_token", "batch_s", "variation")
         _check(self, "engine.", 1, "max_running")
         if self.step_s + self.step_s_per_sample <= 0:
-            raise ValueError("engine.step_s + engine.step_s_per_sample must be > 0, got 0; set the time of a token")
+            raise ValueError(
+                "engine.step_s + engine.step_s_per_sample must be > 0, got 0; set engine.step_s to the seconds of a "
+                "decoding step"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +142,10 @@ class LearnerModel:
     def __post_init__(self) -> None:
         _check(self, "learner.", 0.0, "step_s", "rank_s_per_token", "copy_s", "publish_s", "load_s", "variation")
         if self.step_s + self.rank_s_per_token <= 0:
-            raise ValueError("learner.step_s + learner.rank_s_per_token must be > 0, got 0; set the time of a step")
+            raise ValueError(
+                "learner.step_s + learner.rank_s_per_token must be > 0, got 0; set learner.step_s to the seconds of a "
+                "learner step"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,7 +153,7 @@ class HostModel:
     """The CPU cores of a host, if engines and ranks compute on the CPU.
 
     All engines share one core, and all ranks share another core. The other processes, such as the buffer, use the
-    core on which fewer jobs run.
+    core that runs fewer jobs.
 
     Attributes:
         is_shared: True if engines and ranks compute on these cores; requires ``engine.takes_batches``. If False, the
@@ -244,18 +250,18 @@ class Scenario:
         if 0 < self.queue_groups < self.groups_per_step:
             raise ValueError(
                 f"queue_groups must be 0 or at least groups_per_step={self.groups_per_step}, got {self.queue_groups}: "
-                "a batch could never be complete"
+                "with fewer groups a batch could never be complete"
             )
         if not 0 <= self.equal_rewards < 1:
-            raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; at 1 no group remains")
+            raise ValueError(f"equal_rewards must be in [0, 1), got {self.equal_rewards}; 1 would drop every group")
         if self.host.is_shared and not self.engine.takes_batches:
             raise ValueError(
-                "host.is_shared needs engine.takes_batches=true: the simulator cannot model other engines that share "
-                "a core"
+                "host.is_shared needs engine.takes_batches=true: the simulator can share a core only among engines "
+                "that take batches; otherwise set host.is_shared=false"
             )
         if self.warm_up_steps >= self.num_steps:
             raise ValueError(
-                f"warm_up_steps must be below num_steps={self.num_steps}, got {self.warm_up_steps}; simulate more steps"
+                f"warm_up_steps must be below num_steps={self.num_steps}, got {self.warm_up_steps}; raise num_steps"
             )
         if self.publish_every > self.max_lag + 1:
             raise ValueError(

@@ -38,7 +38,7 @@ class SimulatedLoop(asyncio.AbstractEventLoop):
 
     def __init__(self, env: simpy.Environment) -> None:
         self._env = env
-        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # use it for all timers that never fire
+        self._never = asyncio.TimerHandle(_NEVER_S, lambda: None, (), self)  # one handle for all timers that never fire
 
     def time(self) -> float:
         """Return the current time in simulated seconds."""

@@ -1,8 +1,8 @@
 """Simulated engines and shared CPU cores.
 
-Between two events, all running samples of an engine decode at the same speed. Therefore one number per engine is
-enough, its *progress*: the number of tokens of an imaginary sample that has run since the start of the simulation.
-Engines that take batches have no progress, because all samples of a batch end together.
+Between two events, all running samples of an engine decode at the same speed. Therefore an engine needs only one
+counter, its *progress*: how many tokens a sample would have if it had run since the start of the simulation. Engines
+that take batches do not use the counter, because all samples of a batch end together.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class _Running:
     """A running sample.
 
     Attributes:
-        ends_at: The engine's progress at the end of the sample, in tokens. The module's docstring explains progress.
+        ends_at: The sample ends when the engine's counter ``_progress`` has this value. The counter is the number of
+            tokens that a sample would have if it had run since the start of the simulation.
         place: Position of the sample in the order in which the engine started its samples, from 1.
         weight: What the sample adds to the engine's load, in samples. It is 1 without ``whole_groups``. Otherwise the
             sample represents its group, and ``weight`` is the mean number of running samples of the group.
@@ -109,8 +110,8 @@ class SimulatedEngine:
         self._waiting: deque[tuple[SimulatedGroup, int, float]] = deque()
         # `_load` is the sum of `_Running.weight` over all running samples.
         self._load = 0.0
-        # `_begun` is the sum of `_Running.weight` times the engine's progress at the start of each running sample.
-        # `_loaded` computes the number of cached tokens from `_begun`.
+        # `_begun` is a sum over all running samples: `_Running.weight` times `_progress` at the start of the sample.
+        # The method `_loaded` computes the number of tokens in the KV cache from `_begun`.
         self._begun = 0.0
         self._progress = self._seen_at = self._stalled_until = 0.0
         self._place = self._timer = 0
@@ -169,7 +170,7 @@ class SimulatedEngine:
         """Stop a group so that another engine can continue the group.
 
         After the next decoding step, the engine calls ``on_cut`` with the number of missing tokens of each unfinished
-        sample. An engine that takes batches calls ``on_cut`` at the end of the batch, if samples are then unfinished.
+        sample. An engine that takes batches calls ``on_cut`` at the end of the batch, if a sample is unfinished.
         """
         self._advance()
         group.on_cut, group.cut_at = on_cut, self._env.now
@@ -262,10 +263,10 @@ class SimulatedEngine:
         batch_s = self._vary(num_steps * self._token_s())
 
         def steps_until(moment: float) -> int:
-            """Return the number of decoding steps from the start of this batch to the simulated time ``moment``.
+            """Return how many decoding steps the batch had done at the simulated time ``moment``, in seconds.
 
-            At ``moment``, each sample that still runs has this number of new tokens. Call this function only at the end
-            of the batch, because this function takes the present time as the end. ``moment`` is in seconds.
+            Each decoding step adds one token to each running sample. Call the function when the batch ends: the present
+            time counts as the end of the batch.
             """
             passed = (moment - began_at) / max(self._env.now - began_at, 1e-9) * num_steps
             return max(0, int(passed - (num_steps - longest)))
@@ -301,7 +302,7 @@ class SimulatedEngine:
     def _set_timer(self) -> None:
         if self._model.takes_batches:
             return
-        self._timer += 1  # make the previous timer do nothing
+        self._timer += 1  # a new number, so that the previous timer does nothing
         timer = self._timer
         if self._is_loading or not self._running:
             return
@@ -329,7 +330,7 @@ class SimulatedEngine:
     def _leave(self, sample: _Running) -> None:
         self._load -= sample.weight
         self._begun -= sample.weight * (sample.ends_at - sample.length)
-        if not self._running:  # remove the rounding errors of the two sums
+        if not self._running:  # set both sums to 0, because they may have rounding errors
             self._load = self._begun = 0.0
 
     def _write(self, sample: _Running) -> bool:
@@ -377,7 +378,7 @@ class SharedCore:
             self._done_s += passed_s / len(self._jobs)
 
     def _set_timer(self) -> None:
-        self._timer += 1  # make the previous timer do nothing
+        self._timer += 1  # a new number, so that the previous timer does nothing
         if self._jobs:
             timer, left_s = self._timer, max(0.0, self._jobs[0][0] - self._done_s) * len(self._jobs)
             call_after(self._env, left_s, lambda: self._end_first(timer))

@@ -69,7 +69,7 @@ class SimulatedRun:
 
 
 def simulate(scenario: Scenario, *, seed: int = 0) -> SimulatedRun:
-    """Simulate a scenario to its last step; return the figures of the run. ``seed`` is the seed of all random numbers.
+    """Simulate a scenario to its last step; return the results of the run. ``seed`` is the seed of all random numbers.
 
     Raises:
         ReplayBufferError: the scenario cannot run, because the buffer would refuse a request of a real run too. For
@@ -149,7 +149,7 @@ class SimulatedWorker:
     def _ask(self) -> None:
         if self._asked is None and not self._is_gathering and self._num_free > 0:
             self._is_gathering = True
-            if self._scenario.engine.takes_batches:  # first let the other groups of the batch end at this moment
+            if self._scenario.engine.takes_batches:  # wait 0 s, so that the other groups of the batch end first
                 call_after(self._env, 0.0, self._gather)
             else:
                 self._gather()
@@ -401,7 +401,7 @@ class SimulatedLearner:
 
     def _ask_plan(self, version: int, made: simpy.Event) -> None:
         def on_plan(batch: commands.Batch | operations.NothingYet) -> None:
-            if isinstance(batch, operations.NothingYet):  # filters dropped many groups: repeat the request
+            if isinstance(batch, operations.NothingYet):  # repeat the request, because filters dropped groups
                 self._ask_plan(version, made)
                 return
             self._simulation.planned({group.group_id for group in batch.groups})
@@ -510,7 +510,7 @@ class Simulation:
         self.workers = [SimulatedWorker(self, index) for index in range(scenario.num_engines)]
 
     def run(self) -> SimulatedRun:
-        """Run the simulation to the last step; return the figures of the run."""
+        """Run the simulation to the last step; return the results of the run."""
         with self._loop.running():
             trained = self.learner.start()
             for worker in self.workers:
@@ -535,7 +535,7 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # first let a batch take groups at this moment
+            call_after(self.env, 0.0, bound_queue)  # wait 0 s, so that a batch can take groups first
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()

@@ -84,14 +84,14 @@ OWN_CAUSES: Mapping[str, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stretch:
-    """A period in which a rank, or a constant number of an engine's sample slots, has the same state.
+    """A period in which the state of one rank, or of ``places`` sample slots of one engine, does not change.
 
     Attributes:
         lane: Name of the rank or engine in the record. Example: ``engine-0``.
         start: Nanoseconds.
         end: Nanoseconds.
         state: ``busy``, or a `FleetCause` or `LearnerCause`.
-        places: For an engine, the number of its sample slots in this state; 1 for a rank.
+        places: Number of sample slots of the engine that have this state; 1 for a rank.
     """
 
     lane: str
@@ -102,7 +102,7 @@ class Stretch:
 
     @property
     def total(self) -> int:
-        """The length of the period in nanoseconds, multiplied by the number of slots ``places``."""
+        """The length of the period, multiplied by the number of slots that have its state, in nanoseconds."""
         return self.places * (self.end - self.start)
 
 
@@ -141,7 +141,8 @@ class Attribution:
 
     Attributes:
         window: Start and end, in nanoseconds.
-        stretches: The periods of each pool (``learner``, ``fleet``), sorted by rank or engine and then by time.
+        stretches: For each pool (``learner``, ``fleet``), periods that have one state each. They are sorted by rank or
+            engine, then by time.
     """
 
     window: tuple[int, int]
@@ -380,7 +381,7 @@ def _no_batch(trace: Trace, window: tuple[int, int], fleet: Sequence[Stretch]) -
 
     The cause is ``batch_tail`` if two conditions hold:
 
-    - Samples run, but at most half as many as at the peak of this step so far.
+    - The engines generate samples, but at most half of the largest number since the current learner step began.
     - The staleness bound keeps some sample slots of the engines idle.
     """
     deltas: dict[str, Counter[int]] = defaultdict(Counter)
@@ -429,7 +430,7 @@ def _summed(deltas: Mapping[int, int]) -> Iterator[tuple[int, int]]:
 
 
 def _merged(stretches: Iterable[Stretch]) -> tuple[Stretch, ...]:
-    """Join stretches (periods) that follow each other and differ only in time. Sort the result by lane and start."""
+    """Join periods that follow each other and differ only in time. Sort the result by rank or engine, then by start."""
     found: list[Stretch] = []
     last: dict[tuple[str, str, int], int] = {}
     for stretch in stretches:
@@ -523,7 +524,7 @@ class Figures:
         return {c: self.duration * _S * total / time.capacity for c, total in time.idle.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures as nested dicts for JSON.
+        """Return the measured numbers as nested dicts for JSON.
 
         A value whose name ends in ``_ns`` is a sum over all ranks, or over all sample slots, in nanoseconds.
         """
@@ -544,7 +545,7 @@ class Figures:
         return {**head, **figures, "lag": asdict(self.lag), **pools}
 
     def flat(self) -> dict[str, float]:
-        """Return the main figures as a dict from dotted name to number. Example of a name: ``learner.idle_s.fetch``."""
+        """Return the main numbers as a dict. Its keys are dotted names. Example: ``learner.idle_s.fetch``."""
         found = {"step_s": self.step_s, "ideal_step_s": self.ideal_step_s, "utilisation": self.utilisation}
         found |= {f"lag.{name}": value for name, value in asdict(self.lag).items()}
         for pool in POOLS:
@@ -558,8 +559,8 @@ class OverlapReport:
     """How far generation and training overlapped in a run, for the file ``overlap.json``.
 
     Attributes:
-        run: Figures from the start of the first step to the end of the last finished step.
-        steps: Version and figures of each step, in order of time. A repeated step appears twice.
+        run: Times and lag from the start of the first step to the end of the last finished step.
+        steps: Policy version, times and lag of each step, in order of time. A repeated step appears twice.
         recorded: Facts about the record: ``processes`` (number per pool), ``dropped_records`` (number of lost records),
             ``torn_files`` (number of damaged files), ``clock_error_ns`` (largest clock error of a process).
     """
@@ -607,12 +608,12 @@ class OverlapReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of ``overlap.json`` as a dict: figures of the run and of each step."""
+        """Return the content of ``overlap.json`` as a dict: times and lag of the run and of each step."""
         steps = [{"step": version, **figures.to_dict()} for version, figures in self.steps]
         return {"run": self.run.to_dict(), "steps": steps, "recorded": dict(self.recorded)}
 
     def summary(self) -> dict[str, Any]:
-        """Return the figures of the run as a dict for ``summary.json``.
+        """Return the main numbers of the run as a dict for ``summary.json``.
 
         ``idle_s`` is a mean over all ranks, or over all sample slots of the engines.
         """

@@ -122,9 +122,10 @@ def _fill_curve(step: int, moments: Sequence[int]) -> Chart:
 def lag(trace: Trace, *, bound: int) -> Chart:
     """Return the chart of lags: for each lag, the number of trained groups that had this lag.
 
-    A group's lag is the number of learner steps from the group's oldest token to the training. A group with lag 0 adds
-    1 to ``none``. Any other group adds the fraction of its lag that arose before the buffer stored the group to
-    ``before``, and the rest to ``in_queue``. ``bound`` is the largest allowed lag.
+    A group's lag is the number of learner steps from the group's oldest token to the training. The chart has three
+    lists with one number per lag. ``none`` counts the groups with lag 0. The other groups are divided between
+    ``before`` and ``in_queue``: ``before`` gets the fraction of the lag that arose before the buffer stored the group,
+    and ``in_queue`` gets the rest. ``bound`` is the largest allowed lag.
     """
     lives = trace.trained_groups
     parts = {name: [0.0] * (1 + max([bound, *(life.lag for life in lives)])) for name in ("none", "before", "in_queue")}
@@ -298,8 +299,8 @@ def _served(trace: Trace) -> list[tuple[int, int]]:
 def _shares(stretches: Iterable[Stretch], edges: np.ndarray) -> dict[str, np.ndarray]:
     """Return a dict from each state to an array [bins] float64: the mean fraction of slots in this state per bin.
 
-    A slot is a rank, or an engine's capacity for one sample. The fractions of a bin sum to 1, or to 0 if no stretch
-    lies in the bin.
+    A slot is a rank, or an engine's capacity for one sample. The fractions of a bin sum to 1, or to 0 if no period
+    of ``stretches`` overlaps the bin.
     """
     by_cause: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for stretch in stretches:
@@ -379,6 +380,6 @@ def _seconds(nanoseconds: float) -> float:
 def _rounded(value: float) -> float:
     """Round to four decimals, or to four significant digits if the absolute value is below 1.
 
-    Rounding keeps the report's document small.
+    Rounding keeps the JSON of the report small.
     """
     return float(f"{value:.{_FIGURES}g}") if abs(value) < 1 else round(value, _FIGURES)

@@ -108,7 +108,7 @@ class Dashboard:
     async def _guard(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         host = request.host.rpartition(":")[0] if request.host.rpartition(":")[2].isdigit() else request.host
         if self._only_loopback and not is_loopback(host.strip("[]")):
-            raise web.HTTPForbidden(text=f"this dashboard serves only loopback hosts, got {request.host}\n")
+            raise web.HTTPForbidden(text=f"open the dashboard at a loopback host (localhost), got {request.host}\n")
         if self._token:
             if self._is_token(request.query.get("token", "")):
                 answer = web.HTTPFound("/")
@@ -180,7 +180,7 @@ def check_dashboard(address: str, token: str) -> None:
     if not is_loopback(host) and not token:
         raise ValueError(
             f"dashboard_address={address} is not loopback, so anyone on the network could open the page; set the "
-            f"environment variable {TOKEN_VARIABLE} to a secret that visitors must send, or serve it on 127.0.0.1"
+            f"environment variable {TOKEN_VARIABLE} to a secret that visitors must send, or use host 127.0.0.1"
         )
 
 

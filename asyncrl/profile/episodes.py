@@ -119,7 +119,7 @@ _NOTHING = {
 
 
 def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what a turn of an episode waited for, in order of time, as triples (reason, start, end)."""
+    """Yield the waits of one turn of an episode, in order of time, as triples (reason, start, end)."""
     asked, ended = turn["asked_s"], turn["ended_s"]
     if asked is None or ended is None or ended <= asked:
         return
@@ -131,7 +131,7 @@ def _bars(turn: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
 
 
 def _waits(episode: Mapping[str, Any]) -> Iterator[tuple[str, float, float]]:
-    """Yield what an episode waited for, from its start to its end, as consecutive triples (reason, start, end)."""
+    """Yield the waits of an episode, from its start to its end, as consecutive triples (reason, start, end)."""
     duration = episode["duration_s"]
     found = [bar for turn in episode["turns"] for bar in _bars(turn)]
     found += [

@@ -1,4 +1,4 @@
-"""Builds the report of a run: a dict with figures, charts, engines and samples, and the page ``report.html``."""
+"""Builds the report of a run (headline numbers, charts, engines, samples) as a dict and as the page ``report.html``."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class RunReport:
 
         Args:
             trace: The record to show; None to read the record of the run so far.
-            overlap: The figures of ``trace``; None to compute them.
+            overlap: The overlap report of ``trace``; None to compute the overlap report.
 
         Raises:
             FileNotFoundError: the run recorded nothing.
@@ -131,8 +131,8 @@ def _earlier_lives(run_dir: Path) -> Iterator[str]:
 def write_report(run_dir: Path, trace: Trace | None = None, overlap: OverlapReport | None = None) -> Path:
     """Write the report of a run to ``report.html`` in the run's folder, atomically; return the path of the file.
 
-    ``trace`` is the record to show. If it is None, the record is read from the folder. ``overlap`` has the figures of
-    the record. If it is None, the figures are computed. Raises the errors of `RunReport.document`.
+    ``trace`` is the record to show; None to read the record from the folder. ``overlap`` is the overlap report of the
+    record; None to compute the overlap report. Raises the errors of `RunReport.document`.
     """
     path = run_dir / REPORT
     partial = path.with_suffix(".html.partial")
@@ -180,9 +180,10 @@ def _figures(overlap: OverlapReport, bound: int, total_steps: int) -> Iterator[d
 
 
 def _rewards(record: Mapping[str, Any] | str | None) -> Iterator[dict[str, str]]:
-    """Yield figures from ``record``, the latest metrics record.
+    """Yield headline numbers of the report from ``record``, the latest metrics record.
 
-    If ``record`` is a text, the text says why the record cannot be read, and the figure of the reward shows the text.
+    If ``record`` is a text, the text says why the record cannot be read. The report then shows the reward as "not
+    known", with the text.
     """
     if isinstance(record, str):
         yield _figure("reward", "not known", record)
@@ -301,7 +302,7 @@ _SAMPLE_FIELDS = (
 
 
 def _trained_sample(row: Mapping[str, Any], path: Path, decode: Decode) -> dict[str, Any]:
-    """Return a dict for the page that describes a trained sample and each of its tokens.
+    """Describe a trained sample and each of its tokens, as a dict for the page of the report.
 
     A token has its policy version, and the difference: the engine's log-prob minus the learner's log-prob of the token.
     """

@@ -425,8 +425,8 @@ class _ProcessFile:
                     self._is_broken = True  # stop reading, and keep the records before the damaged record
         if self.header and self.header["schema"] != SCHEMA:
             raise ValueError(
-                f"{self._path} has records of schema {self.header['schema']}, this version reads {SCHEMA}; use the "
-                "version of asyncrl that wrote them"
+                f"{self._path} has records of schema {self.header['schema']}, but this version reads schema {SCHEMA}; "
+                "use the version of asyncrl that wrote the file"
             )
 
     def _take(self, record: list[Any]) -> None:
