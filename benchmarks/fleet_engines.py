@@ -1,9 +1,10 @@
 """Measures the fleet on real SGLang servers: its speed against a bare client, and its recovery from a killed server.
 
 The bare client is an HTTP client that calls the servers directly. There are two servers on the CPU, each pinned to a
-core. The benchmark measures the fleet and the bare client alternately. Both sample the same prompts with the same options and the same number of
-concurrent requests. The fleet has two supervised rollout loops in this process, and a buffer server in its own
-process. The bare client sends one request per group, and only counts the tokens of the answers.
+core. The benchmark measures the fleet and the bare client alternately. Both sample the same prompts with the same
+options and the same number of concurrent requests. The fleet has two supervised rollout loops in this process, and a
+buffer server in its own process. The bare client sends one request per group, and only counts the tokens of the
+answers.
 """
 
 from __future__ import annotations
