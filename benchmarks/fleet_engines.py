@@ -1,9 +1,10 @@
 """Measures the fleet on real SGLang servers: its speed against a bare client, and its recovery from a killed server.
 
-There are two servers on the CPU, each pinned to a core. The benchmark measures the fleet and the bare client
-alternately. Both sample the same prompts with the same options and the same number of concurrent requests. The fleet
-has two supervised rollout loops in this process, and a buffer server in its own process. The bare client sends one
-request per group, and only counts the tokens of the answers.
+The bare client is an HTTP client that calls the servers directly. There are two servers on the CPU, each pinned to a
+core. The benchmark measures the fleet and the bare client alternately. Both sample the same prompts with the same
+options and the same number of concurrent requests. The fleet has two supervised rollout loops in this process, and a
+buffer server in its own process. The bare client sends one request per group, and only counts the tokens of the
+answers.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ Responses are short, because the other server recomputes the tokens that were al
 GROUPS_PER_ROUND = 64
 NUM_ROUNDS = 5
 NUM_KILLS = 4
-USUAL_S = 10.0  # Both engines work for this many seconds in each measurement before and after a kill.
+USUAL_S = 10.0
+"""Seconds in which the usual rate of the surviving engine is measured, before each kill and after each recovery."""
 SPREAD_S = 4.0  # The first prompts are enqueued over this many seconds. Pauses around a kill are equally long.
 _VOCABULARY = 1000
 
@@ -135,7 +137,7 @@ def prompts_of(number: int) -> Iterator[np.ndarray]:
 
 
 def measure_engines() -> dict[str, float]:
-    """Compare the fleet with a bare client on two SGLang servers. Then kill servers, and measure the recovery.
+    """Compare the fleet with a client that calls the SGLang servers directly. Then measure the recovery from kills.
 
     Return the figures by name.
     """
@@ -156,7 +158,7 @@ async def _measure(scratch: Path) -> dict[str, float]:
 
 
 async def _rates(fleet: _Fleet) -> dict[str, float]:
-    """Measure the fleet and the bare client alternately; return the figures by name."""
+    """Measure alternately the fleet, and a client that calls the servers directly. Return the figures by name."""
     rates: dict[str, list[float]] = {"fleet": [], "bare": []}
     for turn in range(NUM_ROUNDS + 1):
         sides = ["fleet", "bare"] if turn % 2 else ["bare", "fleet"]
@@ -212,7 +214,7 @@ async def _make_fleet(stack: AsyncExitStack, scratch: Path, new_tokens: int) -> 
 
 
 async def _bare(fleet: _Fleet, number: int) -> float:
-    """Measure the tokens per second of the bare client."""
+    """Return the tokens per second of an HTTP client that calls the SGLang servers directly, without the fleet."""
     waiting = list(prompts_of(number))
     num_tokens = 0
 

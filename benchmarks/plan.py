@@ -71,7 +71,7 @@ CASES = (Case(max_lag=1), Case(max_lag=2), Case(max_lag=4), Case(max_lag=2, num_
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One repetition of the benchmark: a recorded run, the predictions from it, and the real runs of the same time."""
+    """One repetition of the benchmark: a recorded run, predictions from this run, and real runs to compare with."""
 
     recorded: Calibration
     predicted: Mapping[Case, Sequence[SimulatedRun]]

@@ -1,4 +1,6 @@
-"""Measures the time that preparing batches ahead saves: ``python -m benchmarks.prepared_batches [--quick]``.
+"""Measures how much time a rank saves if it prepares the next batch during a step.
+
+Run as ``python -m benchmarks.prepared_batches [--quick]``.
 
 One rank makes learner steps on groups that it fetches from a real buffer server. In every second run, the benchmark
 announces all steps before the first step begins, so the rank prepares the next batch during a step. In the other runs,

@@ -29,7 +29,7 @@ TARGETS = {f"update_s_{mode}": Target() for mode in OnUpdate}
 
 
 async def measure(on_update: OnUpdate, model_path: str, offer: WeightOffer, scratch: Path) -> dict[str, float]:
-    """Return a dictionary with one figure: the median delay of running samples by one weight update, in seconds.
+    """Return a dictionary with one figure: how many seconds one weight update delays running samples, as a median.
 
     ``on_update`` says what the engine does with the KV cache of running samples. ``offer`` announces the weights.
     """

@@ -11,7 +11,7 @@ from .row_files import Rows
 from .tokenizer import Tokenizer
 
 IMAGE_MARK = "<image>"
-"""Text that marks the place of an image in a message, if the images are in a separate column."""
+"""Placeholder of an image in a message, if the images are in a separate column."""
 
 Message = Mapping[str, Any]
 """A chat message, or the schema of a tool, in the format of OpenAI's API. msgpack can encode all values in it."""
@@ -80,21 +80,21 @@ def _part(part: Any, where: str) -> Message:
 
 
 def fill_images(messages: Sequence[Message], images: Any, where: str) -> tuple[Message, ...]:
-    """Return copies of a row's messages in which each mark ``<image>`` is replaced by the next entry of ``images``.
+    """Return copies of a row's messages, with an entry of ``images`` in place of each placeholder ``<image>``.
 
-    An entry is a path, bytes or base64 text. Image files are not read yet. ``where`` is the name of the images in error
-    messages.
+    The entries are used in order. An entry is a path, bytes or base64 text. Image files are not read yet. ``where`` is
+    the name of the images in error messages.
 
     Raises:
-        ValueError: the number of marks is not the number of images.
+        ValueError: the number of placeholders is not the number of images.
     """
     if not isinstance(images, list):
         raise ValueError(f"{where} is {short(images)}, expected a list of images; fix the row")
     num_marks = sum(m["content"].count(IMAGE_MARK) for m in messages if isinstance(m.get("content"), str))
     if num_marks != len(images):
         raise ValueError(
-            f"{where} has {len(images)} images for {num_marks} marks {IMAGE_MARK} in the messages, expected one mark "
-            "per image; fix the row"
+            f"{where} has {len(images)} images for {num_marks} placeholders {IMAGE_MARK} in the messages, expected one "
+            "placeholder per image; fix the row"
         )
     left, filled = iter(images), []
     for message in messages:

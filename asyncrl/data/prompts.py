@@ -105,7 +105,7 @@ class PromptStream:
     def take(self, count: int) -> list[Prompt]:
         """Return the next ``count`` prompts, and advance the stream. ``count`` must be >= 0.
 
-        The prompts of `repeat_unfinished` come first. They do not advance the stream.
+        Prompts that `repeat_unfinished` repeats come first. These prompts do not advance the stream.
         """
         again, self._again = self._again[:count], self._again[count:]
         start, self._position = self._position, self._position + count - len(again)
@@ -124,9 +124,9 @@ class PromptStream:
             start = end
 
     def first(self) -> Prompt:
-        """Return the prompt that `take` returns first on a new stream. The position of this stream does not change.
+        """Return one prompt without advancing the stream: the first prompt of the first pass over the data.
 
-        On a stream with a sampler, the result is the prompt that the sampler would choose next.
+        If a sampler chooses the prompts, return the prompt that the sampler would choose next.
         """
         row = self._order(0)[0] if self._sampler is None else self._choose(copy.deepcopy(self._sampler))
         return _loaded(self._prompts[row], 0)
@@ -134,7 +134,7 @@ class PromptStream:
     def at(self, positions: Sequence[int]) -> list[Prompt]:
         """Return the prompts at ``positions``, which are also the prompts' group ids. The stream does not advance.
 
-        On a stream with a sampler, `take` must have returned these prompts before.
+        If a sampler chooses the prompts, `take` must have returned these prompts before.
         """
         return [_loaded(self._prompts[self._row(position)], position) for position in positions]
 

@@ -74,14 +74,17 @@ class WeightedSampler:
         self._order = lru_cache(maxsize=2 * len(weights))(self._draw_order)
 
     def choose(self) -> int:
-        """Return the next row's index. Choose from the source with the fewest prompts in proportion to its weight."""
+        """Return the index of the row that becomes the next prompt. `_next_source` chooses its data source."""
         return self._next_in_order(self._next_source())
 
     def note(self, row: int, group: GroupSummary) -> None:
         """Do nothing: this sampler does not use rewards."""
 
     def _next_source(self) -> str:
-        """Choose the source with the fewest prompts in proportion to its weight. In a tie, choose the first source."""
+        """Choose a data source. Prompts are shared among the sources in proportion to the weights of the sources.
+
+        Choose the source with the smallest (chosen prompts + 1) / weight. In a tie, choose the first such source.
+        """
         source = min(self._weights, key=lambda name: (self._num_chosen[name] + 1) / self._weights[name])
         self._num_chosen[source] += 1
         return source
@@ -151,7 +154,7 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """Return the index of the next row, from the data source with the fewest prompts in proportion to its weight.
+        """Return the index of the row that becomes the next prompt. `_next_source` chooses its data source.
 
         Usually, the sampler takes the row that has been in the source's pool for the longest time. If the pool is
         empty, the sampler takes the source's next row in order. It also does so for a fraction ``explore`` of the

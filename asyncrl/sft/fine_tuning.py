@@ -217,7 +217,8 @@ def _share(sequences: Sequence[TokenSequence], mesh: LearnerMesh) -> list[TokenS
 def _learner_config(config: RunConfig) -> LearnerConfig:
     """Return the learner's options for fine-tuning.
 
-    The optimizer options come from ``sft``, the number of ranks and the device from the running processes.
+    The optimizer options come from ``sft``. The number of ranks comes from ``WORLD_SIZE``. If the device is ``auto``,
+    ranks use GPUs if each rank of this node has one.
     """
     num_ranks = int(os.environ.get("WORLD_SIZE", "1"))
     num_here, num_gpus = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), visible_gpus()
@@ -249,7 +250,10 @@ def _learner_config(config: RunConfig) -> LearnerConfig:
 def _batches(
     sequences: Sequence[TokenSequence], size: int, seed: int, mesh: LearnerMesh
 ) -> Iterator[list[TokenSequence]]:
-    """Yield this rank's sequences of each batch, endlessly. Each pass over ``sequences`` has a new seeded order."""
+    """Yield this rank's sequences of one batch after another, without an end.
+
+    Each pass over ``sequences`` has a new order, which ``seed`` determines.
+    """
     generator = np.random.default_rng(seed)
     order: list[int] = []
     while True:

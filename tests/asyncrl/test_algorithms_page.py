@@ -1,4 +1,4 @@
-"""docs/algorithms.md: its recipes are valid configurations, its examples run, and it names every option."""
+"""Checks docs/algorithms.md: the recipes are valid options, the examples run, and the page names every option."""
 
 from dataclasses import fields
 from pathlib import Path

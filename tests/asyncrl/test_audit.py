@@ -95,7 +95,10 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Set the fields ``values`` in each receipt of ``run`` that has the kind ``act`` and the fields ``chosen``."""
+    """Change some receipts of the run: those of the kind ``act`` whose fields equal ``chosen``.
+
+    ``values`` maps the names of the changed fields to their new values.
+    """
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     for line in lines:

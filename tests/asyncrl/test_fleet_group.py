@@ -208,7 +208,7 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """A call to workers whose results do not arrive in time. As a list, the call holds the workers' names."""
+    """A call to several workers that sleeps for 60 s when it is awaited. Its list items are the workers' names."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()

@@ -47,7 +47,7 @@ class Node:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    """Yield two nodes. One uses this process's file system, and the other has its own."""
+    """Yield two nodes. The first node uses the file system of this process, the second node has its own folder."""
     monkeypatch.setattr(node_folders.ray, "put", lambda data: data)
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", tmp_path / "memory")
     monkeypatch.setattr(node_folders, "CHUNK_BYTES", 7)

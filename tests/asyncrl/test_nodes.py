@@ -16,7 +16,7 @@ COLLECTIVE = {"transport": Transport.collective, "interface": "eth0"}
 
 
 def config_of(**sections):
-    """Return the configuration of a run on two nodes. ``sections`` replaces options by section."""
+    """Return the configuration of a run on two nodes. ``sections`` maps a section to the options that it replaces."""
     several = {"placement": {"num_nodes": 2}, "ray": {"address": "auto"}, "buffer": {"host": "10.0.0.1"}}
     kinds = {section.name: section.default_factory for section in fields(RunConfig)}
     names = several.keys() | sections.keys()

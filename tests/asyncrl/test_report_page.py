@@ -1,6 +1,6 @@
 """The report in a real Chromium. The page draws all charts without errors or requests, and keys zoom a chart.
 
-If ``ASYNCRL_SCREENSHOTS`` is set, the tests write screenshots into that folder.
+If ``ASYNCRL_SCREENSHOTS`` names a folder, the tests write screenshots into this folder.
 """
 
 import json

@@ -141,7 +141,7 @@ def test_only_engines_that_take_batches_can_share_a_core():
 
 
 def test_an_engine_runs_at_most_max_running_samples():
-    """The engine runs four of the eight samples at a time. Each four samples take 3 s."""
+    """The engine runs four of the eight samples at a time. Four samples together take 3 s."""
     outcome = simulate(scenario(max_lag=0, engine=EngineModel(step_s=0.03, max_running=4)))
     assert outcome.step_s == pytest.approx(6 + 2)
 

@@ -1,4 +1,4 @@
-"""The exit status, the last output and the processes of ``asyncrl train`` at its end. Its run is scripted."""
+"""The end of the command ``asyncrl train``: exit status, last output, and processes. The training is scripted."""
 
 import os
 import shlex

@@ -1,4 +1,4 @@
-"""The memory of a buffer server stays within its bounds, whatever its clients do. A client at a bound gets an error."""
+"""The memory of a buffer server stays within its bounds for any requests. A client at a bound gets an error."""
 
 import asyncio
 import os

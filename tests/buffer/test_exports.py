@@ -1,4 +1,4 @@
-"""The export of a buffer has the same bits for every kind of checkpoint."""
+"""Exported groups have the same bits as the groups in the buffer, for every kind of checkpoint."""
 
 from pathlib import Path
 

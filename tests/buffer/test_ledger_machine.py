@@ -726,7 +726,7 @@ class LedgerMachine(RuleBasedStateMachine):
         return key not in self.inherited or self.continues[key] or key in self.saved
 
     def _least_tokens(self, lease: GrantedLease) -> int:
-        """Return the fewest tokens that an attempt can report: those of its latest save, or of its prefix."""
+        """Return the smallest number of tokens that an attempt can report: its latest save, or its prefix."""
         key = lease.group_id, lease.attempt
         continued = self.inherited[key].num_tokens if key in self.inherited and self.continues[key] else 0
         return self.saved[key].num_tokens if key in self.saved else continued

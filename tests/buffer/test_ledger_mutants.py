@@ -63,7 +63,7 @@ except BaseException as error:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One mutant of a module: ``change`` replaces the comparison with index ``number`` among those that it fits."""
+    """One mutant of a module. ``number`` is the index of the changed comparison among those that ``change`` fits."""
 
     module: str
     change: str

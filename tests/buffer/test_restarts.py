@@ -51,7 +51,7 @@ class Script:
 
     def step(self, version: int) -> None:
         leases: list[commands.LeasedGroup] = []
-        while len(leases) < 2:  # a server that is killed between two leases has granted one
+        while len(leases) < 2:  # a server that is killed between two leases has granted only one lease
             leases += self.ask(WORKER, commands.LeaseGroups(engine_version=version, max_groups=2 - len(leases))).leases
         assert [lease.key for lease in leases] == [(2 * version, 0), (2 * version + 1, 0)]
         for lease in leases:
@@ -310,7 +310,7 @@ async def test_a_server_process_that_is_killed_at_a_write_comes_back_with_what_i
         client = AnyRole(server.connection.client())
         await client.enqueue([prompt(i) for i in range(4)])
         leases: list[Lease] = []
-        while len(leases) < 2:  # a server that is killed between the two leases grants only one
+        while len(leases) < 2:  # a server that is killed between the two leases grants only one lease
             leases += await client.lease(0, 2 - len(leases))
         assert [lease.prompt.group_id for lease in leases] == [0, 1]
         await asyncio.gather(*(client.put(rollout(lease)) for lease in leases))

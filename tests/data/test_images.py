@@ -101,7 +101,7 @@ async def test_the_images_of_a_taken_prompt_fit_its_placeholders(read, model_pat
     ("row", "message"),
     [
         ({"images": ["nowhere.png"]}, r"line 1: column 'messages', image 0 is 'nowhere.png' .* no such file exists"),
-        ({"images": []}, r"line 1: column 'images' has 0 images for 1 marks <image>"),
+        ({"images": []}, r"line 1: column 'images' has 0 images for 1 placeholders <image>"),
         ({"images": "a.png"}, r"column 'images' is 'a.png' \(str\), expected a list of images"),
         ({"images": ["aGVsbG8="]}, "image 0 is 5 bytes, which are not an image"),
         ({"images": ["http://host/a.png"]}, "download the image first"),

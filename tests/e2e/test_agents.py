@@ -54,7 +54,7 @@ def test_the_calculator_answered_what_the_policy_asked_token_for_token(run):
     for row in trained_samples(run):
         ids, mask = np.asarray(row["response_ids"]), np.asarray(row["response_mask"])
         stretches = np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
-        # The agent gets texts without special tokens, so decode the tokens in the same way.
+        # The agent gets texts without special tokens, so leave out special tokens here, too.
         texts = [tokenizer.decode(stretch, skip_special_tokens=True) for stretch in stretches]
         assert mask[0], "the first tokens must be the policy's"
         for asked, answered in zip(texts[0::2], texts[1::2], strict=False):

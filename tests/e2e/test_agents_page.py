@@ -1,4 +1,4 @@
-"""Runs the commands of docs/agents.md, with its programs, in the folder of docs/your_own_task.md."""
+"""Runs the commands and example programs of docs/agents.md, in the folder that docs/your_own_task.md creates."""
 
 import json
 import os
@@ -35,7 +35,10 @@ with urllib.request.urlopen(request) as answer:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Return a folder with the page's programs and a model. The model is not fine-tuned, which would take a minute."""
+    """Return a folder with the programs of docs/agents.md and an untrained model.
+
+    The model is not fine-tuned, because fine-tuning would take a minute.
+    """
     folder = tmp_path_factory.mktemp("page") / "my_task"
     shutil.copytree(ROOT / "scripts" / "examples" / "sorting", folder)
     subprocess.run([sys.executable, "make_task.py", "task"], cwd=folder, check=True)

@@ -1,4 +1,4 @@
-"""A run on SGLang whose policy is judged by its own first version."""
+"""A run on SGLang in which the initial policy is the judge that scores the policy's answers."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""A run that has ended, and another run that continues from its newest checkpoint."""
+"""A run that has ended, and a second run that continues from the newest checkpoint of the first run."""
 
 import json
 import os

@@ -118,9 +118,9 @@ def test_layers_that_carry_a_state_are_recomputed_on_the_same_sequences(family, 
 @pytest.mark.long
 @pytest.mark.parametrize("family", TRAINED_FAMILIES)
 def test_layers_are_recomputed_without_their_attention(family, paths, monkeypatch):
-    """With recomputation of layers, the update is the same, and attention is computed as often as without it.
+    """Recomputation of layers changes neither the update nor the number of times that attention is computed.
 
-    Models with attention sinks compute attention twice as often.
+    In models with attention sinks, recomputation doubles this number.
     """
     calls, attended = [], attention.attended
 

@@ -22,7 +22,7 @@ TRANSITION = replace(PLAIN, offload_at_transition_only=True)
 
 
 class Learner:
-    """A trainer with its offload policy. The methods call both in the same order as a learner's worker."""
+    """A trainer with its offload policy. The methods call both in the order in which a learner's worker calls them."""
 
     def __init__(self, config: LearnerConfig, model_path: str) -> None:
         self.trainer = Trainer(config, model_path=model_path, total_updates=9)

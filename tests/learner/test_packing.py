@@ -154,7 +154,7 @@ def test_samples_of_a_prompt_go_to_the_same_micro_batches():
 
 def test_a_long_prompt_is_packed_in_as_few_micro_batches_as_possible():
     batches = Packer(max_tokens=1000, share_prompts=True).pack(grouped(1, 600, [60] * 16))
-    assert len(batches) == 3  # 599 prompt tokens and up to 6 samples of 61 tokens fit into one
+    assert len(batches) == 3  # 599 prompt tokens and up to 6 samples of 61 tokens fit into one micro-batch
     assert max(len(batch.input_ids) for batch in batches) <= 1000
 
 

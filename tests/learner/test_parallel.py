@@ -178,7 +178,7 @@ def random_group(seed: int) -> TrajectoryGroup:
         prompt_ids=rng.integers(0, VOCABULARY, int(rng.integers(1, 8))).astype(np.int32),
         response_ids=rng.integers(0, VOCABULARY, total).astype(np.int32),
         response_lengths=lengths,
-        response_mask=rng.random(total) < 0.8,  # an environment wrote the rest
+        response_mask=rng.random(total) < 0.8,  # an environment wrote the other tokens
         logprobs=-rng.uniform(0.5, 6.0, total).astype(np.float32),
         versions=np.zeros(total, dtype=np.int32),
         rewards=rng.random(3).astype(np.float32),

@@ -54,7 +54,7 @@ NUM_GROUPS = 5
 def group(group_id: int) -> TrajectoryGroup:
     """Return a group whose samples have very different lengths.
 
-    So a rank's samples in a division over two ranks are not those of two ranks in a division over four.
+    With such lengths, no two of four data-parallel ranks together have the samples of one of two data-parallel ranks.
     """
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)

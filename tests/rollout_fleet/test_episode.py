@@ -152,7 +152,7 @@ def as_stored(trajectory: Trajectory) -> Trajectory | None:
 
 
 def check(episode: Episode, engine: Engine) -> None:
-    """Check that each trained token was sampled after the same context, and is trained only once."""
+    """Check that each token is trained in the context in which the engine sampled it, and is trained only once."""
     trajectory = episode.trajectory(1.0)
     if not any(turn.sampled for turn in trajectory.turns):
         assert episode.num_tokens == 0

@@ -1,4 +1,4 @@
-"""The recipes of docs/single_controller.md, run in their order without changes."""
+"""The code examples of docs/single_controller.md run without changes, in the order of the page."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Union and concat: joined columns, required equalities, and messages of conflicts."""
+"""Union and concat of batches: the joined columns, which values must be equal, and the errors if they differ."""
 
 from collections import OrderedDict
 

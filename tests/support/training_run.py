@@ -30,8 +30,8 @@ def documented_metrics() -> set[str]:
 def undocumented(names: Iterable[str]) -> list[str]:
     """Return the ``names`` of metrics that docs/metrics.md does not explain.
 
-    The page explains each metric of a critic as that of the policy. It has one row for all alarms, and one for all data
-    sources.
+    A metric of a critic is explained if the metric of the policy is explained. Metrics of single alarms and data
+    sources count as explained.
     """
     known = documented_metrics()
     known |= {name.replace("learner.", "learner.critic.", 1) for name in known}

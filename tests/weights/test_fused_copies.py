@@ -193,7 +193,7 @@ def test_padding_is_written_in_every_load(load, offer_of):
     for seed in range(3):
         load(model, offer_of(published(seed)))
         assert_holds(model, published(seed))
-        for parameter in model.parameters():  # lose the values, as an engine that releases its memory
+        for parameter in model.parameters():  # lose the values, as when an engine releases its memory
             parameter.data.fill_(torch.nan)
 
 

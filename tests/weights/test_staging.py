@@ -425,7 +425,7 @@ async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager
 
 
 def outside(tmp_path):
-    """Return a folder outside of all published folders. A manifest must not be able to name its files."""
+    """Make a folder outside of all published folders. A manifest must not be able to name files in this folder."""
     folder = tmp_path / "outside"
     folder.mkdir()
     return folder
