@@ -288,9 +288,7 @@ def _micro_batch(
     kept, ends = positions < np.asarray(packed)[of_sequence], np.cumsum(packed, dtype=np.int64)
     moved = starts - (ends - np.asarray(packed))
     images = _images(chosen, packed)
-    if images is not None:
-        positions = _positions(chosen).T
-    tokens, positions = input_ids[kept], positions[..., kept]
+    tokens, positions = input_ids[kept], (positions if images is None else _positions(chosen).T)[..., kept]
     rows = None if images is None else images[0][kept]
     predict_index, token_index = in_loss - 1 - moved[of_sequence[in_loss]], None
     leads = _leading_tokens(chosen, packed, prompts, np.argsort(source).tolist()) if source and prompts else None
