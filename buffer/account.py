@@ -381,8 +381,8 @@ class Account:
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
         """Return the totals as one `BufferStats` record.
 
-        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` has the
-        record's fields that the account does not count.
+        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` maps the names
+        of the record's other fields to their values.
         """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
@@ -526,10 +526,11 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """End the lease of a group and queue its prompt. If the group has no lease, drop its tokens (`evict`).
+        """Take a group back, because the learner goes back to a checkpoint.
 
-        The tokens of the groups in ``lost`` are dropped. ``lost`` maps each of these group ids to the reason. A leased
-        group that is not in ``lost`` keeps its saved prefix. A group without a lease must be in ``lost``.
+        ``lost`` maps the ids of the groups that lose their tokens to the reason. If the group is leased, the lease ends
+        and the prompt is queued. The saved prefix (the tokens so far) stays if the group is not in ``lost``. A group
+        without a lease must be in ``lost``. Its tokens are dropped (`evict`).
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])

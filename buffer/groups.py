@@ -54,8 +54,8 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     """One unfinished prompt group.
 
     Attributes:
-        place: Sorts the groups of the same state: by position in the queue, by time of leasing or storing, or by
-            position in the batch.
+        place: Number that sorts the groups of the same state: by position in the queue, by time of leasing or storing,
+            or by position in the batch.
         num_attempts: Number of attempts (tries of a worker to generate the group) so far. The current or latest attempt
             has the number ``num_attempts - 1``.
         num_failures: Number of failed attempts.
@@ -345,7 +345,10 @@ class StoreSpace:
         self.prefix_bytes = self.expected_bytes = 0
 
     def join(self, number: int, address: str, host: str) -> None:
-        """Add store ``number``. This number is new, or it is the number of an awaited store (`StorePlace`)."""
+        """Add store ``number``. The store has a new number, or takes over the number of an awaited store.
+
+        An awaited store joined before the run was resumed, and no store has replaced it yet.
+        """
         if number == len(self.stores):
             self.stored_bytes.append(0)
         self.stores[number : number + 1] = [StorePlace(address=address, host=host)]

@@ -371,10 +371,10 @@ def lock_journal(path: Path) -> int:
 
 
 class Journal:
-    """The files ``PATH.N.log`` and ``PATH.N.frames`` of one server.
+    """The journal of one server: the files ``PATH.N.log`` and ``PATH.N.frames``.
 
-    A command refers to frames by their *place*, a number that is unique in the journal. The *key* of frames is a group
-    id. In a store server's journal, the key is an integer that `number_of` makes of a group id and an attempt number.
+    A command refers to frames by their *place*, a number that is unique in the journal. Frames also have a *key*: a
+    group id, or in a store server's journal an integer that `number_of` makes from a group id and an attempt number.
 
     Raises:
         ReplayBufferError: The files cannot be opened, or another server has them open.

@@ -133,7 +133,7 @@ class Ledger:
         """Decide a command, record it in the log, apply its outcome, and return the outcome.
 
         Args:
-            command: The command.
+            command: The operation to decide.
             now: Current time in seconds on the buffer server's clock.
             sender: Id of the client that sent the command. None skips the check that the client holds the lease.
             frames: The encoded prompts, saved prefix or trajectories that came with the command. The log records these
@@ -233,8 +233,8 @@ class Ledger:
     def missing(self) -> list[int]:
         """Return how many running (leased) groups the next batch must take, as ``max_lag + 1`` numbers by deadline.
 
-        A group's deadline is the last version that may consume the group. The sum of the numbers 0 … k counts the
-        groups with the deadline ``next_plan + k`` or earlier.
+        A group's deadline is the last version that may consume the group. w is the version of the next batch. The sum
+        of the numbers 0 … k counts the groups with the deadline w + k or earlier.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
@@ -242,7 +242,7 @@ class Ledger:
         """Return whether the stores are too small for a batch. Call this method when the stores refuse a group's bytes.
 
         Returns False if a batch is planned or can be made. Also returns False if another running group has reserved
-        bytes or is due earlier.
+        bytes, or has an earlier deadline (the last learner version that may consume a group).
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]

@@ -310,7 +310,7 @@ class PromptIntake:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
-        self._outcomes: deque[GroupSummary] | None = None  # stays None until a request sets ``wants_outcomes``
+        self._outcomes: deque[GroupSummary] | None = None  # None means that no request has set ``wants_outcomes``
         self.close = self._held.close
 
     def keep_finished(self) -> None:
@@ -379,7 +379,7 @@ class Admission:
 
     Args:
         clock: Measures the workers' paces and the time since their last messages.
-        settle: Called when `grant` may have work although no message has arrived.
+        settle: Called without a message at the times when `grant` may find new leases to grant.
 
     Attributes:
         clock: The argument ``clock``.

@@ -34,7 +34,7 @@ class DigestingWriter(FileSystemWriter):
         self._digests = path / f"digests_{rank}.json"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write this rank's shards, and then the digests. Return DCP's future of the written shards."""
+        """Write this rank's shards, and then the file of digests. Return the future that DCP makes for the shards."""
         written = super().write_data(plan, planner)
         names = sorted({*self._others, *(result.storage_data.relative_path for result in written.wait())})
         self._digests.write_text(json.dumps({name: _digest_of(self._digests.with_name(name)) for name in names}))
