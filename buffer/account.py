@@ -129,9 +129,9 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an ended attempt whose worker must still report its tokens. Then forget the record.
+        """Remove and return the record of an ended attempt whose worker must still report its number of tokens.
 
-        Returns None if the history expects no report of this attempt.
+        Returns None if no such report is expected.
         """
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
@@ -459,15 +459,15 @@ class Attempts:
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an ended attempt whose worker now reports its tokens. Then forget the record.
+        """Remove and return the record of an ended attempt whose worker now reports its number of tokens.
 
-        Returns None if the history expects no report of this attempt, or if the worker was declared dead.
+        Returns None if no such report is expected, or if the worker was declared dead.
         """
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
     def revoke(self, group: Group, reason: str) -> None:
-        """Record that a running group's attempt ended early. `drain_revocations` later returns a message to the worker.
+        """Record that a running group's attempt ended early. `drain_revocations` returns a message for the worker.
 
         The worker must still report the attempt's tokens. These tokens count as dropped for ``reason``.
         """

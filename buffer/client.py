@@ -368,7 +368,7 @@ class ClientSocket:
             )
 
     def _on_refused(self, used: ClientKeys | None) -> None:
-        """Connect again if the client has newer keys than ``used``. Otherwise fail all requests."""
+        """Handle the server's refusal of the keys ``used``: connect again with newer keys, or fail all requests."""
         if used != self._keys or self._begin_with_newest_keys():
             return
         self._refuse(

@@ -103,12 +103,15 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
     @property
     def num_inherited(self) -> int:
-        """Number of tokens in the prefix that the attempt continues."""
+        """Number of tokens in the saved prefix (the tokens of an earlier attempt) that the attempt continues."""
         return 0 if self.progress is None else self.progress.num_tokens
 
 
 class Granted(LedgerOutcome, frozen=True, kw_only=True):
-    """The leases that the ledger grants to one request. It grants none if the queue is empty or no group may begin."""
+    """The leases that the ledger grants to one request.
+
+    The ledger grants no lease if the queue is empty, or if another group is not allowed to begin now.
+    """
 
     leases: tuple[GrantedLease, ...]
 
@@ -183,7 +186,7 @@ class Renew(Command[Renewed, Done], frozen=True):
 
 
 class Saved(LedgerOutcome, frozen=True, kw_only=True):
-    """The saved prefix (tokens of a running group so far) is accepted."""
+    """The outcome of `SavePrefix`: the ledger accepts the saved prefix (the tokens that a running group has so far)."""
 
     @property
     def is_recorded(self) -> bool:

@@ -127,7 +127,7 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Return frames that are in memory. Frames on disk are read. Other frames are returned unchanged.
+    """Read ``frames`` into memory if they are on disk, and return them.
 
     Raises `OSError` if frames on disk cannot be read or are damaged.
     """

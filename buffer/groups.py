@@ -354,7 +354,7 @@ class StoreSpace:
         self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
-        """Mark each joined store that is not lost as awaited. A resumed run replaces the awaited stores."""
+        """Mark all joined stores as awaited, except the lost stores. New stores replace the awaited stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
@@ -554,7 +554,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Add the attempt even if no bytes are reserved, because trajectories of the attempt may still reach a store.
+        # Append the attempt even if no bytes are reserved, because its trajectories may still reach a store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -564,7 +564,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        The group goes to the head of the queue. A group that the learner has trained on leaves the table instead.
+        If the learner has trained on the group, the group leaves the table. Otherwise it goes to the head of the queue.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1

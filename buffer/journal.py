@@ -187,7 +187,7 @@ class AppendOnlyFile:
         return written
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` more bytes on the disk, and space for later records. Raises `OSError` on failure."""
+        """Reserve at least ``num_bytes`` bytes on the disk for the next records. Raises `OSError` on failure."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -508,7 +508,7 @@ class Journal:
                 )
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and its frames, but delay a put (a finished group).
+        """Write a command, its outcome and its frames. Do not write a put (the command for a finished group) yet.
 
         For a put, this call only reserves bytes in the file. `flush` or the next write to the log writes the put.
         Raises `ReplayBufferError` if a write or the reservation fails.

@@ -164,7 +164,7 @@ class Ledger:
 
     @property
     def next_plan(self) -> int:
-        """Learner version whose batch is planned next (w)."""
+        """The learner version (w) whose batch is planned next."""
         return self.learner_version + len(self.groups.plans)
 
     @property
@@ -174,9 +174,9 @@ class Ledger:
 
     @property
     def budget(self) -> int:
-        """Number of groups that may begin now on engines that serve the learner's version.
+        """Number of groups that the staleness bound allows to begin now on engines that serve the learner's version.
 
-        Only the staleness bound counts here. The bound on bytes may allow fewer groups.
+        The bound on bytes may allow fewer groups.
         """
         open_by_deadline = self.groups.open_by_deadline
         return self.rule.budget(open_by_deadline, version=self.next_plan, engine_version=self.learner_version)
@@ -616,7 +616,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: comm
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> commands.Planned:
-    """Decide the groups of a batch. A planned batch keeps its groups. Raises the error of `Ledger.check_plan`."""
+    """Choose a batch's groups, or return the groups of a planned batch. Raises the error of `Ledger.check_plan`."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:

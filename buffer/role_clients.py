@@ -103,7 +103,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(operations.Cancel(request_id))
             raise
-        if self._client.is_closed:  # the client was closed during the call, and `close` returns the leases
+        if self._client.is_closed:  # `close` was called meanwhile, and it returns the leases to the buffer
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []

@@ -358,7 +358,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # remove the prompts after the journal's write, because they must stay if the write fails
+            for _ in chosen:  # remove the queued prompts only now, because they must stay if the journal's write fails
                 request.body.popleft()
             if request.body:
                 return

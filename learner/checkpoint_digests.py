@@ -50,8 +50,8 @@ def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: i
         checkpoint: Folder of the checkpoint.
         num_saved: Number of ranks that saved the checkpoint.
         names: Pattern of the files to compare. Example: ``*.distcp``.
-        rank: This rank.
-        num_ranks: Number of ranks that call this function.
+        rank: Number of this rank, 0..num_ranks - 1.
+        num_ranks: Number of ranks that call this function together.
 
     Returns:
         Whether the checkpoint has digests. Checkpoints of earlier versions of asyncrl have no digests.
