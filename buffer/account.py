@@ -154,7 +154,7 @@ class AttemptHistory:
     def reopen(self, finished: IdSet) -> None:
         """Replace the set of finished groups with ``finished``, an earlier state of the set.
 
-        The groups that are no longer in the set may be queued again. Their attempt numbers do not begin at 0 again.
+        Groups that are no longer in the set may be queued again. Their next attempts continue the old numbering.
         """
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:

@@ -209,7 +209,7 @@ class ClientSocket:
         """Send a request, and return the message that answers it.
 
         ``payload`` holds the request's frames (bytes, or views of bytes). ``caller`` is the name of the call in error
-        messages. If it is empty, error messages use the operation's name.
+        messages. If ``caller`` is empty, the name of the operation is used.
 
         Raises:
             DeadlineError: No answer came in time.

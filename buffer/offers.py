@@ -313,7 +313,7 @@ class OfferRequests:
 
         Raises `WeightsError` if a publish failed.
         """
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 accepts any version
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # with 0, any version is new enough
         num_pinned = self.log.num_pinned
         offer = self.log.next_for(request.client, at_least, self._ledger.learner_version)
         if self.log.num_pinned != num_pinned:
