@@ -129,9 +129,9 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an ended attempt whose worker must still report its tokens. Then forget the record.
+        """Remove and return the record of an ended attempt whose worker must still report its number of tokens.
 
-        Returns None if the history expects no report of this attempt.
+        Returns None if no such report is expected.
         """
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
@@ -154,7 +154,7 @@ class AttemptHistory:
     def reopen(self, finished: IdSet) -> None:
         """Replace the set of finished groups with ``finished``, an earlier state of the set.
 
-        The groups that are no longer in the set may be queued again. Their attempt numbers do not begin at 0 again.
+        Groups that are no longer in the set may be queued again. Their next attempts continue the old numbering.
         """
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
@@ -381,8 +381,8 @@ class Account:
     def stats(self, groups: Mapping[str, int], **held: int) -> BufferStats:
         """Return the totals as one `BufferStats` record.
 
-        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` has the
-        record's fields that the account does not count.
+        ``groups`` maps each state of an unfinished group to the number of groups in this state. ``held`` maps the names
+        of the record's other fields to their values.
         """
         lengths, samples = self._dropped_lengths, self._dropped_samples
         return BufferStats(
@@ -459,15 +459,15 @@ class Attempts:
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an ended attempt whose worker now reports its tokens. Then forget the record.
+        """Remove and return the record of an ended attempt whose worker now reports its number of tokens.
 
-        Returns None if the history expects no report of this attempt, or if the worker was declared dead.
+        Returns None if no such report is expected, or if the worker was declared dead.
         """
         owed = self._history.settle(group_id, attempt)
         return None if owed is None or owed.owner in self._account.buried else owed
 
     def revoke(self, group: Group, reason: str) -> None:
-        """Record that a running group's attempt ended early. `drain_revocations` later returns a message to the worker.
+        """Record that a running group's attempt ended early. `drain_revocations` returns a message for the worker.
 
         The worker must still report the attempt's tokens. These tokens count as dropped for ``reason``.
         """
@@ -526,10 +526,11 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """End the lease of a group and queue its prompt. If the group has no lease, drop its tokens (`evict`).
+        """Take a group back, because the learner goes back to a checkpoint.
 
-        The tokens of the groups in ``lost`` are dropped. ``lost`` maps each of these group ids to the reason. A leased
-        group that is not in ``lost`` keeps its saved prefix. A group without a lease must be in ``lost``.
+        ``lost`` maps the ids of the groups that lose their tokens to the reason. If the group is leased, the lease ends
+        and the prompt is queued. The saved prefix (the tokens so far) stays if the group is not in ``lost``. A group
+        without a lease must be in ``lost``. Its tokens are dropped (`evict`).
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])

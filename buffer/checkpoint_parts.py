@@ -107,7 +107,7 @@ def _write_part(
             for place, held in copied:
                 try:
                     parts = in_memory(held)
-                except OSError as error:  # leave the group out, because a resumed run generates a lost group again
+                except OSError as error:  # the checkpoint omits the group, so a resumed run generates it again
                     logger.error("the checkpoint's part %s lacks the frames of a group: %s", path, error)
                     continue
                 frames.append([(Head(references=(("", 0, place, tuple(map(len, parts))),)), parts)])
@@ -125,17 +125,19 @@ def _write_part(
 
 
 class CheckpointRequests:
-    """Writes the checkpoints of the ledger's server. When the server starts, loads the state of an earlier server.
+    """Writes the checkpoints of the ledger's server, and loads the state of an earlier server at the start.
 
     Args:
-        journal: The server's own journal, if it has one.
-        links: Connections to the store servers, if store servers hold the trajectories.
+        shared: The ledger and other objects that all request handlers use.
+        journal: The server's own journal; None if it has none.
+        links: Connections to the store servers; None if the ledger's server holds the trajectories.
     """
 
     def __init__(self, shared: Collaborators, *, journal: Journal | None, links: StoreLinks | None) -> None:
         self._config, self._ledger, self._store = shared.config, shared.ledger, shared.store
         self._journal, self._links = journal, links
-        self._lineage = shared.config.lineage or shared.config.epoch  # a resumed run keeps the lineage of its run
+        # ``_lineage`` is a name that stays the same when the run resumes.
+        self._lineage = shared.config.lineage or shared.config.epoch
         # ``_owner`` holds the options that must not change if a later server continues the journal or a checkpoint.
         self._owner = {**self._ledger.options, "is_elsewhere": self._store.is_elsewhere}
         self._writer = PartWriter(journal)

@@ -123,9 +123,11 @@ class Marks:
 def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> commands.Rewound:
     """Decide which groups the buffer keeps when the learner goes back to ``version``. The groups do not change yet.
 
-    Returns a record with the ids of the groups that must be dropped or revoked, and with new deadlines of other groups.
-    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. Then a group is dropped if the
-    learner has used the group ``max_uses`` times, or cannot consume the group by its deadline.
+    Returns a record that lists the groups to drop, the leases to revoke, and the stored groups with a new deadline or a
+    new sort key. A group's deadline is the last learner version that may consume the group.
+
+    A run may resume with a smaller ``max_lag``, ``groups_per_step`` or ``max_uses``. A stored group is then dropped if
+    ``max_uses`` steps have trained on it, or if the batches up to its deadline are full.
     """
     lost = [group for group in groups if group.newest_version > version]
     missing = [group for group in groups if group.is_missing]

@@ -208,8 +208,8 @@ class ClientSocket:
     ) -> Message:
         """Send a request, and return the message that answers it.
 
-        ``payload`` holds the request's frames (bytes, or views of bytes). Error messages name ``caller``, by default
-        the operation.
+        ``payload`` holds the request's frames (bytes, or views of bytes). ``caller`` is the name of the call in error
+        messages. If ``caller`` is empty, the name of the operation is used.
 
         Raises:
             DeadlineError: No answer came in time.
@@ -368,7 +368,7 @@ class ClientSocket:
             )
 
     def _on_refused(self, used: ClientKeys | None) -> None:
-        """Connect again if the client has newer keys than ``used``. Otherwise fail all requests."""
+        """Handle the server's refusal of the keys ``used``: connect again with newer keys, or fail all requests."""
         if used != self._keys or self._begin_with_newest_keys():
             return
         self._refuse(
@@ -528,7 +528,7 @@ class BufferClient:
         self._keys = keys
         self._link: ClientSocket | None = None
         self._store_links: dict[str, ClientSocket] = {}
-        self._has_other_clock: bool | None = None  # stays None until a `Welcome` message names the server's clock
+        self._has_other_clock: bool | None = None  # None means that no `Welcome` message has named the server's clock
         self._space = asyncio.Event()
 
     async def connect(self) -> None:
@@ -653,7 +653,10 @@ class BufferClient:
         return await (link or self.link).call(reserve, caller="put")
 
     async def hello(self, hello: operations.Hello, caller: str) -> operations.Welcome:
-        """Send a greeting, and return the server's settings for clients. Error messages name ``caller``."""
+        """Send a greeting, and return the server's settings for clients.
+
+        ``caller`` is the name of the call in error messages.
+        """
         sent_ns = time.monotonic_ns()
         welcome = await self.link.call(hello, caller=caller)
         self.note_clock(sent_ns, welcome)

@@ -103,12 +103,15 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 
     @property
     def num_inherited(self) -> int:
-        """Number of tokens in the prefix that the attempt continues."""
+        """Number of tokens in the saved prefix (the tokens of an earlier attempt) that the attempt continues."""
         return 0 if self.progress is None else self.progress.num_tokens
 
 
 class Granted(LedgerOutcome, frozen=True, kw_only=True):
-    """The leases that the ledger grants to one request. It grants none if the queue is empty or no group may begin."""
+    """The leases that the ledger grants to one request.
+
+    The ledger grants no lease if the queue is empty, or if another group is not allowed to begin now.
+    """
 
     leases: tuple[GrantedLease, ...]
 
@@ -171,7 +174,7 @@ class Renewed(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """Always False, because a restarted server renews all leases."""
+        """Always False. The journal does not record renewals, because a restarted server renews all leases."""
         return False
 
 
@@ -183,11 +186,11 @@ class Renew(Command[Renewed, Done], frozen=True):
 
 
 class Saved(LedgerOutcome, frozen=True, kw_only=True):
-    """The saved prefix (tokens of a running group so far) is accepted."""
+    """The outcome of `SavePrefix`: the ledger accepts the saved prefix (the tokens that a running group has so far)."""
 
     @property
     def is_recorded(self) -> bool:
-        """Always True, because the prefix belongs to the ledger's state."""
+        """Always True, because a restarted server must know the saved prefixes."""
         return True
 
 
@@ -215,7 +218,8 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
     Attributes:
         was_running: Whether the worker still held the lease. The report then ends the lease.
-        was_owed: Whether the attempt's lease was revoked, and the ledger still waits for the attempt's tokens.
+        was_owed: Whether the lease was already revoked, and the worker had not yet reported the attempt's number of
+            tokens.
         is_dropped: Whether the group is dropped, because too many of its attempts failed.
     """
 
@@ -225,7 +229,7 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the report ends a lease, or reports tokens that the ledger still waits for."""
+        """True if the report ends a lease, or is the first report of a revoked attempt's number of tokens."""
         return self.was_running or self.was_owed
 
 
@@ -343,7 +347,7 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
     """The decision about a put (a finished group that a worker sends).
 
     Attributes:
-        rank: Sort key of a stored group in the order in which batches take groups; smallest first.
+        rank: Sort key of a stored group. Batches take groups with a small sort key first.
         reason: Name of the filter that dropped the group.
         refusal: Why the put was refused, as a message to the sender.
     """
@@ -355,7 +359,7 @@ class PutOutcome(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """Always True, because the account counts the tokens of a refused put too."""
+        """Always True. A restarted server must count the tokens of every put, even of a refused put."""
         return True
 
 
@@ -541,8 +545,8 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
         missing: Planned groups that no store holds.
         unfit: Groups that the options of a resumed run exclude. These groups cannot be consumed in time, or steps have
             already trained on them ``buffer.max_uses`` times.
-        moved: (group id, deadline, sort key) of groups whose deadline or sort key changes with the options of a resumed
-            run. Batches take groups with a small sort key first.
+        moved: (group id, new deadline, new sort key) of each kept group whose deadline or sort key changes. Batches
+            take groups with a small sort key first.
     """
 
     is_new: bool

@@ -188,7 +188,7 @@ class LedgerNotes:
                 event, details = GroupEvent.dropped, {"reason": outcome.reason}
             case commands.PutResult.too_old:
                 event, details = GroupEvent.requeued, {"reason": VERSION_TOO_OLD}
-            case _:  # an earlier event has recorded the end of the attempt, because the put is late or a duplicate
+            case _:  # the put is late or a duplicate, so an earlier event has already recorded the end of the attempt
                 return
         details |= {
             "newest": summary.newest_version,

@@ -19,12 +19,12 @@ The number 0 removes the frames. `Journal` describes the keys.
 
 
 class Written(NamedTuple):
-    """The position of frames in a file.
+    """The position of consecutive frames in a file.
 
     Attributes:
-        start: Offset of the first frame.
-        head_bytes: Size in bytes of the record's head, which is before the first frame.
-        checksum: xxh3 hash of this head and the frames.
+        start: Offset of the first frame in the file, in bytes.
+        head_bytes: Size in bytes of the head, which is directly before the first frame; 0 without a head.
+        checksum: xxh3 hash of the head and the frames.
     """
 
     start: int
@@ -33,7 +33,10 @@ class Written(NamedTuple):
 
     @classmethod
     def without_head(cls, start: int, frames: Frames) -> Self:
-        """Return the position of ``frames``, which begin at byte ``start``. The checksum covers only the frames."""
+        """Return the position of frames without a head. ``frames`` begin at byte ``start`` of their file.
+
+        The checksum covers only the frames.
+        """
         digest = xxhash.xxh3_64()
         for frame in frames:
             digest.update(frame)
@@ -57,14 +60,14 @@ class FramesOnDisk(Sequence[Any]):
         self.num_bytes = sum(self._lengths)
 
     def move(self, path: Path, written: Written, *, place: int) -> None:
-        """Make `read` use a copy of the frames in the file ``path``. Another thread may call `read` during this call.
+        """Read a copy of the frames from now on. Another thread may call `read` during this call.
 
-        ``written`` is the position of the copy in the file. ``place`` is the number of the copy in its journal.
+        The copy is in the file ``path``, at the position ``written``. ``place`` identifies the copy in its journal.
         """
         self._at, self.place = (path, written), place
 
     def move_to(self, copy: "FramesOnDisk") -> None:
-        """Make `read` use the file of ``copy``, which holds the same frames."""
+        """Read the frames from the file and the position of ``copy`` from now on. ``copy`` holds the same frames."""
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:
@@ -124,7 +127,7 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Return frames that are in memory. Frames on disk are read. Other frames are returned unchanged.
+    """Read ``frames`` into memory if they are on disk, and return them.
 
     Raises `OSError` if frames on disk cannot be read or are damaged.
     """

@@ -54,8 +54,8 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     """One unfinished prompt group.
 
     Attributes:
-        place: Sorts the groups of the same state: by position in the queue, by time of leasing or storing, or by
-            position in the batch.
+        place: Number that sorts the groups of the same state: by position in the queue, by time of leasing or storing,
+            or by position in the batch.
         num_attempts: Number of attempts (tries of a worker to generate the group) so far. The current or latest attempt
             has the number ``num_attempts - 1``.
         num_failures: Number of failed attempts.
@@ -345,13 +345,16 @@ class StoreSpace:
         self.prefix_bytes = self.expected_bytes = 0
 
     def join(self, number: int, address: str, host: str) -> None:
-        """Add store ``number``. This number is new, or it is the number of an awaited store (`StorePlace`)."""
+        """Add store ``number``. The store has a new number, or takes over the number of an awaited store.
+
+        An awaited store joined before the run was resumed, and no store has replaced it yet.
+        """
         if number == len(self.stores):
             self.stored_bytes.append(0)
         self.stores[number : number + 1] = [StorePlace(address=address, host=host)]
 
     def await_stores(self) -> None:
-        """Mark each joined store that is not lost as awaited. A resumed run replaces the awaited stores."""
+        """Mark all joined stores as awaited, except the lost stores. New stores replace the awaited stores."""
         for number, place in enumerate(self.stores):
             if place.address and not place.is_gone:
                 self.stores[number] = StorePlace(is_awaited=True)
@@ -551,7 +554,7 @@ class GroupTable:
         self._queue.appendleft(group.group_id)
         group.state, group.place, group.owner = GroupState.queued, self._head_place, b""
         group.num_inherited, group.is_missing = 0, False
-        # Add the attempt even if no bytes are reserved, because trajectories of the attempt may still reach a store.
+        # Append the attempt even if no bytes are reserved, because its trajectories may still reach a store.
         self.ended_attempts.append((group.group_id, group.attempt))
         self.space.set_bytes(group, 0)
         if not keeps_progress:
@@ -561,7 +564,7 @@ class GroupTable:
     def evict(self, group: Group) -> None:
         """Drop the trajectories of a stored group.
 
-        The group goes to the head of the queue. A group that the learner has trained on leaves the table instead.
+        If the learner has trained on the group, the group leaves the table. Otherwise it goes to the head of the queue.
         """
         self.ready.remove(group.deadline, {group.group_id})
         self.num_stored -= 1

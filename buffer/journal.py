@@ -187,7 +187,7 @@ class AppendOnlyFile:
         return written
 
     def reserve(self, num_bytes: int) -> None:
-        """Reserve ``num_bytes`` more bytes on the disk, and space for later records. Raises `OSError` on failure."""
+        """Reserve at least ``num_bytes`` bytes on the disk for the next records. Raises `OSError` on failure."""
         needed = self.num_bytes + num_bytes - self._num_reserved
         if needed <= 0:
             return
@@ -371,10 +371,10 @@ def lock_journal(path: Path) -> int:
 
 
 class Journal:
-    """The files ``PATH.N.log`` and ``PATH.N.frames`` of one server.
+    """The journal of one server: the files ``PATH.N.log`` and ``PATH.N.frames``.
 
-    A command refers to frames by their *place*, a number that is unique in the journal. The *key* of frames is a group
-    id. In a store server's journal, the key is an integer that `number_of` makes of a group id and an attempt number.
+    A command refers to frames by their *place*, a number that is unique in the journal. Frames also have a *key*: a
+    group id, or in a store server's journal an integer that `number_of` makes from a group id and an attempt number.
 
     Raises:
         ReplayBufferError: The files cannot be opened, or another server has them open.
@@ -508,7 +508,7 @@ class Journal:
                 )
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and its frames, but delay a put (a finished group).
+        """Write a command, its outcome and its frames. Do not write a put (the command for a finished group) yet.
 
         For a put, this call only reserves bytes in the file. `flush` or the next write to the log writes the put.
         Raises `ReplayBufferError` if a write or the reservation fails.

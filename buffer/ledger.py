@@ -133,7 +133,7 @@ class Ledger:
         """Decide a command, record it in the log, apply its outcome, and return the outcome.
 
         Args:
-            command: The command.
+            command: The operation to decide.
             now: Current time in seconds on the buffer server's clock.
             sender: Id of the client that sent the command. None skips the check that the client holds the lease.
             frames: The encoded prompts, saved prefix or trajectories that came with the command. The log records these
@@ -164,7 +164,7 @@ class Ledger:
 
     @property
     def next_plan(self) -> int:
-        """Learner version whose batch is planned next (w)."""
+        """The learner version (w) whose batch is planned next."""
         return self.learner_version + len(self.groups.plans)
 
     @property
@@ -174,9 +174,9 @@ class Ledger:
 
     @property
     def budget(self) -> int:
-        """Number of groups that may begin now on engines that serve the learner's version.
+        """Number of groups that the staleness bound allows to begin now on engines that serve the learner's version.
 
-        Only the staleness bound counts here. The bound on bytes may allow fewer groups.
+        The bound on bytes may allow fewer groups.
         """
         open_by_deadline = self.groups.open_by_deadline
         return self.rule.budget(open_by_deadline, version=self.next_plan, engine_version=self.learner_version)
@@ -233,8 +233,8 @@ class Ledger:
     def missing(self) -> list[int]:
         """Return how many running (leased) groups the next batch must take, as ``max_lag + 1`` numbers by deadline.
 
-        A group's deadline is the last version that may consume the group. The sum of the numbers 0 … k counts the
-        groups with the deadline ``next_plan + k`` or earlier.
+        A group's deadline is the last version that may consume the group. w is the version of the next batch. The sum
+        of the numbers 0 … k counts the groups with the deadline w + k or earlier.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
@@ -242,7 +242,7 @@ class Ledger:
         """Return whether the stores are too small for a batch. Call this method when the stores refuse a group's bytes.
 
         Returns False if a batch is planned or can be made. Also returns False if another running group has reserved
-        bytes or is due earlier.
+        bytes, or has an earlier deadline (the last learner version that may consume a group).
         """
         group = self.groups.get(group_id)
         others = [other for other in self.groups.leases.all() if other is not group]
@@ -616,7 +616,7 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: comm
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> commands.Planned:
-    """Decide the groups of a batch. A planned batch keeps its groups. Raises the error of `Ledger.check_plan`."""
+    """Choose a batch's groups, or return the groups of a planned batch. Raises the error of `Ledger.check_plan`."""
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:

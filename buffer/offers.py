@@ -58,17 +58,19 @@ class OfferLog:
     def append(self, offer: WeightOffer) -> None:
         """Add an offer of weights. An earlier offer of the same version is replaced.
 
-        If there are too many offers, the second oldest offer that is not pinned is deleted.
+        If there are too many offers, the second oldest offer is deleted. The offer of the pinned version is not counted
+        and not deleted. Some engines are kept on (pinned to) this version.
         """
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
-            # Keep the oldest offer and the pinned offer, because engines may be loading their weights.
+            # Keep the oldest offer and the pinned version's offer, because engines may be loading these weights.
             del self._offers[sorted(set(self._offers) - {self._pin})[1]]
 
     def pin(self, version: int, num_engines: int) -> bool:
-        """Keep ``num_engines`` engines on ``version``: the first engines that request weights and accept this version.
+        """Pin ``num_engines`` engines to ``version``: these engines get no offer of a newer version.
 
-        Returns whether the call changes the current pin.
+        The first engines that request weights and accept this version are pinned. Returns whether the call changes the
+        pinned version or the number of engines.
         """
         is_new = (version, num_engines) != (self._pin, self._num_wanted)
         if is_new:
@@ -77,18 +79,19 @@ class OfferLog:
         return is_new
 
     def unpin(self) -> None:
-        """End the pin, so every pinned engine may load newer versions."""
+        """Let the pinned engines (engines that are kept on one version) load newer versions again."""
         self._pin, self._num_wanted = None, 0
         self._pinned.clear()
 
     def pinned(self) -> list[str]:
-        """Return the sorted names of the pinned engines that serve the pinned version."""
+        """Return the sorted names of the engines that are pinned to (kept on) a version and serve this version."""
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Return whether the pinned version is lost: the log has no offer of it, and no pinned engine serves it.
+        """Return whether the pinned version is lost. Pinned engines are engines that are kept on this version.
 
-        Returns False until engines may load a newer version. Raises `WeightsError` if a publish failed.
+        The version is lost if no pinned engine serves it, its offer is deleted, and engines may load a newer version.
+        Raises `WeightsError` if a publish failed.
         """
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
@@ -97,7 +100,7 @@ class OfferLog:
     def newest(self, learner_version: int) -> int | None:
         """Return the newest version that engines may load, and delete older offers that no engine needs.
 
-        Returns None if engines may load no version. Raises `WeightsError` if a publish failed.
+        Returns None if there is no version that engines may load. Raises `WeightsError` if a publish failed.
         """
         self.check()
         shown = [version for version in self._offers if version <= learner_version]
@@ -113,8 +116,8 @@ class OfferLog:
     def next_for(self, engine: bytes, at_least: int, learner_version: int) -> WeightOffer | None:
         """Return the offer that an engine should load next, or None if no offer has version ``at_least`` or newer.
 
-        Until enough engines are pinned, an engine that gets the pinned version becomes a pinned engine. Raises
-        `WeightsError` if a publish failed.
+        For an evaluation, some engines are pinned to (kept on) one version. Until enough engines are pinned, an engine
+        that gets the offer of this version becomes a pinned engine. Raises `WeightsError` if a publish failed.
         """
         newest = self.newest(learner_version)
         if newest is None:
@@ -127,7 +130,7 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                # If a pinned engine restarts after the pinned offer was deleted, it loads the newest version.
+                # A pinned engine that restarts loads the newest version if the offer of its version was deleted.
                 self._pinned.discard(engine)
         return self._offers[newest] if newest >= at_least else None
 
@@ -179,7 +182,7 @@ class OfferLog:
 
     @property
     def num_pinned(self) -> int:
-        """Number of pinned engines, including those that have not loaded the pinned version yet."""
+        """Number of engines that are pinned to (kept on) a version, including engines that have not loaded it yet."""
         return len(self._pinned)
 
     def snapshot(self) -> dict[str, Any]:
@@ -204,7 +207,8 @@ class OfferRequests:
         log: The offers.
         receivers: Workers' requests for weights.
         followers: The controller's requests for the version that the engines serve.
-        evaluators: The controller's requests for the pinned engines.
+        evaluators: The controller's requests for the names of the pinned engines (engines that are kept on one
+            version).
     """
 
     def __init__(self, shared: Collaborators, journal: Journal | None = None) -> None:
@@ -234,9 +238,10 @@ class OfferRequests:
             held.close()
 
     def show(self) -> None:
-        """Answer the held requests for weights and for pins, if the newest version that engines may load has changed.
+        """If the newest version that engines may load has changed, try to answer the held requests.
 
-        After a failed publish, engines may load no version.
+        The held requests are the workers' requests for weights, and the controller's requests for the names of the
+        pinned engines (engines that are kept on one version). After a failed publish, engines must not load weights.
         """
         newest = None if self.log.failure else self.log.newest(self._ledger.learner_version)
         if newest != self._shown:
@@ -308,7 +313,7 @@ class OfferRequests:
 
         Raises `WeightsError` if a publish failed.
         """
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # 0 accepts any version
+        at_least = request.body.at_least if self.is_current(request.body) else 0  # with 0, any version is new enough
         num_pinned = self.log.num_pinned
         offer = self.log.next_for(request.client, at_least, self._ledger.learner_version)
         if self.log.num_pinned != num_pinned:
@@ -326,23 +331,23 @@ class OfferRequests:
             self.evaluators.answer(self.answer_evaluator)
 
     def pin(self, version: int, num_engines: int) -> None:
-        """Pin engines to a version (`OfferLog.pin`). Raises `WeightsError` if a publish failed."""
+        """Pin engines to a version (keep them on it), as `OfferLog.pin`. Raises `WeightsError` if a publish failed."""
         self.log.check()
         if self.log.pin(version, num_engines):
             self._write()
             self.receivers.answer(self.answer_receiver)
 
     def unpin(self) -> None:
-        """End the pin, so the pinned engines may load newer versions."""
+        """Let the pinned engines (engines that are kept on one version) load newer versions again."""
         self.log.unpin()
         self._write()
         if not self.log.failure:
             self.receivers.answer(self.answer_receiver)
 
     def answer_evaluator(self, request: Message) -> Answer | None:
-        """Return the answer to `Pin`, or None if the controller already knows the set of pinned engines.
+        """Return the answer to `Pin`: the names of the pinned engines. Return None if the controller knows these names.
 
-        Raises `WeightsGone` if `OfferLog.is_pin_lost` is true.
+        Raises `WeightsGone` if the pinned version is lost (`OfferLog.is_pin_lost`).
         """
         engines = self.log.pinned()
         if self.log.is_pin_lost(self._ledger.learner_version):

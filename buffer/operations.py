@@ -213,7 +213,7 @@ class Fenced(Operation[Done], frozen=True):
 
 
 class Number(Answer, frozen=True):
-    """The answer to `Offer` (the oldest offered version) or to `Bury` (the worker's number of generated tokens)."""
+    """A number that answers `Offer` (the oldest offered version) or `Bury` (how many tokens the worker generated)."""
 
     value: int
 
@@ -251,15 +251,15 @@ class Served(Operation[Serving], frozen=True):
 
 
 class Names(Answer, frozen=True):
-    """The answer to `Pin` (the names of engines) or to `StoreWanted` (the name of one host)."""
+    """Names that answer `Pin` (the names of the pinned engines) or `StoreWanted` (the name of one host)."""
 
     names: tuple[str, ...]
 
 
 class Pin(Operation[Names], frozen=True):
-    """Keep ``num_engines`` engines on the policy version ``version``, even if newer weights are offered.
+    """Keep ``num_engines`` engines on (pin them to) policy version ``version``, even if newer weights are offered.
 
-    Wait until the set of pinned engines that serve ``version`` differs from ``known``.
+    The answer comes when the set of pinned engines that serve ``version`` differs from ``known``.
     """
 
     roles = CONTROLLER

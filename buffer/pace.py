@@ -215,9 +215,9 @@ class WorkerPaces:
             self._num_changes.pop(group_id, None)
 
     def look(self, now: float) -> None:
-        """Check the workers that have not ended a group for twice the duration of their longest group.
+        """Find workers that have ended no group for longer than twice the duration of their longest group.
 
-        The time without an ended group counts as a slowdown (`_Worker.slowdown`), so the worker may become slow.
+        The time without an ended group counts as a slowdown (`_Worker.slowdown`). Such a worker may now count as slow.
         """
         while self._looks and self._looks[0][0] <= now:
             _, name = heappop(self._looks)

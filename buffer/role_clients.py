@@ -65,7 +65,7 @@ class WorkerClient:
         self._name = name
         self._window = asyncio.Semaphore(window)
         self._offered_incarnation = client.incarnation
-        # The value is True if store servers hold the trajectories, and None until the first `Welcome` message arrives.
+        # ``_puts_elsewhere`` is True if store servers hold the trajectories, and None before the first `Welcome`.
         self._puts_elsewhere: bool | None = None
         self._beat_s = 0.0
         self._beat: asyncio.TimerHandle | None = None
@@ -103,7 +103,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(operations.Cancel(request_id))
             raise
-        if self._client.is_closed:  # the client was closed during the call, and `close` returns the leases
+        if self._client.is_closed:  # `close` was called meanwhile, and it returns the leases to the buffer
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
@@ -559,7 +559,7 @@ class ControlClient:
         return len((await self._client.link.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Pin at most ``num_engines`` engines to ``version``, until `unpin` or the next `pin`.
+        """Pin at most ``num_engines`` engines to (keep them on) ``version``, until `unpin` or the next `pin`.
 
         Waits until the set of engines that serve this version differs from ``known``, a set of engine names. Returns
         the names of the engines that then serve the version.

@@ -60,15 +60,17 @@ class StalenessRule:
     def admits(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> bool:
         """Return whether one more group may begin on an engine that serves ``engine_version`` (u).
 
-        ``open_by_deadline`` maps each deadline to its number of open groups: leased and stored groups that are not
-        planned. ``version`` (w) is the version that is planned next. No open group may be due before w, and u is at
-        most the learner's version.
+        A group's deadline is the last learner version that may consume the group. ``open_by_deadline`` maps each
+        deadline to its number of open groups: leased groups, and stored groups that are in no batch. ``version`` (w) is
+        the version that is planned next. The caller ensures that all deadlines are w or later, and that u is at most
+        the learner's version.
 
-        The new group has the deadline d = u + η, the last learner version that may consume it. For each k from d - w to
-        η, at most (k + 1)·B open groups may be due at w + k or earlier, including the new group. The check costs O(η).
+        η is ``max_lag``, and B is ``groups_per_step``. The new group has the deadline d = u + η. For each k from d - w
+        to η, at most (k + 1)·B open groups, including the new group, may have the deadline w + k or an earlier
+        deadline. The check costs O(η).
 
         Example: B = 4, max_lag = 1, and no batch is planned. An engine at the learner's version may begin a group while
-        fewer than 8 groups are open. An engine one version behind also needs fewer than 4 groups due at w.
+        fewer than 8 groups are open. An engine one version behind also needs fewer than 4 groups with the deadline w.
         """
         first = self.deadline(engine_version) - version
         if first < 0:
@@ -89,11 +91,12 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take.
+        """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take, by deadline.
 
-        Open groups are leased, or stored and in no batch. Entry k counts open groups due at w + k or earlier. The later
-        steps w + 1 … w + k can consume k·B of these groups, so the batch must take all others. Entries are at most B if
-        `admits` admitted every group.
+        A group's deadline is the last learner version that may consume the group. Open groups are leased groups, and
+        stored groups that are in no batch. Number k counts only open groups whose deadline is at most w + k. The k
+        later steps up to w + k can consume k·B of these groups (B is ``groups_per_step``). The batch of w must take the
+        other groups. If `admits` admitted every group, no number is larger than B.
         """
         due = 0
         required = []
@@ -105,10 +108,11 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take.
+        """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take, by deadline.
 
-        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``. Entry k counts running groups
-        due at w + k or earlier that the batch must take. It does not count the groups of earlier entries again.
+        A group's deadline is the last learner version that may consume the group. Number k counts running groups whose
+        deadline is at most w + k, without the groups that the numbers before it count. ``ready_by_deadline`` counts
+        only the stored groups of ``open_by_deadline``.
         """
         num_ready = num_missing = 0
         missing = []
@@ -212,7 +216,7 @@ class Room:
     def _who_gives_way(self, group: Group, store: int, num_bytes: float) -> tuple[int, ...] | None:
         """Return the groups to evict so that ``num_bytes`` bytes become free, or None if too few bytes can be freed.
 
-        Groups that wait for a further use come first, because the learner has already trained on their tokens.
+        The groups that the learner has already trained on come first. They are stored only for a further training step.
         """
         prefixes = [other for other in self._groups if other.prefix_bytes and other is not group]
         prefixes.sort(key=lambda other: (other.state is GroupState.leased, -other.place))
@@ -289,7 +293,7 @@ def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> floa
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Return a dict that maps each name to its filter, in order. Raises `ValueError` if a filter does not exist."""
+    """Return a dict from each name to its filter, in the given order. Raises `ValueError` for an unknown name."""
     return {name: _find(FILTERS, name) for name in names}
 
 
@@ -299,12 +303,15 @@ def dropped_by(filters: Mapping[str, Filter], summary: GroupSummary) -> str | No
 
 
 def find_order(name: str) -> Preference:
-    """Return the selection order ``name``. Raises `ValueError` if this order does not exist."""
+    """Return the function that computes the sort keys of the order ``name``. Raises `ValueError` for an unknown name.
+
+    Batches take stored groups with small sort keys first.
+    """
     return _find(ORDERS, name)
 
 
 def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
-    """Return the sort key of a group in the order in which batches take groups: the result of ``prefer``.
+    """Return the sort key of a group, which the function ``prefer`` computes. Batches take small sort keys first.
 
     Raises `ReplayBufferError` if ``prefer`` does not return a number.
     """
@@ -317,9 +324,10 @@ def rank_of(prefer: Preference, summary: GroupSummary, deadline: int) -> float:
 class Window:
     """The deadlines of the groups that a partly filled batch may still take.
 
-    w is the batch's version. The batch must take some groups that are due early. So the batch may take a group due at
-    w + k only if enough seats (positions in the batch) remain for the required groups with an earlier deadline. An
-    excluded deadline stays excluded, so filling a batch costs O(B·max_lag).
+    A group's deadline is the last learner version that may consume the group. w is the batch's version. The batch must
+    take some groups with early deadlines. So the batch may take a group with the deadline w + k only if enough seats
+    (positions in the batch) remain for the required groups with earlier deadlines. An excluded deadline stays excluded,
+    so filling a batch of B groups costs O(B·max_lag).
     """
 
     def __init__(self, required: Sequence[int], seats: int) -> None:
@@ -328,11 +336,11 @@ class Window:
 
     @property
     def last(self) -> int:
-        """Largest k such that the batch may now take a group due at w + k."""
+        """Largest k such that the batch of version w may now take a group with the deadline w + k."""
         return self._last
 
     def take(self, k: int) -> None:
-        """Record that the batch takes a group due at w + k."""
+        """Record that the batch of version w takes a group with the deadline w + k."""
         for j in range(min(k, len(self._slack))):
             self._slack[j] -= 1
             if self._slack[j] <= 0 and j < self._last:
@@ -345,7 +353,8 @@ def choose_batch(
     """Choose ``seats`` groups for a batch, and return their ids.
 
     ``ready`` maps each deadline to its stored groups, sorted by sort key. The batch must take at least ``required[k]``
-    of the groups due at ``version + k`` or earlier (`StalenessRule.required`). ``ready`` must hold enough groups.
+    of the groups whose deadline is at most ``version + k`` (`StalenessRule.required`). ``ready`` must hold enough
+    groups.
 
     The `Window` keeps seats free for the required groups, so it limits the deadlines that the batch may still take.
     Until the batch is full, take the group with the smallest sort key among the groups with such deadlines.
@@ -370,7 +379,7 @@ def choose_batch(
 
 
 def _find(registry: Registry[Any], name: str) -> Any:
-    """Return the function ``name``. Errors of a user's function become `ReplayBufferError`.
+    """Return the filter or the order ``name``. Errors of a user's function become `ReplayBufferError`.
 
     A `ReplayBufferError` fails one request. It does not end the server.
     """

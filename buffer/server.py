@@ -405,7 +405,7 @@ class ServerSocket:
     def _on_burst_end(self) -> None:
         try:
             self._service.settle()
-        except Exception as error:  # noqa: BLE001 - the next burst of messages repeats the work
+        except Exception as error:  # noqa: BLE001 - the server tries again after the next messages
             self._failure("answering pending requests", error)
         self._flush()
 

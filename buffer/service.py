@@ -632,7 +632,7 @@ class ControlRequests:
         return self._offers.answer_follower(request) or self._offers.followers.hold(request)
 
     def on_pin(self, request: Message, pin: operations.Pin) -> Answer | None:
-        """Pin engines to a version. Answer with the names of the pinned engines that serve this version.
+        """Pin engines to (keep them on) a version. Answer with the names of the pinned engines that serve this version.
 
         The answer waits until these names differ from the names that the controller knows. Raises `WeightsGone` if the
         pinned version is lost, and `WeightsError` if a publish failed.
@@ -641,7 +641,7 @@ class ControlRequests:
         return self._offers.answer_evaluator(request) or self._offers.evaluators.hold(request)
 
     def on_unpin(self, request: Message, unpin: operations.Unpin) -> Answer:
-        """End the pin, so the pinned engines may load newer versions."""
+        """Let the pinned engines (engines that are kept on one version) load newer versions again."""
         self._offers.unpin()
         return Done()
 

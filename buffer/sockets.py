@@ -367,7 +367,7 @@ def client_context() -> zmq.Context[Any]:
     """Return the ZMQ context of this process. It allows more sockets than ZMQ's default of 1023."""
     context = zmq.Context.instance()
     if context.get(zmq.MAX_SOCKETS) != (most := context.get(zmq.SOCKET_LIMIT)):
-        context.set(zmq.MAX_SOCKETS, most)  # this limit has no effect if the context already has a socket
+        context.set(zmq.MAX_SOCKETS, most)  # ZMQ ignores MAX_SOCKETS if the context already has a socket
     return context
 
 

@@ -111,8 +111,8 @@ class StoreJoins:
     """The store servers that join and leave.
 
     Args:
-        shared: The objects that the service shares.
-        links: Connections to the store servers, if store servers hold the trajectories.
+        shared: The ledger and other objects that all request handlers use.
+        links: Connections to the store servers; None if the ledger's server holds the trajectories.
 
     Attributes:
         wanted: The controller's requests for the name of a host that has a worker but no store.

@@ -43,7 +43,7 @@ class StoreService:
         self._by_group: dict[int, set[Key]] = {}
         self._fetches = FetchReplies(self._replies, self._limit)
         self._finished = IdSet()
-        self._ended: dict[int, int] = {}  # maps each unfinished group to its latest ended attempt
+        self._ended: dict[int, int] = {}  # the latest ended attempt of each unfinished group
         self._unwritten_removals: set[int] = set()
         self._reserved: dict[Key, int] = {}
         self._reserving = HeldRequests(self._replies, config.request_timeout_s / 2)

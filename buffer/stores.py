@@ -104,9 +104,9 @@ class PayloadWriter:
         return num_bytes >= JOIN_BELOW_BYTES or not self._fits_in_memory(num_bytes)
 
     def write(self, request: Message, store: Callable[[Frames], None]) -> None:
-        """Call ``store`` with the payload of a request. If the journal writes the payload first, call ``store`` later.
+        """Call ``store`` with the payload of a request, now or after the journal has written the payload.
 
-        The later call gets the frames on disk. If the write or the later call fails, the request is refused.
+        After a write, ``store`` gets the frames on disk. If the write or this later call fails, the request is refused.
         """
         if self._journal is None or not self.writes_first(size_of(request.payload)):
             store(request.payload)

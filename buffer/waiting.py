@@ -310,7 +310,7 @@ class PromptIntake:
         self._ledger, self._store = shared.ledger, shared.store
         self._queue_size = shared.config.queue_size
         self._held = shared.held()
-        self._outcomes: deque[GroupSummary] | None = None  # stays None until a request sets ``wants_outcomes``
+        self._outcomes: deque[GroupSummary] | None = None  # None means that no request has set ``wants_outcomes``
         self.close = self._held.close
 
     def keep_finished(self) -> None:
@@ -358,7 +358,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # remove the prompts after the journal's write, because they must stay if the write fails
+            for _ in chosen:  # remove the queued prompts only now, because they must stay if the journal's write fails
                 request.body.popleft()
             if request.body:
                 return
@@ -379,7 +379,7 @@ class Admission:
 
     Args:
         clock: Measures the workers' paces and the time since their last messages.
-        settle: Called when `grant` may have work although no message has arrived.
+        settle: Called without a message at the times when `grant` may find new leases to grant.
 
     Attributes:
         clock: The argument ``clock``.

@@ -34,7 +34,7 @@ class DigestingWriter(FileSystemWriter):
         self._digests = path / f"digests_{rank}.json"
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write this rank's shards, and then the digests. Return DCP's future of the written shards."""
+        """Write this rank's shards, and then the file of digests. Return the future that DCP makes for the shards."""
         written = super().write_data(plan, planner)
         names = sorted({*self._others, *(result.storage_data.relative_path for result in written.wait())})
         self._digests.write_text(json.dumps({name: _digest_of(self._digests.with_name(name)) for name in names}))
@@ -50,8 +50,8 @@ def check_digests(checkpoint: Path, num_saved: int, *, names: str = "*", rank: i
         checkpoint: Folder of the checkpoint.
         num_saved: Number of ranks that saved the checkpoint.
         names: Pattern of the files to compare. Example: ``*.distcp``.
-        rank: This rank.
-        num_ranks: Number of ranks that call this function.
+        rank: Number of this rank, 0..num_ranks - 1.
+        num_ranks: Number of ranks that call this function together.
 
     Returns:
         Whether the checkpoint has digests. Checkpoints of earlier versions of asyncrl have no digests.

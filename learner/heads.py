@@ -182,8 +182,8 @@ def scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[
 def _token_inputs(batch: MicroBatch, values: Tensor) -> dict[str, Any]:
     """Return the arguments that `TokenInputs` needs for a micro-batch, by name.
 
-    A micro-batch without tokens in the loss may lack the columns that the loss reads. For such a micro-batch,
-    ``columns`` is a dict that returns an empty tensor for every name.
+    For a micro-batch without tokens in the loss, ``columns`` is a dict that returns an empty tensor for every name. The
+    sequences of such a micro-batch possibly do not have the columns that the loss reads.
     """
     columns = batch.columns if len(values) else defaultdict(values.detach)
     lengths = batch.trajectory_lengths

@@ -257,7 +257,7 @@ def importance_weights(log_weights: Tensor, inputs: TokenInputs, config: Algorit
 
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of this difference.
-        inputs: The trajectory of each token.
+        inputs: The micro-batch. Its ``trajectory_index`` names the trajectory of each token.
         config: ``weight`` selects the factor. ``weight_cap`` > 0 is the largest factor.
 
             - ``none``: 1.
@@ -288,7 +288,7 @@ def kept_tokens(log_weights: Tensor, inputs: TokenInputs, config: AlgorithmConfi
 
     Args:
         log_weights: [M] float32, proximal minus behavior log-prob. Below, w is the exponential of this difference.
-        inputs: The trajectory of each token.
+        inputs: The micro-batch. Its ``trajectory_index`` names the trajectory of each token.
         config: ``masks`` lists the rules. Other options are their bounds.
 
             - ``token``: w is inside ``token_band`` (IcePop, arXiv 2510.18855, with [0.5, 5]).

@@ -1,7 +1,7 @@
 """Packs sequences one after the other into micro-batches within a token budget. Nothing is padded or truncated.
 
-The samples of one prompt can share the prompt's tokens, which are then packed once. A sequence never shares the token
-before its first token in the loss, so each packed token predicts at most one token.
+The samples of one prompt can share the prompt's tokens, which are then packed once. But the token directly before the
+first loss token is packed for each sequence, so each packed token predicts at most one token.
 """
 
 from __future__ import annotations

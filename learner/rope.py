@@ -15,7 +15,7 @@ class LengthLimit(NamedTuple):
     """The largest length at which the learner computes the same log-probs as an engine.
 
     Attributes:
-        tokens: The length, in tokens.
+        tokens: The largest length, in tokens.
         reason: What differs in longer sequences, as a part of an error message.
     """
 

@@ -335,9 +335,10 @@ class LearnerStep:
         return [sequence for sequence in trained if sequence.mini_batch >= self._first_scored]
 
     def make_updates(self, sequences: Sequence[TokenSequence], packed: PackedStep | None = None) -> dict[str, float]:
-        """Make one optimizer update per mini-batch, on this rank's sequences with all columns.
+        """Make one optimizer update per mini-batch, on this rank's sequences.
 
-        Only the sequences of the first mini-batch may lack ``proximal_logprobs``.
+        The sequences must have the columns that the objective reads. The column ``proximal_logprobs`` is not needed in
+        the first mini-batch.
 
         Returns:
             The metrics of `Trainer.update` after ``Objective.summarize``, the same on each rank. Counts are summed over

@@ -81,7 +81,7 @@ class TrajectoryLog:
             sequences: One sequence per branch of the batch's samples, with the column ``advantages``. The sequences are
                 in the order of ``batch.shares``. If there are fewer sequences than branches, only the first branches
                 are written.
-            rank: The data-parallel rank.
+            rank: Number of the data-parallel rank, for the name of the file.
         """
         branches = _branches(batch, groups)
         rewards = batch.rewards

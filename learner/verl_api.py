@@ -2,8 +2,8 @@
 
 A row is a prompt padded on the left and a response padded on the right. All methods take ``input_ids``,
 ``attention_mask`` and ``position_ids`` [B, L], and ``responses`` [B, R] for the last R <= L positions. Token columns
-are [B, R], 0 at padding. A row may have no attended token. ``meta_info["temperature"]`` replaces the run's temperature.
-The workers ignore micro-batch options in ``meta_info``. The classes take the options of `ModelWorker`.
+are [B, R], 0 at padding. A row without attended tokens is allowed. ``meta_info["temperature"]`` replaces the run's
+temperature. The workers ignore micro-batch options in ``meta_info``. The classes take the options of `ModelWorker`.
 """
 
 from __future__ import annotations

@@ -43,7 +43,10 @@ A single such report may only show new samples that do not run yet.
 
 
 class GroupPhase(Enum):
-    """The phase of a prompt group on its worker. A settling group is being stored or given back.
+    """The phase of a prompt group on its worker.
+
+    The worker aborts the requests of a ``cutting`` or ``ending`` group. A ``parked`` group has no requests, and waits
+    for new weights. The worker stores a ``settling`` group, or gives it back to the buffer.
 
     ::
 

@@ -202,7 +202,7 @@ class BoundReward:
             raise ValueError(
                 f"{where} must take a prompt and a response, got the parameters {found}; add them"
             ) from None
-        except ValueError:  # functions written in C may have no signature
+        except ValueError:  # some functions written in C have no signature
             return
 
     def _check_options(self, function: Any, given: Mapping[str, Any], *, num_positional: int) -> None:
@@ -214,14 +214,14 @@ class BoundReward:
             raise ValueError(
                 f"{option} must fit the options {known} of reward {self._name}, got {dict(given)}: {error}; correct it"
             ) from error
-        except ValueError:  # functions written in C may have no signature
+        except ValueError:  # some functions written in C have no signature
             return
 
 
 def _parameters(function: Any) -> list[str]:
     try:
         return [*inspect.signature(function).parameters]
-    except (TypeError, ValueError):  # functions written in C may have no signature
+    except (TypeError, ValueError):  # some functions written in C have no signature
         return []
 
 

@@ -102,8 +102,8 @@ def build_root(entries: list[list[str]], limits: dict[str, Any], owner: int) -> 
     """Replace the root of the file system. The new root has read-only system folders, ``/proc`` and a scratch folder.
 
     Args:
-        entries: The folders, devices and links of the new root, as (kind, path in the new root, path outside or target
-            of the link).
+        entries: The folders, devices and links of the new root, as (kind, path in the new root, source). The source is
+            a path in the old root, or the target of a link.
         limits: Limits of the program; ``disk_bytes`` and ``files`` bound the scratch folder.
         owner: User id that owns the scratch folder.
     """

@@ -159,7 +159,8 @@ class GroupImages:
     def placed(self, image_rows: np.ndarray) -> tuple[PlacedImage, ...]:
         """Return the images in a sequence of T tokens, each with the index of its first token in the sequence.
 
-        ``image_rows``: [T] int32, the sequence's rows of the token column ``image_rows``.
+        ``image_rows``: [T] int32. For each placeholder token, it holds the index of the token's merged feature among
+        the features of all images of the group; -1 for text.
         """
         starts = np.flatnonzero(np.isin(image_rows, self.first_rows[:-1]))
         which = self.first_rows.searchsorted(image_rows[starts])

@@ -65,7 +65,7 @@ class RolloutBuffer(Protocol):
         """Give up a lease, the right to generate a group, without a result. The buffer queues the prompt again.
 
         Args:
-            lease: The lease.
+            lease: The lease to give up.
             num_tokens: Number of tokens that the policy has generated for the group. The tokens count as dropped.
             reason: Why the tokens are dropped. Example: ``reward``.
             max_failures: If not 0, this attempt counts as failed, and the buffer drops the group after this many failed

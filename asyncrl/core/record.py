@@ -81,34 +81,35 @@ class Pool(StrEnum):
 
 
 class SpanKind(StrEnum):
-    """The activity of a lane during an interval. A lane is a process or a part of a process.
+    """The activity of a lane (a row of the timeline) during an interval. A lane is a process or a part of a process.
 
     Spans of a lane can overlap. `asyncrl.profile.attribution` then chooses one of the spans for each point in time.
     """
 
-    # The controller records these activities on its lanes ``controller``, ``controller/plan``, ``controller/complete``.
+    # The controller records these activities on the rows ``controller``, ``controller/plan``, ``controller/complete``.
     step = "step"  # one learner step, from the commit of the previous step (or the start) to the commit of this step
     plan_wait = "plan_wait"  # the controller waits until the buffer has enough groups for a batch
     dispatched = "dispatched"  # the learner's ranks work on a batch that the controller has sent
     evaluation = "evaluation"  # a held-out evaluation runs; the engines that answer its prompts record this span too
     checkpoint = "checkpoint"  # the run saves a checkpoint; ranks that cannot compute meanwhile record this span too
-    # An engine records these activities on its lane, such as ``engine-0``.
+    # An engine records these activities on its row of the timeline, such as ``engine-0``.
     start = "start"  # the engine starts; the span ends after the engine has verified its first weights
     down = "down"  # the engine has failed, is restarting, or is not allowed to serve
     stage = "stage"  # new weights are copied to the engine's host while the engine generates
     pause = "pause"  # the engine does not generate, because it loads new weights
-    load_stage = "load_stage"  # one phase of loading weights; the lane is ``engine-0/load``, ``cause`` names the phase
+    load_stage = "load_stage"  # one phase of loading weights, on a row ``engine-0/load``; ``cause`` names the phase
     re_prefill = "re_prefill"  # the engine continues after a pause; the span ends at the next token of a running sample
     released = "released"  # the learner uses the GPU that it shares with the engine
-    # The controller records the state of a member on the member's lane, such as ``engine-0/worker``.
+    # The controller records the state of a member on the member's row of the timeline, such as ``engine-0/worker``.
     member = "member"  # the member is in the `MemberState` that ``cause`` names
-    # A rollout worker records this activity on a lane such as ``engine-0/reward``.
+    # A rollout worker records this activity on a row of the timeline such as ``engine-0/reward``.
     reward = "reward"
-    # A learner rank records on a lane such as ``learner-0``, its publisher thread on ``learner-0/publish``.
+    # A learner rank records its activities on a row of the timeline such as ``learner-0``.
+    # The rank's publisher thread records its activities on a row such as ``learner-0/publish``.
     update = "update"  # the rank computes a learner step
     score = "score"
-    fetch = "fetch"  # the rank waits for its batch; the lane ``learner-0/prepare`` shows the download of the batch
-    prepare = "prepare"  # a thread fetches and packs the batch of the next step; the lane is ``learner-0/prepare``
+    fetch = "fetch"  # the rank waits for its batch; on the row ``learner-0/prepare``, a thread downloads the batch
+    prepare = "prepare"  # a thread fetches and packs the next step's batch, on a row like ``learner-0/prepare``
     forward = "forward"
     backward = "backward"
     optimizer = "optimizer"
@@ -135,8 +136,8 @@ class LevelName(StrEnum):
     environment = "environment"  # number of episodes that wait for their environment while no tool runs
     parked = "parked"  # number of unfinished turns without a request: the group waits for weights or leaves the worker
     asking = "asking"  # 1 while the worker waits for permission to generate further groups, else 0
-    version = "version"  # policy version of the engine; on the lane ``buffer``, policy version of the learner
-    # The levels of the buffer are on the lane ``buffer``. They are numbers of groups, except ``full`` and ``bytes``.
+    version = "version"  # policy version of the engine; on the timeline's row ``buffer``, policy version of the learner
+    # The timeline's row ``buffer`` shows these counts. They are numbers of groups, except ``full`` and ``bytes``.
     queued = "queued"
     leased = "leased"
     stored = "stored"
@@ -144,9 +145,9 @@ class LevelName(StrEnum):
     budget = "budget"  # number of groups that workers are allowed to start now
     full = "full"  # 1 while workers must not start groups, because the buffer has too few free bytes; else 0
     bytes = "bytes"  # number of bytes of stored trajectories and of saved unfinished groups
-    # The level of a member is on the lanes of `SpanKind.member`.
+    # The rows of the timeline that show a member's state (`SpanKind.member`) also show this count.
     epoch = "epoch"  # number of faults of the member so far
-    # Each process records its processor time on its own lane, once per step.
+    # Each process records its processor time on its own row of the timeline, once per step.
     cpu = "cpu"  # microseconds of processor time since the start of the process
 
 

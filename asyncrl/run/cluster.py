@@ -200,10 +200,10 @@ def check_nodes(config: RunConfig, nodes: Mapping[str, Mapping[str, float]]) -> 
         have = {address: {kind: node.get(kind, 0) for kind in ("CPU", "GPU")} for address, node in nodes.items()}
         largest = max(shares, key=lambda share: (share.get("GPU", 0.0), share["CPU"]))
         raise ValueError(
-            "the learner ranks, or engines, that share a node must fit on one of the "
-            f"placement.num_nodes={config.placement.num_nodes} nodes; the largest group of them needs {largest}, but "
-            f"the nodes have {have}; lower placement.ranks_per_node or placement.engines_per_node, or raise "
-            "placement.num_nodes"
+            f"the placement.num_nodes={config.placement.num_nodes} nodes must have enough CPUs and GPUs for the "
+            "learner ranks, or engines, that the configuration puts on one node; the largest group of them needs "
+            f"{largest}, but the nodes have {have}; lower placement.ranks_per_node or placement.engines_per_node, or "
+            "raise placement.num_nodes"
         )
 
 

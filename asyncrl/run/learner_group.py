@@ -155,8 +155,9 @@ class LearnerGroup:
             logger.warning("step %d leaves out groups %s: their scores are not finite", plan.version, unscored)
         if len(unscored) == len(groups):
             raise ValueError(
-                f"learner.reward_model.path={self._config.learner.reward_model.path} must give finite scores, got none "
-                f"for all {len(groups)} groups of step {plan.version}; check the model, or set learner.dtype=float32"
+                f"learner.reward_model.path={self._config.learner.reward_model.path} must give finite scores, got NaN "
+                f"or infinity in each of the {len(groups)} groups of step {plan.version}; check the model, or set "
+                "learner.dtype=float32"
             )
         return replace(plan, groups=groups)
 
@@ -361,7 +362,10 @@ class LearnerGroup:
     async def _first(
         self, pending: Awaitable[list[T]], what: str, *, kind: str = "", after: Sequence[Awaitable[Any]] = ()
     ) -> T:
-        """Await the calls ``after``, and raise their errors. Then return rank 0's result of the call ``pending``."""
+        """Return rank 0's result of the call ``pending``.
+
+        The method first awaits each call in ``after``, and raises the error of such a call.
+        """
         for earlier in after:
             await self._in_time(earlier, what, kind=kind)
         return (await self._in_time(pending, what, kind=kind))[0]

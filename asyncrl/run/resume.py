@@ -230,7 +230,8 @@ class Checkpointer:
         self._writes.add(write)
         await asyncio.sleep(0)  # let the task `write` send its request before `stats` sends the next request
         await self._buffer.stats()  # wait until the buffer has counted the tokens of its part of the checkpoint
-        if self._prompts.wants_outcomes:  # show the sampler all groups that are in the buffer's part of the checkpoint
+        # Save the prompt sampler's state after the sampler has seen all groups that the buffer's part has as finished.
+        if self._prompts.wants_outcomes:
             self._prompts.note(await self._buffer.enqueue((), wants_outcomes=True))
         state = self._queued[version] = RunState(
             version=version,

@@ -131,7 +131,7 @@ class Run:
         self._view.summary(summary, self._run_dir)
 
     def buffer_options(self) -> BufferConfig:
-        """Return the buffer's options. A buffer with a port gets keys; otherwise it gets private Unix sockets."""
+        """Return the buffer's options. A buffer with a port gets keys. Other buffers get private Unix sockets."""
         options = self._config.buffer
         options = replace(options, epoch=options.epoch or uuid.uuid4().hex[:16])
         if options.host:

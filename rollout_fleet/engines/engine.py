@@ -693,7 +693,10 @@ class SilenceWatch:
 
     @contextmanager
     def running(self, num_requests: int) -> Iterator[None]:
-        """Count ``num_requests`` requests as running inside the ``with`` block, where silence is an error."""
+        """Count ``num_requests`` requests as running inside the ``with`` block.
+
+        While requests are running, `wait` raises an error if the engine produces no token for too long.
+        """
         self._change(num_requests, is_paused=self._is_paused)
         try:
             yield

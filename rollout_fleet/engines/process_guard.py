@@ -65,7 +65,11 @@ def adopt_orphans() -> None:
 
 
 class Guard:
-    """Runs a server in its own process group. When the server ends, kills the group and removes its shared memory."""
+    """Runs a server in its own process group.
+
+    When the server's main process ends, the guard kills the other processes of the group, and removes their shared
+    memory.
+    """
 
     def __init__(self, command: list[str]) -> None:
         self._shared_memory: set[int] = set()
@@ -131,9 +135,10 @@ class Guard:
         return inodes
 
     def wait(self) -> int:
-        """Wait until the server ends, then kill its processes and remove its shared memory.
+        """Wait until the server's main process ends. Then kill the other processes of the server's process group.
 
-        Returns the server's exit status; 128 plus the number of the signal if a signal ended the server.
+        Also removes their shared memory. Returns the server's exit status, or 128 plus the number of the signal if a
+        signal ended the server.
         """
         status = self._server.wait()
         self._shared_memory |= self._mapped_shared_memory()

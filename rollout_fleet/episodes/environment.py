@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 OVERFLOW_CODE = "context_length_exceeded"
-"""Error code that a request gets if its episode may have no more turns or tokens. OpenAI's API uses the same code."""
+"""Error code of a request whose episode has used up its turns or tokens. OpenAI's API uses the same code."""
 OnTool = Callable[[int, str, bool], None]
 """Function that is called when a tool call begins, and again when the call ends.
 

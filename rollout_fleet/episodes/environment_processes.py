@@ -248,7 +248,7 @@ class EnvironmentProcesses:
         If this call is cancelled, the environment is cancelled too, with the tasks and programs that it started.
 
         Args:
-            prompt: The prompt.
+            prompt: The prompt that the environment gets.
             access: Base URL and key of the episode.
             sample: Index of the rollout in its group, 0..G - 1.
             name: The environment. Empty: the environment of the run.

@@ -175,8 +175,8 @@ def chain(messages: Sequence[Message]) -> list[bytes]:
 def same_reasoning(sent: Sequence[Message], known: Sequence[Message]) -> bool:
     """Return whether each message in ``sent`` has no reasoning, or the same reasoning as in ``known``.
 
-    The messages in ``known`` are the same, in the same order. ``sent`` may lack reasoning, because many clients do not
-    send it.
+    Apart from their reasoning, the messages in ``sent`` and ``known`` are the same. Many clients do not send the
+    reasoning.
     """
     for own, other in zip(sent, known, strict=True):
         reasoning = own.get("reasoning_content", "").strip()

@@ -313,7 +313,8 @@ class Session:
     async def count_tokens(self, request: ChatRequest) -> int:
         """Return the number of tokens of the rendered messages and tools, without sampling.
 
-        Raises `ValueError` if there are no messages, or if a message is not supported or refused by the template.
+        Raises `ValueError` if there are no messages, if a message is not supported, or if the chat template raises an
+        error for a message.
         """
         messages = await self._read(request.messages)
         tokens, _ = self._with_images(self._renderer.render(messages, [dict(tool) for tool in request.tools]), messages)
