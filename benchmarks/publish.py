@@ -144,11 +144,11 @@ async def measure_engine(model_path: str, folder: str, scratch: Path) -> dict[st
         verified, bare = [], []
         for run in range(NUM_RUNS + 1):
             ours = await engine.load_weights(offer)
-            await engine._post("/pause_generation", {"mode": "retract"})
+            await engine.client.call("POST", "/pause_generation", {"mode": "retract"})
             began = time.perf_counter()
-            await engine._post("/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
+            await engine.client.call("POST", "/update_weights_from_disk", {"model_path": folder, "flush_cache": True})
             seconds = time.perf_counter() - began
-            await engine._post("/continue_generation", {})
+            await engine.client.call("POST", "/continue_generation", {})
             if run:
                 verified.append(ours)
                 bare.append(seconds)
