@@ -341,6 +341,8 @@ class SGLangServer:
         if self._device is EngineDevice.cpu:
             environment["SGLANG_USE_CPU_ENGINE"] = "1"
             environment.setdefault("OMP_NUM_THREADS", "1")
+            # torch.compile on a CPU needs a C++ compiler, and fails if the path of torch contains a space.
+            environment.setdefault("TORCHDYNAMO_DISABLE", "1")
             if self._config.tp_size > 1:
                 cores = sorted(os.sched_getaffinity(0))
                 of_ranks = (cores[rank % len(cores)] for rank in range(self._config.tp_size))

@@ -194,7 +194,7 @@ def test_a_removed_option_is_refused_and_ignored_in_the_config_of_an_earlier_run
         ),
         (
             ["rollout_fleet.sampling.top_p=0.9", "rollout_fleet.sampling.top_k=20", "rollout_fleet.sampling.min_p=0.1"],
-            ["got top_p=0.9, top_k=20, min_p=0.1", "log-probs before truncation", "asyncrl evaluate"],
+            ["got top_p=0.9, top_k=20, min_p=0.1", "log-probs of the whole distribution", "asyncrl evaluate"],
         ),
         (["learner.num_ranks=64"], ["algorithm.groups_per_step must be >= 64"]),
         (

@@ -181,6 +181,7 @@ def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     assert arguments[-2:] == ["--chunked-prefill-size", "64"]
     assert str(sglang_server.CPU_KV_TOKENS) in arguments
     assert on_cpu.environment(tmp_path)["SGLANG_CPU_OMP_THREADS_BIND"] == "0|1"
+    assert on_cpu.environment(tmp_path)["TORCHDYNAMO_DISABLE"] == "1", "the path of torch can contain a space"
     on_gpu = make_server("", config=config, device=EngineDevice.cuda)
     arguments = on_gpu.arguments(tmp_path)
     assert option(arguments, "--dtype") == "bfloat16"
