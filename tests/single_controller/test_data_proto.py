@@ -161,7 +161,7 @@ def test_rename_changes_names_of_tensors():
     assert sorted(data.batch.keys()) == ["p", "q"]
     with pytest.raises(BatchError, match="missing"):
         data.rename("missing", "x")
-    with pytest.raises(ValueError, match="as many"):
+    with pytest.raises(ValueError, match="one new name per old name"):
         data.rename(["p", "q"], ["only one"])
     with pytest.raises(TypeError):
         data.rename(1, 2)
