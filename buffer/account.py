@@ -1,8 +1,8 @@
 """Records how each attempt (a worker's try to generate a group) ended, and counts the attempt's tokens.
 
-`Account` counts the policy tokens of a run as buffered, trained or dropped. `AttemptHistory` remembers the attempts
-without a result and the finished groups, so a message that a client repeats counts only once. The history's memory is
-bounded. `Attempts` ends attempts and groups. It changes the table of groups, the account and the history.
+`Account` counts the policy tokens of a run as buffered, trained or dropped. `AttemptHistory` remembers the finished
+groups, and the attempts that ended without a stored group. So a message that a client repeats counts only once. The
+history's memory is bounded. `Attempts` ends attempts and groups in the table of groups, the account and the history.
 """
 
 from bisect import bisect_right
@@ -33,8 +33,9 @@ REWARD = "reward"
 RESUME = "resume"
 
 MAX_REMEMBERED = 4096
-"""Largest length of each of three lists: attempts without a result, finished groups that had several attempts or no
-result, and dead workers. Each list forgets its oldest entry first."""
+"""Largest length of each of three lists. One list holds the attempts that ended without a stored group. Another list
+holds the finished groups that had several attempts or were not stored. The third list holds the dead workers. Each list
+forgets its oldest entry first."""
 
 
 class IdSet:
@@ -89,7 +90,7 @@ class IdSet:
 
 
 class EndedAttempt(Row, frozen=True):
-    """An attempt (a worker's try to generate a group) that ended without a stored result.
+    """An attempt (a worker's try to generate a group) that ended before the buffer had accepted the group.
 
     Attributes:
         owner: Id of the client that held the lease (the right to generate the group).
@@ -119,13 +120,13 @@ class AttemptHistory:
         return len(self._ended) + len(self._unusual) + len(self._reopened) + len(self.finished.ranges())
 
     def end(self, group_id: int, attempt: int, ended: EndedAttempt) -> None:
-        """Remember ``ended``, the record of an attempt that ended without a stored result."""
+        """Remember ``ended``, the record of an attempt that ended before the buffer had accepted the group."""
         self._ended[group_id, attempt] = ended
         if len(self._ended) > MAX_REMEMBERED:
             self._ended.popitem(last=False)
 
     def of(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Return the record of an attempt that ended without a stored result, or None if there is no such record."""
+        """Return the record of an attempt that ended before the buffer accepted the group; None if there is none."""
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:

@@ -30,19 +30,19 @@ logger = logging.getLogger(__name__)
 
 LEDGER_PART = "journal"
 MARKS = "checkpoints"
-"""Name of a value in the journal: the keys (names) of the checkpoints that the ledger remembers."""
+"""Name of the journal's value that holds the keys (names) of the checkpoints that the ledger remembers."""
 
 
 def store_part(number: int) -> str:
-    """Return the name of a store server's part of a checkpoint. Example: ``store0``.
+    """Return the name of a store server's part of a checkpoint, that is, of its files. Example: ``store0``.
 
-    The part ``store0`` consists of the files ``store0.N.log`` and ``store0.N.frames`` in the checkpoint's folder.
+    The files of ``store0`` are ``store0.N.log`` and ``store0.N.frames`` in the checkpoint's folder.
     """
     return f"store{number}"
 
 
 class PartWriter:
-    """Writes the files of one server for each checkpoint. ``journal`` is the server's own journal, or None."""
+    """Writes the checkpoint files of one server of the buffer. ``journal`` is the server's journal, if it has one."""
 
     def __init__(self, journal: Journal | None) -> None:
         self._journal = journal

@@ -66,16 +66,16 @@ class Marks:
         return [self._by_version[version].key for version in sorted(self._by_version)]
 
     def add(self, version: int, key: str) -> None:
-        """Remember the checkpoint ``key`` of learner version ``version``. `reach` adds the ledger's counts later.
+        """Remember the checkpoint ``key`` of learner version ``version``, without counts of tokens and groups.
 
-        Only the ``MAX_MARKS`` checkpoints of the newest versions are remembered.
+        `reach` records the counts later. Only the ``MAX_MARKS`` checkpoints of the newest versions are remembered.
         """
         self._by_version[version] = Mark(version=version, key=key)
         for old in sorted(self._by_version)[:-MAX_MARKS]:
             del self._by_version[old]
 
     def reach(self, version: int, history: AttemptHistory, account: Account) -> None:
-        """Record the current counts in the mark (remembered checkpoint) of ``version``.
+        """Record the current counts of tokens and groups in the mark (remembered checkpoint) of ``version``.
 
         Does nothing if there is no mark of this version, or if the mark already has counts.
         """

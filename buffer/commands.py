@@ -166,7 +166,7 @@ class LeaseGroups(Command[Granted, Leased], frozen=True, kw_only=True):
 class Renewed(LedgerOutcome, frozen=True, kw_only=True):
     """The new expiry time of the renewed leases.
 
-    ``lost`` names the leases that the sender requested but no longer holds, as (group id, attempt number) pairs.
+    ``lost`` lists the leases that could not be renewed because they have ended, as (group id, attempt number) pairs.
     """
 
     expires_at: float
@@ -214,7 +214,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """The effect of a `Release`, a worker's report about an attempt without a result.
+    """The effect of a `Release`: the report of a worker that ends its attempt at a group without storing the group.
 
     Attributes:
         was_running: Whether the worker still held the lease. The report then ends the lease.

@@ -80,7 +80,7 @@ class FramesOnDisk(Sequence[Any]):
                     head, *frames = frames_at(file.fileno(), begin, lengths, path)
                 break
             except FileNotFoundError:
-                if at == self._at:  # if `move` has changed the file meanwhile, read from the new file
+                if at == self._at:  # if `move` has set another file meanwhile, read the frames from that file instead
                     raise
         digest = xxhash.xxh3_64(head)
         for frame in frames:

@@ -37,8 +37,8 @@ _FORGET_AFTER = 30.0
 """An idle worker's pace is forgotten after this many times the duration of the worker's longest group. Then a slow
 worker gets a group as a trial. These trials cost 3% of the time of all workers."""
 _PLACE_KEPT_S = 1.0
-"""Longest time in seconds that a worker keeps a place free for a takeover. The slow worker hands the group over within
-a few decoding steps.
+"""Longest time in seconds that a worker keeps capacity free for a group that it takes over from a slow worker. The slow
+worker hands the group over within a few decoding steps.
 """
 
 
@@ -52,7 +52,8 @@ class _Worker:
         took: Seconds that the worker's latest groups took. For a group that the worker took over, this is an estimate
             of the whole time.
         is_watched: Whether `WorkerPaces.look` will check the worker at a scheduled time.
-        slowdown: Time after ``since`` divided by the time of the worker's longest group; 1 if the quotient is below 2.
+        slowdown: Time from ``since`` to the latest check, divided by the duration of the worker's longest group; 1 if
+            the quotient is below 2.
     """
 
     since: float
@@ -349,9 +350,10 @@ class WorkerPaces:
         heappush(self._on_offer, (running.deadline, -best, running.group_id, running.attempt))
 
     def _look_later(self, name: bytes, worker: _Worker) -> None:
-        """Schedule a check of the worker after twice the time of its longest group.
+        """Schedule the next check whether a worker has become slow.
 
-        Each further check doubles this time.
+        The first check is due when the worker has ended no group for twice the duration of its longest group. If it
+        still ends no group, the time without an ended group doubles until the next check.
         """
         if worker.is_watched or not worker.groups:
             return

@@ -88,10 +88,11 @@ class WorkerClient:
         return (await self._entered("enter")).identity.hex()
 
     async def lease(self, engine_version: int, max_groups: int) -> list[Lease]:
-        """Wait for leases: prompts that this worker may generate with an engine that serves ``engine_version``.
+        """Wait for leases. A lease is the right to generate the group of one prompt.
 
-        Returns at most ``max_groups`` leases, or no lease if the server's time limit ends first. If the call is
-        cancelled, the groups that the buffer leased to this call go back to the queue.
+        ``engine_version`` is the policy version that the worker's engine serves. Returns at most ``max_groups`` leases,
+        or no lease if the server's time limit ends first. If the call is cancelled, the groups that the buffer leased
+        to this call go back to the queue.
         """
         link = await self._entered("lease")
         request_id = link.next_id()
@@ -195,7 +196,7 @@ class WorkerClient:
                 failure = error
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Return a lease without a result, or report the ``num_tokens`` tokens of a revoked lease.
+        """Give a lease back without storing its group, or report the ``num_tokens`` tokens of a revoked lease.
 
         Set ``max_failures`` only for an attempt that failed. The buffer drops the group after this number of failures.
         Returns whether the group was dropped.

@@ -91,12 +91,13 @@ class StalenessRule:
         return max(0, min((k + 1) * self.groups_per_step - due[k] for k in range(first, self.max_lag + 1)))
 
     def required(self, open_by_deadline: Mapping[int, int], *, version: int) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many open groups the batch of ``version`` (w) must take, by deadline.
+        """Return how many open groups the batch of ``version`` (w) must take, so that no group misses its deadline.
 
         A group's deadline is the last learner version that may consume the group. Open groups are leased groups, and
-        stored groups that are in no batch. Number k counts only open groups whose deadline is at most w + k. The k
-        later steps up to w + k can consume k·B of these groups (B is ``groups_per_step``). The batch of w must take the
-        other groups. If `admits` admitted every group, no number is larger than B.
+        stored groups that are in no batch. The result has ``max_lag + 1`` numbers. Number k is about the open groups
+        whose deadline is at most w + k. The k later steps up to w + k can consume k·B of these groups (B is
+        ``groups_per_step``). The batch of w must take the other groups. If `admits` admitted every group, no number is
+        larger than B.
         """
         due = 0
         required = []
@@ -108,11 +109,11 @@ class StalenessRule:
     def missing(
         self, open_by_deadline: Mapping[int, int], ready_by_deadline: Mapping[int, int], *, version: int
     ) -> list[int]:
-        """Return ``max_lag + 1`` numbers: how many running groups the batch of ``version`` (w) must take, by deadline.
+        """Return how many running groups the batch of ``version`` (w) must take, so that no group misses its deadline.
 
-        A group's deadline is the last learner version that may consume the group. Number k counts running groups whose
-        deadline is at most w + k, without the groups that the numbers before it count. ``ready_by_deadline`` counts
-        only the stored groups of ``open_by_deadline``.
+        A group's deadline is the last learner version that may consume the group. The result has ``max_lag + 1``
+        numbers. Number k counts running groups whose deadline is at most w + k, without the groups that the numbers
+        before it count. ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``.
         """
         num_ready = num_missing = 0
         missing = []

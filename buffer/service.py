@@ -381,7 +381,7 @@ class BufferService:
         self._replies.answer(request, Done())
 
     def on_release(self, request: Message, release: commands.Release) -> Answer:
-        """End a lease (a worker's right to generate a group) without a result.
+        """End the lease (the right to generate a group) of a worker that does not store the group.
 
         If the buffer has already revoked the lease, only count the attempt's tokens as dropped. No token counts twice.
         """

@@ -23,7 +23,7 @@ _MAX_HOSTS = 65_536
 
 
 class StoreLinks:
-    """The connections to the stores. The ledger numbers the stores. Make an object on a running loop.
+    """The connections to the stores. The ledger numbers the stores. Call `connect` while an asyncio event loop runs.
 
     Args:
         config: Options of the buffer.

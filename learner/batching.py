@@ -64,9 +64,9 @@ _Parts = list[tuple[float, list[int]]]
 
 
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
-    """Join two partitions into one: the largest part of one with the smallest part of the other, and so on.
+    """Join the partitions ``left`` and ``right``: the largest part of one with the smallest of the other, and so on.
 
-    Each partition has ``num_parts`` parts, but the lists leave out its empty parts.
+    Each partition has ``num_parts`` parts, but ``left`` and ``right`` leave out the empty parts.
     """
     shared = max(0, len(left) + len(right) - num_parts)
     kept, rest = len(left) - shared, right[: len(right) - shared]

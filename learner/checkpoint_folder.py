@@ -150,7 +150,7 @@ def _missing(checkpoint: Path, progress: SavedProgress) -> list[str]:
 
 
 def part_of(checkpoint: Path, part: str) -> Path:
-    """Return the folder that holds other state of a checkpoint, such as the critic's.
+    """Return the folder that holds a part of a checkpoint, such as the critic's state.
 
     Example: for ``c/v00000012`` and the part ``critic``, the folder is ``c/critic/v00000012``.
     """
@@ -160,8 +160,9 @@ def part_of(checkpoint: Path, part: str) -> Path:
 def named_checkpoints(directory: Path) -> list[Path]:
     """Return the paths of a folder's checkpoints that have final names, oldest first.
 
-    These checkpoints may be incomplete. If `replace_folder` was interrupted after it had renamed a checkpoint, this
-    function gives the checkpoint its final name back.
+    A returned folder has all its files, but the folder of another part of the checkpoint may be missing (see
+    `part_of`). If `replace_folder` was interrupted after it had renamed a checkpoint, this function gives the
+    checkpoint its final name back.
     """
     for replaced in directory.glob(f".v*{REPLACED}"):  # a process that died in `replace_folder` has left this folder
         final = directory / replaced.name.removeprefix(".").removesuffix(REPLACED)

@@ -40,10 +40,13 @@ WEIGHT_CHUNK_TOKENS = 4096
 
 
 class TrainableHead(Protocol):
-    """A head that can return the inputs of a training loss."""
+    """A model with a head that can be trained: its method `inputs` returns what the loss function needs."""
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> TokenInputs:
-        """Run the model on a micro-batch, and return the inputs of a loss, with entropies if ``entropy`` is set."""
+        """Run the model on a micro-batch, and return the arguments of the loss function.
+
+        If ``entropy`` is set, the arguments of a policy loss include entropies.
+        """
         ...
 
 
@@ -130,9 +133,9 @@ class LogProbHead(PackedHead):
         return at_places(self.hidden_states(batch), batch.predict_index, scores)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> LossInputs:
-        """Run the model on a micro-batch, and return the inputs of a policy loss.
+        """Run the model on a micro-batch, and return the arguments of a policy loss.
 
-        The inputs include entropies if ``entropy`` is set.
+        The arguments include entropies if ``entropy`` is set.
         """
         log_probs, *entropies = self(batch, entropy=entropy)
         return LossInputs(log_probs=log_probs, entropy=next(iter(entropies), None), **_token_inputs(batch, log_probs))
@@ -150,7 +153,7 @@ class ValueHead(PackedHead):
         return scores_at(self, batch, batch.predict_index)
 
     def inputs(self, batch: MicroBatch, *, entropy: bool = False) -> ValueInputs:
-        """Run the model on a micro-batch, and return the inputs of the critic's loss. ``entropy`` has no effect."""
+        """Run the model on a micro-batch, and return the arguments of the critic's loss. ``entropy`` has no effect."""
         (values,) = self(batch)
         return ValueInputs(values=values, **_token_inputs(batch, values))
 

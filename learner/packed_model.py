@@ -186,9 +186,9 @@ class PackedModel:
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
-        """Return a context in which the model computes with its untrained weights, that is, without its adapters.
+        """Return a context in which the model computes with its weights from before the training.
 
-        Raises `ValueError` for a trained model without adapters.
+        The context turns the model's adapters off. Raises `ValueError` for a trained model without adapters.
         """
         if self.role.objective is None:
             yield

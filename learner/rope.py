@@ -46,7 +46,8 @@ def sparse_limit(settings: Mapping[str, Any]) -> int | None:
     """
     if settings.get("index_topk"):
         return settings["index_topk"]
-    stored = settings.get("sparse_attention_config") or {}  # MiniMax M3 has this field: its attention selects blocks
+    # MiniMax M3's attention selects blocks of tokens. Its ``config.json`` may have a ``sparse_attention_config``.
+    stored = settings.get("sparse_attention_config") or {}
     if not stored and "minimax_m3_sparse" not in (settings.get("layer_types") or ()):
         return None
     names = {"index_topk_blocks": "sparse_topk_blocks", "index_block_size": "sparse_block_size"}

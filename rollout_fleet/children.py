@@ -44,7 +44,7 @@ class _Scratch:
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
         with suppress(OSError):  # ignore that some file systems have no locks
             fcntl.flock(self._lock, fcntl.LOCK_SH)
-        # Rename the folder last. Other processes remove every folder with the new prefix that is not locked.
+        # Lock the folder before renaming it. Other processes remove each unlocked folder that begins with `_SCRATCH`.
         os.rename(new, self.path)
 
     def remove(self) -> None:

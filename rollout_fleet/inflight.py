@@ -52,8 +52,11 @@ class GroupPhase(Enum):
 
         generating ──▶ settling                            the last sample has arrived: score and store the group
         generating ──▶ cutting ──▶ parked ──▶ generating   aborted for a weight update, continued after it
+        cutting ──▶ generating                             the abort took too long: the samples continue
+        cutting ──▶ settling                               the last sample arrived before the abort: score and store
         generating, cutting ──▶ ending ──▶ settling        revoked or stopped: abort the samples, release the lease
         generating, cutting ──▶ settling                   the engine has failed: save the tokens, release the lease
+        parked ──▶ settling                                revoked, stopped or the engine has failed: release the lease
     """
 
     generating = auto()

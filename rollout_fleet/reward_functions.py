@@ -46,8 +46,9 @@ def last_number(prompt: Prompt, response_text: str) -> float:
 def final_answer(prompt: Prompt, response_text: str) -> float:
     r"""Return 1.0 if the response's final answer is the ground truth, else 0.0.
 
-    The final answer is in the last ``\boxed{…}``, or else after the last ``Answer:``. Numbers are compared as numbers.
-    Other answers are compared as text without spaces. Example: ``1/2`` is not ``0.5``.
+    The final answer is in the last ``\boxed{…}``, or else after the last ``Answer:``. Decimal numbers are compared by
+    value: ``0.50`` equals ``0.5``. All other answers are compared as text, without spaces and ``$``. A fraction is
+    compared as text, so ``1/2`` does not equal ``0.5``.
     """
     written, expected = (re.sub(r"[\s$]|\.$", "", text) for text in (_final(response_text), str(prompt.ground_truth)))
     number = _as_number(expected)

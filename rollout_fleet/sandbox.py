@@ -337,9 +337,10 @@ class _Output:
         ]
 
     async def wait(self, job: bytes, timeout_s: float) -> EndedBy | None:
-        """Send the job to the sandbox and wait until the sandbox ends, exceeds ``timeout_s`` or prints too much.
+        """Send the job to the sandbox's process, and wait until the process ends or exceeds a limit.
 
-        Returns None if the process has ended within these limits. Otherwise returns why the process must be killed.
+        The limits are the time ``timeout_s`` and the size of the output. Returns None if the process ended within the
+        limits. Otherwise returns the limit that was exceeded. The caller must then kill the process.
         """
         waiting = [asyncio.create_task(one) for one in (self._work(job), self._is_over.wait())]
         try:
@@ -424,7 +425,7 @@ def _num_own_threads(kind: SandboxKind, uid: int | None) -> int:
     kernel = tuple(int(part) for part in platform.release().split("-")[0].split(".")[:2])
     if kind is not SandboxKind.limits and kernel >= _KERNEL_COUNTS_PER_NAMESPACE:
         return 2 if kind is SandboxKind.namespaces else 1
-    count = 2  # counts the sandbox's first process, and the thread of asyncrl that waits for the sandbox
+    count = 2  # the kernel also counts the sandbox's first process, and the thread of asyncrl that waits for it
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             count += len(os.listdir(entry / "task")) if entry.stat().st_uid == os.geteuid() else 0

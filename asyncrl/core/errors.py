@@ -138,7 +138,7 @@ class VersionTooNew(ReplayBufferError):
 
 
 class NotLeaseOwner(ReplayBufferError):
-    """A client stores, renews or gives up a prompt group that another client has the right to generate."""
+    """A client stores a prompt group, or renews or returns its lease, but the lease belongs to another client."""
 
 
 class DeclaredDead(ReplayBufferError):

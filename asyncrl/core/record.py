@@ -123,11 +123,13 @@ class SpanKind(StrEnum):
 class LevelName(StrEnum):
     """The name of a count that changes over time. A recorded value is valid until the next value."""
 
-    # The levels of an engine are numbers of samples. Some samples use the engine's capacity, and other samples do not.
-    # Samples in ``running`` and ``parked`` use capacity. Single-turn samples in ``tail`` also use capacity.
-    # The used capacity can exceed the limit after the limit is lowered, or if many environments request turns at once.
-    # Samples in ``settling``, ``tool`` and ``environment``, and episodes in ``tail``, do not use capacity.
-    # The recorded numbers of samples without use of capacity are limited: their sum is at most the unused capacity.
+    # The counts from ``capacity`` to ``parked`` are numbers of samples, and are recorded per engine.
+    # ``capacity`` is the limit on the samples that the worker gives to the engine at once.
+    # The limit applies to the samples in ``running`` and ``parked``, and to single-turn samples in ``tail``.
+    # Their number can exceed the limit after the limit is lowered, or if many environments request turns at once.
+    # The limit does not apply to samples in ``settling``, ``tool`` and ``environment``, and to multi-turn episodes in
+    # ``tail``. The profile records these samples only up to the unused capacity: the recorded numbers are reduced until
+    # their sum is at most the unused capacity.
     capacity = "capacity"  # the largest number of samples that the worker currently gives to the engine
     running = "running"  # number of requests that the engine has not answered yet; each request samples one turn
     tail = "tail"  # number of finished samples whose group has unfinished samples
@@ -169,8 +171,8 @@ class Tag(IntEnum):
     """The type of a record: first item of its msgpack array. Each comment lists the items after the tag."""
 
     header = 0  # item: a dict with the keys schema, process, pool, host, pid, clock, started_ns and wall_ns
-    open = 1  # items of a new span: id, lane, kind, start, version, step, group, cause
-    close = 2  # items at the end of a span: id of the span, end
+    open = 1  # a span begins; items: id of the span, lane, kind, start time, version, step, group, cause
+    close = 2  # a span ends; items: id of the span, end time
     level = 3  # items: name of the count, lane, time, value
     stamp = 4  # items: event, group id, attempt, lane, time, version, details
     clock = 5  # items: name of the other clock, time, offset, largest error of the offset

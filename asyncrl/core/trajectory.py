@@ -322,7 +322,8 @@ class TrajectoryGroup:
     @property
     def policy_versions(self) -> np.ndarray:
         """Policy version of each sampled token, [n] int32, without the tokens of ReMax's greedy answer."""
-        # The prompt's turn has the trajectory index -1 (`SHARED`), which selects the appended False.
+        # The prompt's turn has the trajectory index -1 (`SHARED`). This index selects the last value of the array, so
+        # append False: the prompt's turn is not left out.
         is_left_out = np.append(self.is_baseline, False)[self.turns["trajectory"]]
         versions = self.versions[~np.repeat(is_left_out, self.turns["num_tokens"])]
         return versions[versions != UNVERSIONED]

@@ -9,7 +9,7 @@ os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")
 
 
 def protect_own_cluster() -> None:
-    """Make the Ray clusters of this process require a new random token.
+    """Protect each Ray cluster that this process starts: the cluster accepts only clients with a new random token.
 
     Call this before Ray is imported. Otherwise Ray uses the token in ``~/.ray``, which other users may be able to read.
     """

@@ -91,7 +91,7 @@ class LearnerGroup:
     def _begin(self, *, incarnation: int) -> None:
         self._batches: tuple[Plan | None, dict[int, list[RankBatch]]] = (None, {})
         self._scores: dict[str, RemoteScores] = {}
-        self._announced: dict[str, Awaitable[Any]] = {}  # maps each role to the newest call of its method `announce`
+        self._announced: dict[str, Awaitable[Any]] = {}  # holds the newest call of each role's `announce`, by role
         self._deadline = StepDeadline(2 * self._config.learner.step_timeout_s)
         buffer = replace(self._buffer, incarnation=incarnation).for_role(BufferRole.learner)
         self.roles = RoleGroups(self._config, layout=self._layout, connect_buffer=buffer.sync_client, paths=self._paths)
@@ -364,7 +364,7 @@ class LearnerGroup:
     ) -> T:
         """Return rank 0's result of the call ``pending``.
 
-        The method first awaits each call in ``after``, and raises the error of such a call.
+        ``after`` holds earlier calls to the ranks. The method awaits these calls first, and raises their errors.
         """
         for earlier in after:
             await self._in_time(earlier, what, kind=kind)
@@ -487,9 +487,9 @@ class RoleGroups:
         return self.pools[one] == self.pools[other]
 
     def keeps_scores_for(self, role: str, reader: str) -> bool:
-        """Return whether each process of ``reader`` also runs ``role`` on the same samples.
+        """Return whether each process of the role ``reader`` also runs the role ``role`` on the same samples.
 
-        Then the process already has the log-probs or values of ``role``, and no process sends them.
+        If so, the process already has the scores (log-probs or values) of ``role``, and no process sends the scores.
         """
         return self.share_a_pool(role, reader) and self.dp_sizes[role] == self.dp_sizes[reader]
 

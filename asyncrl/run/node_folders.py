@@ -192,7 +192,7 @@ class NodeFolders:
         self._model, self.keys, self._weights = config.model.path, keys, config.weights.directory
         # Require room in shared memory for two images (copies of the weights) per host.
         # With `Carrier.host_stream`, a host needs two images: of the loaded version and of the next version.
-        # With files, each engine needs one image, but this method does not know the number of engines per node.
+        # With other carriers, each engine needs one image. This method does not know the number of engines per node.
         self._image_bytes = 2 * weight_bytes(config) if config.weights.keeps_images else 0
         if not self._nodes:
             return config
@@ -256,7 +256,7 @@ class NodeFolders:
         await self.send_keys(addresses)
 
     async def send_keys(self, addresses: Collection[str] | None = None) -> None:
-        """Send the buffer's keys to the nodes ``addresses`` (None: all), except nodes that already have these keys."""
+        """Send the buffer's keys to the nodes at ``addresses`` (None: all nodes) that do not have these keys yet."""
         if not self.keys:
             return
         own = file_prints(Path(self.keys))
@@ -265,10 +265,10 @@ class NodeFolders:
         await self._send(Path(self.keys), _KEY_FILES, to=lacking, mode=FOLDER_MODE)  # only the owner may read keys
 
     async def bring(self, folder: Path, name: str, *, to: Collection[str] | None = None) -> Path:
-        """Make a folder of files, such as a model, available on the nodes ``to`` (None: all).
+        """Make a folder of files, such as a model, available on the nodes whose addresses are in ``to`` (None: all).
 
         Returns ``folder`` if all these nodes have the same files there. Otherwise, the method makes copies and returns
-        their path: ``name`` in the run's folder.
+        the path of the copies: ``name`` in the run's folder.
         """
         held = await self._ask(self._nodes if to is None else to, "prints", str(folder))
         if all(prints == file_prints(folder) for prints in held.values()):

@@ -143,7 +143,9 @@ def hold_shared_folder(run_dir: Path) -> int | None:
 
 
 def join_shared_folder(folder: Path) -> int:
-    """Make and lock the run's folder in the shared memory of another host of the run. The folder may exist.
+    """Make and lock the run's folder in the shared memory of this host. The folder may exist.
+
+    This function runs on hosts other than the controller's. The controller's host uses `hold_shared_folder`.
 
     Returns:
         The descriptor that holds the lock until this process ends.

@@ -67,8 +67,8 @@ def adopt_orphans() -> None:
 class Guard:
     """Runs a server in its own process group.
 
-    When the server's main process ends, the guard kills the other processes of the group, and removes their shared
-    memory.
+    When the server's main process ends, the guard kills the other processes of the process group, and removes their
+    files of shared memory.
     """
 
     def __init__(self, command: list[str]) -> None:
@@ -95,7 +95,7 @@ class Guard:
         self._kill_group()
 
     def _look_until_not_asked(self) -> None:
-        """Search the processes of the server's group for files of shared memory, and record these files.
+        """Find and record the files of shared memory that the processes of the server's process group have mapped.
 
         If another SIGUSR1 arrives during the search, search again.
         """
@@ -137,8 +137,8 @@ class Guard:
     def wait(self) -> int:
         """Wait until the server's main process ends. Then kill the other processes of the server's process group.
 
-        Also removes their shared memory. Returns the server's exit status, or 128 plus the number of the signal if a
-        signal ended the server.
+        Also removes the files of shared memory of this process group. Returns the server's exit status, or 128 plus the
+        number of the signal if a signal ended the server.
         """
         status = self._server.wait()
         self._shared_memory |= self._mapped_shared_memory()

@@ -91,10 +91,11 @@ def make_rows(rng: np.random.Generator, count: int) -> list[dict[str, Any]]:
 def make_demonstrations(
     rng: np.random.Generator, rows: list[dict[str, Any]], *, habit_rate: float
 ) -> list[tuple[str, str]]:
-    """Return (prompt, response) texts for supervised training, from a teacher with two wrong habits.
+    """Make (prompt, response) texts for supervised training. The texts imitate a teacher that has two wrong habits.
 
-    The teacher answers the fraction ``habit_rate`` of the sums with the sum's first number. It calls the calculator for
-    the same fraction of the single numbers. For every sum, the texts also show how to use the calculator.
+    With probability ``habit_rate``, the teacher answers a sum with the sum's first number, without the calculator. With
+    the same probability, it calls the calculator for a single number, which needs no calculation. For every sum, the
+    texts also show how to use the calculator.
     """
     shown = []
     for row in rows:
