@@ -76,9 +76,10 @@ class _PinnedEngine(SGLangEngine):
         self.num_heard = 0
 
     async def start(self) -> None:
-        """Start the engine, and pin its server to the core.
+        """Start the engine, and pin its server process to the engine's CPU core.
 
-        This process is pinned to the core for half a second too, because a child process inherits the core.
+        The server process inherits the pinning of this process. So this method pins this process to the CPU core for
+        half a second, while it starts the server.
         """
         async with self._starting:
             everywhere = os.sched_getaffinity(0)
@@ -266,12 +267,14 @@ class _Heard:
 
 
 class _Kills:
-    """Kills a server in each of several fleets. Measures the recovery, the lost tokens and the surviving engine's rate.
+    """Kills one of the two engine servers in each of several fleets.
 
-    The speed of a core changes by a fifth within minutes. So the time of each recovery is divided by the time in which
-    the same engine started before the kill. The other engine works during the start and the recovery. A sample's tokens
-    arrive in chunks of `STREAM_INTERVAL`, so only a few dozen chunks arrive in ten seconds. Therefore the rate of the
-    surviving engine is measured over all recoveries together. For comparison, this rate is also measured over all
+    Measures how long the recovery takes, how many tokens are lost, and how fast the surviving engine generates tokens.
+
+    The speed of a CPU core changes by a fifth within minutes. So the time of each recovery is divided by the time
+    in which that engine started before the kill. The other engine works during the start and the recovery. A sample's
+    tokens arrive in chunks of `STREAM_INTERVAL`, so only a few dozen chunks arrive in ten seconds. So the rate of
+    the surviving engine is measured over all recoveries together. For comparison, this rate is also measured over all
     periods before and after the recoveries, and over the first starts of the engines that are killed later.
     """
 

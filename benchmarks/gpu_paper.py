@@ -99,7 +99,7 @@ def experiments_that_fit() -> dict[str, str]:
 
 
 def main() -> None:
-    """Compute the memory and the waits for the GPU. Print a table, then the figures as JSON."""
+    """Compute a learner's GPU memory, and how often it would wait for the GPU. Print a table, then figures as JSON."""
     torch.set_num_threads(1)
     rows: dict[str, str] = {}
     errors, peaks = [], {}

@@ -18,7 +18,7 @@ from tests.support.ray_cluster import two_node_cluster
 from tests.support.virtual_time import virtual_time  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
-settings.register_profile("any machine", deadline=None)  # hypothesis sets no deadline, because machines can be slow
+settings.register_profile("any machine", deadline=None)  # set no time limit for an example: a machine can be slow
 settings.load_profile("any machine")
 _GROUPS = {
     "tests/e2e/": "whole runs",
@@ -27,7 +27,7 @@ _GROUPS = {
     "tests/asyncrl/test_examples.py": "cluster",
     "tests/single_controller/test_future.py": "cluster",
 }
-"""Names of groups by the start of a test's path.
+"""Groups of tests: a mapping from the start of a test file's path to the name of the group.
 
 The tests of a group run in one process, and the longest groups run first.
 """

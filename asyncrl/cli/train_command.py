@@ -155,7 +155,7 @@ async def _until_done_or_stopped(
         return last_words(fault, run_dir, how_to_continue(config, run_dir, overrides))
 
     def on_fault(fault: BaseException) -> None:
-        # Skip a cancellation: after a signal, `Stopping` has already set the deadline for the end of the run.
+        # Set no deadline if the run was cancelled: `Stopping` has set the deadline when it cancelled the run.
         if not isinstance(fault, asyncio.CancelledError):
             last_words = last_words_of(fault)
             report_fault(last_words)
@@ -191,10 +191,11 @@ async def _until_done_or_stopped(
 
 
 def how_to_continue(config: RunConfig, run_dir: Path, overrides: Sequence[str]) -> str:
-    """Return a line with the command that continues a run; an empty text if there is no checkpoint.
+    """Return a line with the command that continues a run from a checkpoint.
 
-    The command names the newest complete checkpoint. If there is none, it names the checkpoint that the run began from.
-    ``overrides`` are the options of the run's command line.
+    The command names the newest complete checkpoint of the run. If the run has saved no complete checkpoint, the
+    command names the checkpoint from which the run itself was resumed. Return an empty text if there is no such
+    checkpoint, or if it cannot be found because of an error. ``overrides`` are the options of the run's command line.
     """
     try:
         checkpoint = newest_checkpoint(RunPaths.checkpoints_of(config, run_dir))
@@ -242,7 +243,10 @@ def _with_remedy(error: OSError, run_dir: Path | None = None) -> str:
 
 
 def _say_last(words: str) -> None:
-    """Write how the run ended. Only the first call writes, because `_give_up` may call from another thread."""
+    """Write ``words``, the message about the end of the run, to stderr. Only the first call writes a message.
+
+    The main thread and the thread of `give_up_after` can call this function at the same time.
+    """
     if _said_last.acquire(blocking=False):
         with suppress(OSError):  # ignore write errors: the program that reads the output may have closed the pipe
             sys.stderr.write(words + "\n")

@@ -153,7 +153,7 @@ class PromptStream:
         )
 
     def _asked(self, name: str, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of the sampler. Exceptions of this method become `SamplerError`."""
+        """Call ``method``, a method of the sampler. If the call raises an exception, raise `SamplerError` instead."""
         try:
             return method(*arguments)
         except Exception as error:
@@ -234,9 +234,9 @@ class PromptStream:
 
 
 def _check_same(saved: Mapping[str, Any], now: Mapping[str, Any], **options: str) -> None:
-    """Raise `ValueError` if a value differs between the saved state and the current state.
+    """Raise `ValueError` if the saved state and the current state have different values under a key of ``options``.
 
-    ``options`` maps each key to the name of its option, for the error message.
+    For the error message, ``options`` maps each key to the name of the option that sets the key's value.
     """
     for key, option in options.items():
         before, current = (values.get(key, UNIFORM) for values in (saved, now))

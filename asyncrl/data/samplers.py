@@ -154,11 +154,11 @@ class DifficultySampler(WeightedSampler):
         self._pools: dict[str, OrderedDict[int, None]] = {name: OrderedDict() for name in self._rows}
 
     def choose(self) -> int:
-        """Return the index of the row that becomes the next prompt. `_next_source` chooses its data source.
+        """Choose a data source, and return the index of the row of this source that becomes the next prompt.
 
-        Usually, the sampler takes the row that has been in the source's pool for the longest time. If the pool is
-        empty, the sampler takes the source's next row in order. It also does so for a fraction ``explore`` of the
-        prompts.
+        Each data source has a pool of rows with a success rate near ``target``. Usually, the sampler takes the row
+        that has been in the pool for the longest time. If the pool is empty, the sampler takes the next row of the data
+        source in order. For a fraction ``explore`` of the prompts, it also takes the next row in order.
         """
         source = self._next_source()
         number, pool = self._num_chosen[source], self._pools[source]

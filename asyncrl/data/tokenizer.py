@@ -1,4 +1,4 @@
-"""Loads a model's tokenizer, if possible without the package transformers, which would import torch."""
+"""Loads a model's tokenizer. Where possible, the package transformers is not used, because it would import torch."""
 
 from __future__ import annotations
 

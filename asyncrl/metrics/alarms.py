@@ -183,7 +183,11 @@ class Alarms:
 
 
 def _equal_share(record: StepRecord, limits: RunLimits) -> float:
-    """Return the fraction of the batch, 0 to 1, that teaches the policy nothing because its rewards are equal."""
+    """Return the fraction of the batch, from 0 to 1, from which the policy learns nothing because rewards are equal.
+
+    If advantages compare the rewards within a group, this is the fraction of the groups whose rewards are all equal.
+    Otherwise the fraction is 1 if all rewards of the batch are equal, and 0 if not.
+    """
     return record.equal_reward_groups if limits.compares_groups else float(record.reward_std == 0)
 
 

@@ -329,7 +329,8 @@ def _moments(model: ModelSize, setup: RankSetup, head: int) -> list[dict[MemoryK
     at_end = {MemoryKind.gradients_in_transit: reduced * model.root * trains_all}
     moments = [at_head, at_end]
     units = {*zip(model.layers, (0, *model.layers[:-1]), (*model.layers[1:], 0), strict=True)}
-    # `has_gradients` is True for the moment when the gradients of the layer's parameters exist.
+    # Compute the memory of each layer at two moments: before the gradients of the layer's parameters exist
+    # (``has_gradients`` is False), and when they exist (``has_gradients`` is True).
     for (layer, below, above), has_gradients in product(units, (False, True)):
         own = size * gathers * layer * has_gradients
         layer_moment = {
@@ -515,10 +516,11 @@ def engine_memory(config: RunConfig, model: ModelSize, *, card_bytes: int = 0) -
 
 
 def engine_reserve(card_bytes: int, tp_size: int, extra_args: Sequence[str] = ()) -> int:
-    """Return how many bytes of a GPU with ``card_bytes`` SGLang reserves for activations and CUDA graphs.
+    """Return the number of bytes that SGLang reserves on a GPU for activations and CUDA graphs.
 
-    The formula comes from SGLang 0.5.21 (``arg_groups/memory_hook.py``). If ``extra_args``, the further arguments of
-    SGLang, contain ``--mem-fraction-static``, that fraction replaces the formula.
+    The GPU has ``card_bytes`` bytes. The formula comes from SGLang 0.5.21 (``arg_groups/memory_hook.py``).
+    ``extra_args`` are further arguments of SGLang. If they contain ``--mem-fraction-static``, the formula is not used:
+    SGLang then reserves the bytes of the GPU that are outside of this fraction.
     """
     words = [word for argument in extra_args for word in argument.split("=", 1)]
     if "--mem-fraction-static" in words:

@@ -189,7 +189,8 @@ class SimulatedEngine:
     def load(self, version: int, load_s: float, on_loaded: Callable[[], None]) -> None:
         """Load the weights of the policy version ``version``, and call ``on_loaded`` at the end.
 
-        The engine pauses for ``load_s`` seconds of work. An engine that takes batches pauses between two batches.
+        The engine pauses while it loads. This takes ``load_s`` seconds if the engine has its CPU core alone, and longer
+        if the engine shares the core. An engine that takes batches finishes its running batch before it loads.
         """
         self._advance()
         if self._model.takes_batches and self._running:

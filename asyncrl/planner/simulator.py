@@ -535,7 +535,8 @@ class Simulation:
         self._most_bytes = max(self._most_bytes, sum(self.buffer.ledger.groups.space.stored_bytes))
         if self.scenario.queue_groups:
             self._queue[group.group_id] = group.attempt
-            call_after(self.env, 0.0, bound_queue)  # wait 0 s, so that a batch can take groups first
+            # Call `bound_queue` after 0 s, so that a batch can take groups at this moment before groups are dropped.
+            call_after(self.env, 0.0, bound_queue)
         if self.scenario.equal_rewards and self.buffer.ledger.groups.num_queued < self.capacity:
             self.learner.feed()
         self.learner.account()

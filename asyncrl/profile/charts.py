@@ -207,8 +207,8 @@ _STAGES = {
 def _version_of(trace: Trace, span: Span) -> int:
     """Return the policy version that a span (an activity) belongs to; -1 if the version is unknown.
 
-    If the span has no recorded version, return the version that its engine serves next. For a re-prefill, return
-    instead the version of the engine's latest pause.
+    A re-prefill without a recorded version belongs to the same version as the latest pause of the same engine. Any
+    other span without a recorded version belongs to the version that its engine serves next.
     """
     if span.version != NONE:
         return span.version

@@ -306,7 +306,7 @@ async def _relay(
             "sft.eval_every, or raise sft.progress_timeout_s"
         ) from None
     finally:
-        if process.stdout.at_eof():  # the process is about to exit without being killed
+        if process.stdout.at_eof():  # wait for the process, because it closes its output shortly before it exits
             with suppress(TimeoutError):
                 await asyncio.wait_for(process.wait(), _END_TIMEOUT_S)
         with suppress(ProcessLookupError):

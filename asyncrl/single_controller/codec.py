@@ -157,7 +157,7 @@ class Encoder:
         )
 
     def hook(self, value: Any) -> Any:
-        """Convert a value whose type msgpack does not support to a supported type. msgpack calls this method."""
+        """Convert a value for msgpack. msgpack calls this method for each value of a type that it does not support."""
         kind = type(value)
         if kind is Columns:
             return self.columns(value.tensors)

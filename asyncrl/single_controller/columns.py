@@ -247,7 +247,7 @@ _DROP_ONE = "Drop or rename one of them"
 
 
 def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict | None) -> TensorDict | None:
-    """Add the tensors of the second TensorDict to the first one, in place. Return the first one.
+    """Insert the tensors of the second TensorDict into the first TensorDict. Return the changed first TensorDict.
 
     If one of them is None, return the other. Raises `BatchError` if the batch sizes differ, or if tensors of the same
     name differ. NaN equals NaN.
@@ -270,7 +270,7 @@ def union_tensor_dict(tensor_dict1: TensorDict | None, tensor_dict2: TensorDict 
 
 
 def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Add the arrays of the second dict to the first dict, in place. Return the first dict.
+    """Insert the arrays of the second dict into the first dict. Return the changed first dict.
 
     Raises `BatchError` if arrays of the same name differ. NaN equals NaN.
     """
@@ -283,7 +283,7 @@ def union_numpy_dict(tensor_dict1: dict[str, np.ndarray], tensor_dict2: dict[str
 
 
 def union_two_dict(dict1: dict[Any, Any], dict2: dict[Any, Any]) -> dict[Any, Any]:
-    """Add the entries of the second dict to the first dict, in place. Return the first dict.
+    """Insert the entries of the second dict into the first dict. Return the changed first dict.
 
     Raises `BatchError` if both dicts have a key with different values.
     """

@@ -320,7 +320,8 @@ def register(
     """Return a decorator for methods of a worker class. The decorator makes a method callable through a worker group.
 
     Args:
-        dispatch_mode: A member of `Dispatch`, or a dict with ``dispatch_fn`` and ``collect_fn``.
+        dispatch_mode: How a call's arguments are distributed over the ranks, and how the ranks' results are joined: a
+            member of `Dispatch`, or a dict with the functions ``dispatch_fn`` and ``collect_fn``.
         execute_mode: Whether all workers run the method, or only rank 0. With ``Dispatch.RANK_ZERO``, only rank 0 runs
             the method.
         blocking: Whether the group's call waits for the results. If False, the call returns references or a
@@ -498,7 +499,7 @@ def collect_dp_compute_data_proto(worker_group: Any, output: Any) -> Any:
 
 
 def dummy_direct_rollout_call(worker_group: Any, *args: Any, **kwargs: Any) -> Any:
-    """Raise `UsageError`: a method with the mode ``DIRECT_ROLLOUT_METHOD`` must be called on the worker itself."""
+    """Raise `UsageError`, because a worker group cannot call a method with the mode ``DIRECT_ROLLOUT_METHOD``."""
     raise UsageError("a DIRECT_ROLLOUT_METHOD is called on the worker itself, not through the worker group")
 
 
@@ -622,9 +623,9 @@ _EXECUTE_FN_NAMES = {Execute.ALL: "execute_all", Execute.RANK_ZERO: "execute_ran
 
 
 def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..., Any]]:
-    """Return a dict with the functions ``dispatch_fn`` and ``collect_fn`` of a mode.
+    """Return a dict with the functions ``dispatch_fn`` and ``collect_fn`` of a dispatch mode.
 
-    Raises `UsageError` if the mode has no such functions.
+    Raises `UsageError` if the dispatch mode has no such functions.
     """
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
         raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
@@ -659,7 +660,7 @@ def register_dispatch_mode(
 def update_dispatch_mode(
     dispatch_mode: Dispatch, dispatch_fn: Callable[..., Any], collect_fn: Callable[..., Any]
 ) -> None:
-    """Replace the dispatch and collect functions of a mode. Worker groups that exist already keep the old functions.
+    """Replace the functions of a dispatch mode. Worker groups that exist already keep the old functions.
 
     Raises `UsageError` for an unknown mode.
     """

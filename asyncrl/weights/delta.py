@@ -1,8 +1,8 @@
 """Exact sparse differences between two versions of a data file.
 
 For each changed piece (a part of a tensor), a delta file holds the changed values and the gaps between their indices.
-If the whole piece takes no more bytes, the delta file holds the whole piece instead. Values are compared as integers,
-so the comparison is exact for NaN and -0.0 too.
+If the whole piece takes at most as many bytes as its changed values and gaps, the delta file holds the whole piece
+instead. Values are compared as integers, so the comparison is exact for NaN and -0.0 too.
 """
 
 from __future__ import annotations

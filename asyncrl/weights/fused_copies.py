@@ -114,11 +114,12 @@ class FusedCopies:
         return is_known and _places_of(parameters) == self._places
 
     def take(self, tensors: Iterator[tuple[str, Tensor]], parameters: Parameters) -> Iterator[tuple[str, Tensor]]:
-        """Copy the recorded tensors into the model's parameters, and yield all other tensors.
+        """Copy each tensor that has recorded copies into the model's parameters. Yield all other tensors.
 
-        Takes and yields (name, tensor) pairs. The model's loader must load the yielded tensors. A recorded tensor is
-        also yielded if its shape or dtype has changed, or if it is not contiguous. Successive tensors that share memory
-        are copied together. After the last tensor, this method writes the recorded constants.
+        Takes and yields (name, tensor) pairs. The model's loader must load the yielded tensors. A tensor with recorded
+        copies is also yielded if its shape or dtype has changed, or if it is not contiguous. Successive tensors that
+        share memory are copied together. After the last tensor, this method writes the constants that the model's
+        loader wrote in the recorded load.
         """
         together: list[tuple[Tensor, _TensorCopies]] = []
         for name, tensor in tensors:

@@ -261,7 +261,7 @@ class FileWeights:
 
     @property
     def copier(self) -> FileWeights | None:
-        """This object, if the tensors are views of the files; otherwise None."""
+        """Return this object if the tensors are views of the mapped files, and None if they are copies on a device."""
         return self if self._device is None else None
 
     def pieces_at(self, address: int, num_bytes: int) -> list[Piece]:

@@ -183,7 +183,7 @@ class RankPart:
         return self._file.data
 
     def write(self) -> None:
-        """Copy the current values of this rank's shards into the memory of this part of the version."""
+        """Copy the current values of this rank's shards into the memory of this `RankPart`."""
         self._file.write(self.layout.regions)
         if self._raw is not None:
             self._raw.write(self.layout.raw_regions)
@@ -197,12 +197,13 @@ class RankPart:
             self.layout.exchange(self._raw.data)
 
     def finish(self, base: RankPart | None = None) -> RankShare:
-        """Compute the tensors that are not copies of shards, and digest all bytes of the part. Call `exchange` first.
+        """Compute the tensors that this rank computes from whole parameters. Digest all bytes that this rank provides.
 
-        For a delta, write this rank's delta file: the changes since ``base``, this rank's part of the previous version.
+        Call `exchange` before this method. If the version is a delta, the method also writes this rank's delta file.
+        This file has the changes since ``base``, which is this rank's part of the previous version.
 
         Returns:
-            The digested pieces, and for a delta the changed pieces.
+            A `RankShare` with the digested pieces and, for a delta, the changed pieces.
         """
         computed = self.layout.computed if self._raw is not None else []
         if self._raw is not None:

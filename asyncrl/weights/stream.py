@@ -75,7 +75,7 @@ logger = logging.getLogger(__name__)
 SPAN_BYTES = 64 << 20
 """Largest size in bytes of a bucket (the bytes of one send operation), unless one piece is larger."""
 NUM_UNDER_WAY = 4
-"""Number of buckets that a member receives at the same time. It also sends this number at the same time."""
+"""Number of buckets that a member receives at the same time. A member also sends this number at the same time."""
 NUM_AHEAD = 2
 """Number of groups of tensors that are copied to a GPU before the model's loader takes them."""
 _RETRY_S = 1.0
@@ -103,10 +103,11 @@ class HeldPart:
 class WeightSender:
     """Sends the weights of one learner rank to receivers, on a thread. `hold` and `offer` do not wait for this thread.
 
-    Rank 0's sender has no ``address``: it listens for connections. The senders of other ranks connect to ``address``.
+    Rank 0's sender is created without the argument ``address``, and listens for connections. The senders of the other
+    ranks get rank 0's address as the argument ``address``, and connect to it.
 
     Attributes:
-        address: Address of rank 0's channel, to which senders and receivers connect.
+        address: Address of rank 0's channel, also in the sender of rank 0. Senders and receivers connect to it.
         held_parts: The parts that this rank holds, by policy version.
 
     Raises:
@@ -747,7 +748,10 @@ def _in_file_order(parts: Iterable[Iterator[Bucket]]) -> Iterator[Bucket]:
 
 
 def interface_address(interface: str) -> str:
-    """Return the IPv4 address of a network interface, such as ``"eth0"``. Raises `ValueError` if there is none."""
+    """Return the IPv4 address of a network interface, such as ``"eth0"``.
+
+    Raises `ValueError` if the interface does not exist or has no IPv4 address.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             answer = fcntl.ioctl(probe.fileno(), 0x8915, struct.pack("256s", interface.encode()[:15]))  # SIOCGIFADDR
@@ -760,9 +764,9 @@ def interface_address(interface: str) -> str:
 
 
 def one_line(error: Exception) -> str:
-    """Return the first line of an error's message, at most 300 characters.
+    """Return the name of an error's type and the first line of its message, cut to 300 characters.
 
-    The name of the error's type is put in front, except for a `WeightsError`.
+    The name of the type is left out for a `WeightsError`.
     """
     text = str(error).partition("\n")[0][:300]
     return text if isinstance(error, WeightsError) else f"{type(error).__name__}: {text}"

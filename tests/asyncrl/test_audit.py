@@ -95,9 +95,9 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Change some receipts of the run: those of the kind ``act`` whose fields equal ``chosen``.
+    """Change all receipts (records of tokens and steps) of the kind ``act`` that have the field values ``chosen``.
 
-    ``values`` maps the names of the changed fields to their new values.
+    ``chosen`` maps names of fields to values. ``values`` maps the names of the changed fields to their new values.
     """
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]

@@ -191,7 +191,7 @@ async def test_a_batch_whose_store_died_before_the_fetch_is_planned_again_from_o
 
 
 async def test_a_store_that_dies_with_two_planned_batches_costs_one_new_plan_of_each():
-    """Each of two planned batches has lost a group with a dead store.
+    """Two batches are planned. Each batch has one group in a store that then dies.
 
     The learner reports only the missing group of the first batch.
     """

@@ -23,7 +23,10 @@ def image(height: int = 2, width: int = 2, *, value: int = 7) -> Image:
 
 
 def given(*token_ids: int, parent: int = ROOT, **images: Image) -> Turn:
-    """Return a given turn with images. The name of an argument says where its image is: ``p3`` is at token 3."""
+    """Return a given turn (tokens that were not sampled) with images.
+
+    The keyword of an image names the position of the image. Example: ``p3=image()`` puts an image at token 3.
+    """
     placed = tuple(PlacedImage(image=each, offset=int(name[1:])) for name, each in images.items())
     return Turn.given(np.array(token_ids, dtype=np.int32), parent=parent, images=placed)
 

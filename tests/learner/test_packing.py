@@ -202,7 +202,7 @@ def test_tokens_that_no_prediction_needs_can_be_left_out(lengths, budget):
         }
         for some in batches
     )
-    assert cut == whole  # targets must have the same positions
+    assert cut == whole  # compare the position and the token from which each target is predicted
     for batch in batches[1]:
         assert list(batch.lengths) == sorted(batch.lengths, reverse=True)
         assert len(batch.input_ids) == len(batch.position_ids) == sum(batch.lengths) <= budget

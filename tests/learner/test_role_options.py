@@ -54,7 +54,8 @@ NUM_GROUPS = 5
 def group(group_id: int) -> TrajectoryGroup:
     """Return a group whose samples have very different lengths.
 
-    With such lengths, no two of four data-parallel ranks together have the samples of one of two data-parallel ranks.
+    The lengths decide which rank gets which samples. So a batch on four data-parallel ranks is not the same batch on
+    two ranks with each part cut in half: no two of the four ranks together have the samples of one of the two ranks.
     """
     rng = np.random.default_rng(group_id)
     lengths = np.array([2 + 3 * group_id, 4], dtype=np.int32)

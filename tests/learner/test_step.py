@@ -82,9 +82,10 @@ def test_an_update_without_tokens_changes_neither_weights_nor_metrics(model_path
 
 
 def test_a_step_whose_masks_reject_every_token_moves_no_weight(model_path):
-    """Rejected tokens stay in the loss with a gradient of zero.
+    """The tokens that a mask rejects stay in the loss, but their gradient is zero.
 
-    The update must be skipped, because momentum and weight decay would change the weights.
+    If all tokens are rejected, the optimizer's update must be skipped, because momentum and weight decay would change
+    the weights even with a gradient of zero.
     """
     config = replace(CONFIG, optimizer=OptimizerConfig(lr=5e-3, weight_decay=0.1))
     trainer, sequences = Trainer(config, model_path=model_path, total_updates=8), mini_batched(random_sequences(6), 1)

@@ -141,9 +141,9 @@ def test_a_turn_that_no_other_trajectory_reaches_has_the_advantage_of_the_turn_b
 
 
 def test_the_outcome_of_long_and_short_trajectories_is_compared_at_every_index_that_two_reach():
-    """All turn rewards are 0.
+    """Compare trajectories of 3, 3, 5 and 4 turns that differ only in their outcomes, because all turn rewards are 0.
 
-    At an index that all trajectories reach, the turns have GRPO's advantage.
+    The first three turns exist in all trajectories. There, each turn has the advantage that GRPO gives its trajectory.
     """
     group = [chain([0.0] * count, outcome) for count, outcome in ((3, 1.0), (3, 0.0), (5, 0.0), (4, 2.0))]
     got = advantages(estimated([group], advantage="turn_grpo"))
@@ -177,7 +177,8 @@ def test_branches_and_new_roots_have_one_advantage_per_sampled_turn():
 
 def test_the_reward_of_an_observation_belongs_to_the_turn_before_it():
     got = estimated([[tree(1.0, {2: 4.0, 5: 8.0})]], advantage="turn_gae", whiten_advantages=False)
-    assert got[0, 0, 1] == (4.0 + 9.0,) * 2  # the new root follows no turn, so its reward adds to the outcome
+    # No turn precedes the new root, which is turn 5. So its reward of 8 is added to the outcome of 1.
+    assert got[0, 0, 1] == (4.0 + 9.0,) * 2
     assert got[0, 0, 3] == (9.0,) * 2
 
 

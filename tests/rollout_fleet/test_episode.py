@@ -75,10 +75,11 @@ class Engine:
 
 @dataclass
 class Environment:
-    """Runs a list of steps on an episode, in place of a user's environment.
+    """A fake environment that runs a list of steps on an episode.
 
-    A step is a tuple: kind, choice of a parent, tokens, largest number of new tokens. The step ``wait`` finishes all
-    running turns, which can then be parents. For each turn, ``paths`` has the tokens that were sent and received.
+    A step is a tuple of four values: its kind, a number that chooses the parent turn, the tokens to send, and the
+    largest number of tokens to sample. A step of the kind ``wait`` finishes all running turns. Afterwards these turns
+    can be parents. ``paths`` maps each turn to all tokens from the root to the end of the turn.
     """
 
     episode: Episode

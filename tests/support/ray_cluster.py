@@ -12,7 +12,7 @@ HEAD_ADDRESS = f"127.{_NETWORK}.9"
 SECOND_ADDRESS = f"127.{_NETWORK}.10"
 NODE_OPTIONS = {"object_store_memory": 120 * 2**20, "include_dashboard": False}
 
-# These variables make Ray start no idle workers in advance. Each would take a second of CPU, mostly without use.
+# Make Ray start no idle workers in advance. Each idle worker would take a second of CPU time, and most are never used.
 ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_AUTH_MODE": "disabled",
@@ -35,7 +35,10 @@ def raised_by_ray(error: Exception) -> Exception:
 
 @contextmanager
 def two_node_cluster() -> Iterator:
-    """Yield a cluster of two nodes with 12 and 8 CPUs. The order of their addresses as text is not that as numbers."""
+    """Yield a cluster of two nodes with 12 and 8 CPUs.
+
+    The nodes' addresses end in .9 and .10, so sorting the addresses as text and as numbers gives different orders.
+    """
     import ray
     from ray.cluster_utils import Cluster
 

@@ -61,7 +61,10 @@ def gather_weights(trainer: PackedModel) -> dict[str, Tensor] | None:
 
 
 def weights_of(trainer: PackedModel) -> dict[str, np.ndarray]:
-    """Return the result of `gather_weights` as numpy arrays. On all ranks except rank 0, the dict is empty."""
+    """Gather the model's weights, and return a dict from checkpoint names to numpy arrays.
+
+    On all ranks except rank 0, the dict is empty.
+    """
     return {name: value.numpy() for name, value in (gather_weights(trainer) or {}).items()}
 
 
@@ -74,7 +77,7 @@ def assert_weights_equal(got: dict[str, np.ndarray], want: dict[str, np.ndarray]
 
 
 def save_whole(directory: Path, model: PackedModel) -> str:
-    """Save a model that is on one rank. The code that publishes weights and saves policies is not used for this."""
+    """Save a model that is on one rank, without the code that publishes weights and saves policies."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     weights = {name: tensor.contiguous() for name, tensor in (gather_weights(model) or {}).items()}
