@@ -1,14 +1,17 @@
-"""The pipes between a rollout worker and a child process that runs a user's code.
+"""The pipes between a rollout worker and a child process that runs a user's code, and the child's temporary files.
 
 A message is a frame: eight bytes with the length of the content (little-endian), then the content.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import shutil
 import signal
 import struct
+import tempfile
 from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +24,7 @@ READY = "ready"
 """The first message of a child: it can take requests now."""
 MARK = "ASYNCRL_CHILD"
 """Name of the environment variable that marks a child and all its descendants. `kill_marked` finds them by it."""
+_FOLDER = "asyncrl-child-"
 _ROUNDS = 20
 
 
@@ -72,6 +76,43 @@ def kill_marked(name: str, value: str, *, spare: Collection[int] = ()) -> int:
                 os.kill(pid, signal.SIGKILL)
         killed |= found
     return len(killed)
+
+
+class ChildFolder:
+    """A folder for a child's temporary files. The name of the folder ends with ``mark``.
+
+    This process holds a lock on the folder until it calls `remove`. If this process is killed, the lock is released.
+    Then `clear_up_unlocked` in another process removes the folder.
+    """
+
+    def __init__(self, mark: str) -> None:
+        new = tempfile.mkdtemp(prefix="asyncrl-new-")
+        self.path = os.path.join(os.path.dirname(new), _FOLDER + mark)
+        # A sandboxed program may run as another user, who must be able to enter the folders inside this folder.
+        os.chmod(new, 0o711)
+        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
+        with suppress(OSError):  # ignore that some file systems have no locks
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
+        # Lock the folder before renaming it. Other processes remove each unlocked folder that begins with `_FOLDER`.
+        os.rename(new, self.path)
+
+    def remove(self) -> None:
+        """Remove the folder."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        os.close(self._lock)
+
+    @staticmethod
+    def clear_up_unlocked() -> None:
+        """Kill the programs of children whose owners were killed, and remove the folders of these children."""
+        for folder in Path(tempfile.gettempdir()).glob(_FOLDER + "*"):
+            with suppress(OSError):
+                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                try:
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    kill_marked(MARK, folder.name.removeprefix(_FOLDER))
+                    shutil.rmtree(folder, ignore_errors=True)
+                finally:
+                    os.close(lock)
 
 
 def _environment(entry: Path) -> list[bytes]:

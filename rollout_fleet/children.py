@@ -3,66 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
 import os
 import pickle
-import shutil
 import signal
-import tempfile
 import uuid
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 from asyncrl.core.errors import WorkerDiedError
 from asyncrl.core.host import NO_GPUS
 from asyncrl.core.stacks import missed
 
-from .child_pipes import LENGTH, MARK, kill_marked
+from .child_pipes import LENGTH, MARK, ChildFolder, kill_marked
 from .config import RolloutFleetConfig
 from .engines.process_guard import without_secrets
 
-_SCRATCH = "asyncrl-child-"
 _THIS_HOST = ("127.0.0.1", "localhost")
-
-
-class _Scratch:
-    """A folder for a child's temporary files. The name of the folder ends with ``mark``.
-
-    This process holds a lock on the folder until it calls `remove`. If this process is killed, the lock is released.
-    Then `clear_up_unlocked` in another process removes the folder.
-    """
-
-    def __init__(self, mark: str) -> None:
-        new = tempfile.mkdtemp(prefix="asyncrl-new-")
-        self.path = os.path.join(os.path.dirname(new), _SCRATCH + mark)
-        # A sandboxed program may run as another user, who must be able to enter the folders inside this folder.
-        os.chmod(new, 0o711)
-        self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # ignore that some file systems have no locks
-            fcntl.flock(self._lock, fcntl.LOCK_SH)
-        # Lock the folder before renaming it. Other processes remove each unlocked folder that begins with `_SCRATCH`.
-        os.rename(new, self.path)
-
-    def remove(self) -> None:
-        shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._lock)
-
-    @staticmethod
-    def clear_up_unlocked() -> None:
-        """Kill the programs of children whose owners were killed, and remove the folders of these children."""
-        for folder in Path(tempfile.gettempdir()).glob(_SCRATCH + "*"):
-            with suppress(OSError):
-                lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-                try:
-                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    kill_marked(MARK, folder.name.removeprefix(_SCRATCH))
-                    shutil.rmtree(folder, ignore_errors=True)
-                finally:
-                    os.close(lock)
 
 
 class ChildProcess:
@@ -74,11 +33,11 @@ class ChildProcess:
         pid: Process id of the child, which is also its session id.
     """
 
-    def __init__(self, process: Process, mark: str, scratch: _Scratch) -> None:
+    def __init__(self, process: Process, mark: str, folder: ChildFolder) -> None:
         self.pid = process.pid
         self._process = process
         self._mark = mark
-        self._scratch = scratch
+        self._folder = folder
         self._clearing_up = asyncio.create_task(self._clear_up())
 
     @classmethod
@@ -92,21 +51,21 @@ class ChildProcess:
         Raises `WorkerDiedError` if the child ends before its first message, and `DeadlineError` if the message does not
         come within ``timeout_s`` seconds.
         """
-        await asyncio.to_thread(_Scratch.clear_up_unlocked)  # removing large folders takes seconds
+        await asyncio.to_thread(ChildFolder.clear_up_unlocked)  # removing large folders takes seconds
         mark = uuid.uuid4().hex
-        scratch = _Scratch(mark)
+        folder = ChildFolder(mark)
         try:
             process = await asyncio.create_subprocess_exec(
                 *command,
                 stdin=PIPE,
                 stdout=PIPE,
-                env={**environment, MARK: mark, "TMPDIR": scratch.path},
+                env={**environment, MARK: mark, "TMPDIR": folder.path},
                 start_new_session=True,
             )
         except BaseException:
-            scratch.remove()
+            folder.remove()
             raise
-        child = cls(process, mark, scratch)
+        child = cls(process, mark, folder)
         try:
             async with asyncio.timeout(timeout_s):
                 await child.receive()
@@ -166,7 +125,7 @@ class ChildProcess:
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         await asyncio.to_thread(kill_marked, MARK, self._mark)
-        await asyncio.to_thread(self._scratch.remove)
+        await asyncio.to_thread(self._folder.remove)
 
 
 def child_environment(config: RolloutFleetConfig) -> dict[str, str]:

@@ -31,6 +31,7 @@ import psutil
 
 from asyncrl.cli import exit_status, stop_early
 from asyncrl.core.host import leave_stop_to_owner, release_resource_tracker
+from rollout_fleet.child_pipes import ChildFolder
 from rollout_fleet.engines.process_guard import adopt_orphans, signal_at_parent_death
 
 STOPS = {signal.SIGINT: signal.SIGRTMIN + 3, signal.SIGTERM: signal.SIGRTMIN + 4}
@@ -194,6 +195,8 @@ def _wait_for(child: int) -> int:
 def _end_orphans(grace_s: float) -> None:
     """Wait ``grace_s`` seconds for the orphans of the run to end, then kill them. Kill caretakers last.
 
+    Then remove the files that killed children of rollout workers left.
+
     Caretakers clean up after the other processes: the guard of an SGLang server, and Python's resource tracker. All
     other processes that ignore SIGINT count as caretakers too.
     """
@@ -204,6 +207,7 @@ def _end_orphans(grace_s: float) -> None:
     psutil.wait_procs(alive, timeout=ORPHAN_GRACE_S)
     while alive := [process for process in psutil.Process().children(recursive=True) if process.is_running()]:
         _kill(alive)
+    ChildFolder.clear_up_unlocked()
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -1,5 +1,6 @@
 """The supervisor of a run with scripted children: exit statuses, signals and orphans."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ print("status", status.status, "own" if status.own else "late" if status.late el
 """
 
 
-def start(body, before=(), after="", **constants):
+def start(body, before=(), after="", environment=None, **constants):
     script = PRELUDE.format(body=textwrap.indent(textwrap.dedent(body), "    ")) + after
     constants = "".join(f"supervisor.{name} = {value}\n" for name, value in constants.items())
     command = [*before, sys.executable, "-c", script.replace("def work", f"{constants}def work", 1)]
@@ -31,6 +32,7 @@ def start(body, before=(), after="", **constants):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
+        env=environment,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # undoes the effect of nohup on SIGHUP
     )
@@ -204,6 +206,22 @@ def test_semaphores_of_killed_work_are_cleaned_up():
     assert len(semaphores) == 5
     assert run.communicate(timeout=30)[0] == "status -9 other\n"
     assert not [name for name in semaphores if Path("/dev/shm", name).exists()]
+
+
+def test_files_of_child_processes_of_killed_work_are_removed(tmp_path):
+    run = start(
+        """
+        from rollout_fleet.child_pipes import ChildFolder
+        folder = ChildFolder("mark")
+        open(folder.path + "/file", "w").close()
+        print(os.listdir(os.path.dirname(folder.path)), flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        environment={**os.environ, "TMPDIR": str(tmp_path)},
+    )
+    assert run.stdout.readline() == "['asyncrl-child-mark']\n"
+    assert run.communicate(timeout=30)[0] == "status -9 other\n"
+    assert [*tmp_path.iterdir()] == []
 
 
 @pytest.mark.long
