@@ -9,15 +9,18 @@ A faster worker that has capacity for another group takes over a slow worker's g
 - No new prompt may begin on the faster worker.
 - The next plan waits for that group, and a new prompt would be due later.
 
-A group changes workers at most twice. A slow worker still gets new groups. Each call takes O(log n) time for n groups
+A group changes workers at most twice. A slow worker still gets new groups, except while a group that was handed over
+waits in the queue for its taker. Each call takes O(log n) time for n groups
 and workers.
 """
 
+import math
 from bisect import bisect_left, insort
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import Any
 
 from .commands import GrantedLease
@@ -38,7 +41,7 @@ _FORGET_AFTER = 30.0
 worker gets a group as a trial. These trials cost 3% of the time of all workers."""
 _PLACE_KEPT_S = 1.0
 """Longest time in seconds that a worker keeps capacity free for a group that it takes over from a slow worker. The slow
-worker hands the group over within a few decoding steps.
+worker hands the group over within a few decoding steps, and the taker then requests leases.
 """
 
 
@@ -47,7 +50,8 @@ class _Worker:
     """The measured pace and the groups of a worker.
 
     Attributes:
-        since: Time when the worker last ended a group, or got a group while the worker had no other group.
+        since: Time when the worker last ended a group, or got a group while the worker had no other group. A group that
+            is handed over does not count as ended.
         paces: Seconds per token of the worker's latest groups.
         took: Seconds that the worker's latest groups took. For a group that the worker took over, this is an estimate
             of the whole time.
@@ -80,7 +84,8 @@ class RunningGroup:
         deadline: The last learner version that may consume the group.
         num_before: Number of tokens of the longest sample when the worker got the group; None if unknown.
         num_saved: Number of tokens of the longest sample in the latest saved prefix.
-        is_asked: Whether the worker was asked to hand the group over.
+        taker: The worker that takes the group over; empty if the worker was not asked to hand the group over.
+        kept_until: Time until which ``taker`` keeps capacity free for the group.
     """
 
     worker: bytes
@@ -91,7 +96,8 @@ class RunningGroup:
     deadline: int
     num_before: int | None
     num_saved: int
-    is_asked: bool = False
+    taker: bytes = b""
+    kept_until: float = -math.inf
 
 
 class WorkerPaces:
@@ -106,7 +112,8 @@ class WorkerPaces:
         self._unknown: dict[bytes, None] = {}
         self._num_changes: Counter[int] = Counter()
         self._num_saved: dict[int, int] = {}
-        self._kept: dict[bytes, list[tuple[RunningGroup, float]]] = {}
+        self._kept: dict[bytes, list[RunningGroup]] = {}
+        self._on_the_way: dict[int, RunningGroup] = {}
         self._longest_s = self._longest_before_s = 0.0
         self._num_ended = self._longest_tokens = 0
 
@@ -122,6 +129,7 @@ class WorkerPaces:
 
     def _begin(self, lease: GrantedLease | Group, num_before: int | None, now: float) -> None:
         self._leave(lease.group_id)
+        self._on_the_way.pop(lease.group_id, None)
         worker = self._workers.setdefault(lease.owner, _Worker(since=now))
         if not worker.groups:
             worker.since, worker.slowdown = now, 1.0
@@ -160,7 +168,10 @@ class WorkerPaces:
             return
         self._leave(group_id)
         worker = self._workers[running.worker]
-        worker.since, worker.slowdown = now, 1.0
+        if num_tokens is None and running.taker:
+            self._on_the_way[group_id] = running
+        else:
+            worker.since, worker.slowdown = now, 1.0
         num_written = running.num_saved if num_tokens is None else num_tokens
         num_written -= num_written if running.num_before is None else running.num_before
         if num_written > 0 and now > running.began:
@@ -212,6 +223,7 @@ class WorkerPaces:
         """Forget groups that were consumed or dropped."""
         for group_id in group_ids:
             self._leave(group_id)
+            self._on_the_way.pop(group_id, None)
             self._num_saved.pop(group_id, None)
             self._num_changes.pop(group_id, None)
 
@@ -235,12 +247,12 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker, or when a worker stops keeping capacity free.
+        """Return the next time when `look` may find a slow worker, or when a group is no longer kept for its taker.
 
-        A worker keeps capacity free for a group that it takes over (`take_over`). Returns None if no check is
-        scheduled and no worker keeps capacity free.
+        Returns None if no check is scheduled, and if no worker takes over a group.
         """
-        moments = [until for kept in self._kept.values() for _, until in kept if until > now]
+        kept = [*chain.from_iterable(self._kept.values()), *self._on_the_way.values()]
+        moments = [group.kept_until for group in kept if group.kept_until > now]
         if self._looks:
             moments.append(self._looks[0][0])
         return min(moments, default=None)
@@ -258,7 +270,7 @@ class WorkerPaces:
             self._remove_pace(name, worker)
             worker.paces.clear()
             worker.took.clear()
-            worker.is_slow = False
+            worker.is_slow, worker.slowdown = False, 1.0
             return self._fastest() or 0.0
         return worker.usual
 
@@ -283,19 +295,29 @@ class WorkerPaces:
     def take_over(self, running: RunningGroup, taker: bytes, now: float) -> None:
         """Record that the worker ``taker`` takes over the group ``running``, a result of `first_on_offer`.
 
-        The worker ``taker`` keeps capacity free for the group for at most ``_PLACE_KEPT_S`` seconds.
+        The worker ``taker`` keeps capacity free for the group for at most ``_PLACE_KEPT_S`` seconds. During this time,
+        the group does not go back to a slow worker (`pace_of_takers`).
         """
         heappop(self._on_offer)
-        running.is_asked = True
+        running.taker, running.kept_until = taker, now + _PLACE_KEPT_S
         self._num_changes[running.group_id] += 1
-        self._kept.setdefault(taker, []).append((running, now + _PLACE_KEPT_S))
+        self._kept.setdefault(taker, []).append(running)
+
+    def pace_of_takers(self, now: float) -> float:
+        """Return the median seconds per token of the fastest worker that waits for a group it takes over.
+
+        The slow worker has released the group, but the taker has no lease yet. A worker that is slow compared with the
+        result must get no lease, because the lease could be for that group. Returns infinity if no worker waits.
+        """
+        self._on_the_way = {key: group for key, group in self._on_the_way.items() if group.kept_until > now}
+        return min((self.usual_pace(group.taker, now) for group in self._on_the_way.values()), default=math.inf)
 
     def num_kept(self, name: bytes, now: float) -> int:
         """Return the number of groups that a worker will take over. The worker keeps capacity free for them."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
-        kept = [(group, until) for group, until in kept if until > now and self._running.get(group.group_id) is group]
+        kept = [group for group in kept if group.kept_until > now and self._running.get(group.group_id) is group]
         self._kept[name] = kept
         if not kept:
             del self._kept[name]
@@ -305,7 +327,7 @@ class WorkerPaces:
 
     def _is_on_offer(self, group_id: int, attempt: int) -> bool:
         running = self._running.get(group_id)
-        if running is None or running.attempt != attempt or running.is_asked:
+        if running is None or running.attempt != attempt or running.taker:
             return False
         return self._workers[running.worker].is_slow and self._num_changes[group_id] < MOST_CHANGES
 

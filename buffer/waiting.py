@@ -482,7 +482,12 @@ class Admission:
 
     def _grant_to_waiting(self, versions: set[int], now: float, *, only_saved: bool = False) -> None:
         waiting = [entry for version in versions for entry in self._held.at_version(version)]
-        waiting = [(place, request) for place, request in waiting if self._num_free(request, now) > 0]
+        of_takers = self.paces.pace_of_takers(now)
+        waiting = [
+            (place, request)
+            for place, request in waiting
+            if self._num_free(request, now) > 0 and not self.paces.is_slow(request.client, of_takers)
+        ]
         usual = min((self.paces.usual_pace(request.client, now) for _, request in waiting), default=0.0)
         line = [
             (

@@ -3,6 +3,7 @@
 The speed of a group does not depend on how many groups its engine runs. A group that is handed over keeps its tokens.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,8 @@ from buffer import commands, operations
 
 _CONTROLLER = b"controller"
 _GATHER_S = 0.02
-_CUT_S = 0.01
+_MOST_CUT_S = 0.02
+"""Longest time in seconds that an engine needs to stop a group and save its tokens."""
 _RESUME_S = 0.05
 """Seconds that an engine needs to compute the KV cache of a group that it continues."""
 
@@ -136,7 +138,8 @@ class SimulatedEngineWorker:
         for key in keys:
             if (group := self._groups.get(key)) is not None and not group.has_ended:
                 group.has_ended = True
-                call_after(self._env, _CUT_S, lambda key=key, group=group: self._save(*key, group))
+                cut_s = self._fleet.rng.uniform(0.0, _MOST_CUT_S)
+                call_after(self._env, cut_s, lambda key=key, group=group: self._save(*key, group))
 
     def _save(self, group_id: int, attempt: int, group: _Writing) -> None:
         written = max(0.0, self._env.now - group.since) * group.speed
@@ -180,6 +183,7 @@ class SimulatedFleet:
         hand_over: bool = True,
     ) -> None:
         self.env = simpy.Environment()
+        self.rng = random.Random(0)
         self.saved: dict[int, float] = {}
         self.length_of, self.pace_of = length_of, pace_of
         self.tokens_trained = 0
