@@ -1,8 +1,9 @@
 """Records how each attempt (a worker's try to generate a group) ended, and counts the attempt's tokens.
 
-`Account` counts the policy tokens of a run as buffered, trained or dropped. `AttemptHistory` remembers the finished
-groups, and the attempts that ended without a stored group. So a message that a client repeats counts only once. The
-history's memory is bounded. `Attempts` ends attempts and groups in the table of groups, the account and the history.
+`Account` counts the policy tokens of a run as buffered, trained or dropped. `AttemptHistory` remembers the groups that
+finished, and the attempts that ended without a stored group. With this history, the ledger counts a repeated message
+only once. A full history forgets its oldest entries first. `Attempts` updates the table of groups, the account and the
+history when an attempt or a group ends.
 """
 
 from bisect import bisect_right
@@ -130,9 +131,9 @@ class AttemptHistory:
         return self._ended.get((group_id, attempt))
 
     def settle(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Remove and return the record of an ended attempt whose worker must still report its number of tokens.
+        """Remove and return the record of an ended attempt, if its worker must still report the attempt's tokens.
 
-        Returns None if no such report is expected.
+        Returns None if no report is expected, or if there is no record.
         """
         ended = self._ended.get((group_id, attempt))
         if ended is None or not ended.owes_report:
@@ -155,7 +156,7 @@ class AttemptHistory:
     def reopen(self, finished: IdSet) -> None:
         """Replace the set of finished groups with ``finished``, an earlier state of the set.
 
-        Groups that are no longer in the set may be queued again. Their next attempts continue the old numbering.
+        Groups that leave the set may be queued again. Their new attempts continue the numbering of their old attempts.
         """
         self._reopened.update((group_id, self.num_attempts(group_id)) for group_id in self.finished.minus(finished))
         for group_id in self._reopened:
@@ -163,7 +164,7 @@ class AttemptHistory:
         self.finished = finished
 
     def num_attempts(self, group_id: int) -> int:
-        """Return the number of attempts at a group that is finished, or was finished before `reopen`.
+        """Return how many attempts a group had. The group is finished now, or was finished before `reopen`.
 
         Returns 0 for any other group. Returns 1 for a finished group if this history has forgotten the number.
         """
@@ -172,7 +173,7 @@ class AttemptHistory:
         return self._reopened.get(group_id, 0)
 
     def was_stored(self, group_id: int, attempt: int) -> bool:
-        """Return whether the group is finished, and the result of its attempt number ``attempt`` was accepted."""
+        """Return True if the group is finished, and the buffer accepted the result of its attempt ``attempt``."""
         return group_id in self.finished and self._unusual.get(group_id, (1, 0))[1] == attempt
 
     def snapshot(self) -> dict[str, Any]:
@@ -195,10 +196,10 @@ class AttemptHistory:
 class Account:
     """Counts policy tokens. Each token that a worker reports or saves counts once: as buffered, trained or dropped.
 
-    The saved tokens of an unfinished group count as buffered when the attempt that saved these tokens has ended. They
-    stay buffered while a later attempt continues the group. The tokens that a dead worker generated and did not report
-    count as lost, and later reports of a dead worker do not count. ``buried`` maps the id of each dead worker to the
-    number of tokens that the worker generated.
+    The saved tokens of an unfinished group count as buffered from the end of the attempt that saved these tokens. The
+    tokens stay buffered while a later attempt continues the group. The tokens that a dead worker generated and did not
+    report count as lost, and later reports of a dead worker do not count. ``buried`` maps the id of each dead worker to
+    the number of tokens that the worker generated.
     """
 
     def __init__(self) -> None:
@@ -245,7 +246,8 @@ class Account:
     def store(self, summary: GroupSummary, *, num_inherited: int) -> None:
         """Count the tokens of a stored group as buffered.
 
-        ``num_inherited`` of these tokens come from an earlier attempt, and were counted before.
+        ``num_inherited`` is the number of these tokens that come from an earlier attempt. The account has counted them
+        already.
         """
         self.tokens_buffered += summary.num_tokens - num_inherited
         self.filtered_in_a_row = 0
@@ -275,8 +277,8 @@ class Account:
     def filter(self, summary: GroupSummary, reason: str, *, num_inherited: int) -> None:
         """Count a finished group that the filter with the name ``reason`` dropped.
 
-        ``num_inherited`` of the group's tokens come from an earlier attempt. The account has counted these tokens as
-        buffered, and this call undoes that count.
+        ``num_inherited`` is the number of the group's tokens that come from an earlier attempt. The account has counted
+        these tokens as buffered, and this call undoes that count.
         """
         self.tokens_buffered -= num_inherited
         self.groups_dropped[reason] += 1
@@ -308,8 +310,8 @@ class Account:
     def give_up(self, reason: str, *, num_saved: int, num_inherited: int) -> None:
         """Count the ``num_saved`` saved tokens of a revoked attempt as dropped.
 
-        ``num_inherited`` of these tokens come from an earlier attempt. The account has counted them as buffered, and
-        this call undoes that count.
+        ``num_inherited`` is the number of these tokens that come from an earlier attempt. The account has counted them
+        as buffered, and this call undoes that count.
         """
         self.tokens_buffered -= num_inherited
         self.abandon(num_saved, reason, num_counted=0)
@@ -317,7 +319,8 @@ class Account:
     def hand_on(self, *, num_saved: int, num_inherited: int) -> None:
         """Count the ``num_saved`` saved tokens of an ended attempt as buffered.
 
-        ``num_inherited`` of these tokens come from an earlier attempt, and were counted before.
+        ``num_inherited`` is the number of these tokens that come from an earlier attempt. The account has counted them
+        already.
         """
         self.tokens_buffered += num_saved - num_inherited
 
@@ -338,7 +341,7 @@ class Account:
         self.tokens_buffered += summary.num_tokens
 
     def rewind(self, *, tokens_trained: int, tokens_reused: int, groups_reused: int, lags: Mapping[int, int]) -> None:
-        """Go back to a checkpoint's counts of trained and reused tokens.
+        """Set the counts of trained and reused tokens back to their values at a checkpoint.
 
         The tokens that were trained after the checkpoint count as dropped. ``lags`` maps each lag, in learner steps, to
         the number of times that a step trained on a group with this lag. The mean lengths of responses are not reset.
@@ -350,7 +353,7 @@ class Account:
         self.groups_consumed = self.lags.total() - groups_reused
 
     def begin_life(self, tokens_generated: int) -> None:
-        """Prepare the account for a resumed run, and forget the workers from before the resume.
+        """Prepare the account for a resumed run, and forget the workers that the run had before the resume.
 
         The run generated ``tokens_generated`` tokens before the resume. If the account has counted fewer tokens, the
         difference counts as dropped.
@@ -361,7 +364,8 @@ class Account:
     def snapshot(self) -> dict[str, Any]:
         """Return all totals except ``filtered_in_a_row`` as a dict of plain values, for `restore`.
 
-        ``filtered_in_a_row`` counts groups that filters dropped in a row. A restarted server counts them from 0.
+        ``filtered_in_a_row`` is the number of groups that filters dropped one after the other. A restarted server
+        begins this count at 0.
         """
         totals = {name: value for name, value in vars(self).items() if name != "filtered_in_a_row"}
         return {name: dict(value) if isinstance(value, dict) else value for name, value in totals.items()}
@@ -423,8 +427,8 @@ class Attempts:
         owner = b"" if ended is None else ended.owner
         if sender is not None and owner and sender != owner:
             raise NotLeaseOwner(
-                f"a report of group {group_id} attempt {attempt} came from client {sender.hex()[:8]}, but its lease "
-                f"belongs to {owner.hex()[:8]}; only its owner may report it"
+                f"a report of group {group_id} attempt {attempt} came from client {sender.hex()[:8]}, but client "
+                f"{owner.hex()[:8]} owns the lease; only the owner of the lease may report the attempt"
             )
         return group
 
@@ -452,15 +456,15 @@ class Attempts:
     def settle_prefix(self, group: Group, num_tokens: int, continued: bool) -> None:
         """Count the inherited prefix (saved tokens of an earlier attempt) as dropped if the worker did not continue it.
 
-        The worker reports in ``continued`` whether it continued the prefix, and in ``num_tokens`` its number of tokens.
-        If ``num_tokens`` is smaller than the prefix, the prefix always counts as dropped.
+        ``continued`` says whether the worker continued the prefix. ``num_tokens`` is the attempt's number of tokens. If
+        this number is smaller than the prefix, the prefix always counts as dropped.
         """
         if not continued or num_tokens < group.num_inherited:
             self._account.drop_prefix(group.num_inherited, DISCARDED_PREFIX)
             group.num_inherited = 0
 
     def settle_owed(self, group_id: int, attempt: int) -> EndedAttempt | None:
-        """Remove and return the record of an ended attempt whose worker now reports its number of tokens.
+        """Remove and return the record of an ended attempt whose worker now reports the attempt's number of tokens.
 
         Returns None if no such report is expected, or if the worker was declared dead.
         """
@@ -527,11 +531,11 @@ class Attempts:
             self._groups.space.evict_prefix(group)
 
     def take_back(self, group: Group, lost: Mapping[int, str]) -> None:
-        """Take a group back, because the learner goes back to a checkpoint.
+        """End the lease of a group, or drop the tokens of a group, because the learner goes back to a checkpoint.
 
-        ``lost`` maps the ids of the groups that lose their tokens to the reason. If the group is leased, the lease ends
-        and the prompt is queued. The saved prefix (the tokens so far) stays if the group is not in ``lost``. A group
-        without a lease must be in ``lost``. Its tokens are dropped (`evict`).
+        ``lost`` maps the ids of the groups that lose their tokens to the reason. A leased group loses its lease, and
+        its prompt is queued. Its saved prefix (the tokens so far) stays if the group is not in ``lost``. A group
+        without a lease must be in ``lost``, and loses its tokens (`evict`).
         """
         if group.state is not GroupState.leased:
             self.evict(group, lost[group.group_id])
@@ -543,7 +547,7 @@ class Attempts:
                 self.hand_on(group)
 
     def forget_uses(self, version: int) -> None:
-        """Forget that learner steps from ``version`` on have trained on the stored groups.
+        """Forget that the learner step ``version`` and later steps have trained on the stored groups.
 
         If no earlier step trained on a group, the group's tokens count as buffered again, not as trained.
         """

@@ -1,10 +1,10 @@
 """Writes the buffer's checkpoint while training and generation continue.
 
-Each server of the buffer writes a *part*, its files in the checkpoint's folder ``v00000012/``. The ledger's server
-writes the part ``journal``, and store server N the part ``storeN``. A part is a journal that begins with a snapshot, so
-a server opens a part like its own journal. A server with a journal on the same disk makes hard links to the journal's
-files. Other servers copy their frames on a thread. The folder is named ``.v00000012.partial`` until all parts are on
-the disk. A failed store server has no part.
+A checkpoint is a folder such as ``v00000012/``. A *part* is the set of files that one server of the buffer writes into
+this folder. The ledger's server writes the part ``journal``, and store server N writes the part ``storeN``. A part is a
+journal that begins with a snapshot, so a server opens a part like its own journal. A server with a journal on the same
+disk makes hard links to the journal's files. Other servers copy their frames on a thread. The folder is named
+``.v00000012.partial`` until all parts are on the disk. A failed store server has no part.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ MARKS = "checkpoints"
 
 
 def store_part(number: int) -> str:
-    """Return the name of a store server's part of a checkpoint, that is, of its files. Example: ``store0``.
+    """Return the name of a store server's files in a checkpoint. Example: ``store0``.
 
     The files of ``store0`` are ``store0.N.log`` and ``store0.N.frames`` in the checkpoint's folder.
     """
@@ -79,7 +79,7 @@ class PartWriter:
         return asyncio.get_running_loop().run_in_executor(self._pool, _write_part, path, number, begin, copied, summary)
 
     def _linked(self, path: Path) -> tuple[int, tuple[Reference, ...]]:
-        """Make hard links to the journal's files, so the checkpoint need not copy the journal's frames.
+        """Make hard links to the journal's files, so this server does not have to copy the journal's frames.
 
         Returns a pair: the number N of the next file ``PATH.N.log``, and references to the linked frames. Returns
         ``(1, ())`` if there is no journal, or if a link failed. The caller then copies the frames.
@@ -107,7 +107,7 @@ def _write_part(
             for place, held in copied:
                 try:
                     parts = in_memory(held)
-                except OSError as error:  # the checkpoint omits the group, so a resumed run generates it again
+                except OSError as error:  # the checkpoint omits the group, so a resumed run generates the group again
                     logger.error("the checkpoint's part %s lacks the frames of a group: %s", path, error)
                     continue
                 frames.append([(Head(references=(("", 0, place, tuple(map(len, parts))),)), parts)])
@@ -145,7 +145,7 @@ class CheckpointRequests:
         self._turn = asyncio.Lock()
 
     def continue_earlier(self) -> Recovered | None:
-        """Return the state that this server continues, from its journal or from a checkpoint.
+        """Read the state of an earlier server from the journal or from a checkpoint, and return the state.
 
         Returns None if the server has neither a journal nor a checkpoint. A new journal begins with a copy of the
         checkpoint. If the journal belongs to the run ``earlier_epoch`` (an option), the resumed run becomes the
@@ -185,7 +185,7 @@ class CheckpointRequests:
             if owner[name] != (needed := self._owner[name]):
                 raise ValueError(
                     f"{where} has {name}={owner[name]}, but this buffer has {needed}; resume with the "
-                    "buffer.num_store_servers and buffer.stores_on of the checkpoint"
+                    "checkpoint's values of buffer.num_store_servers and buffer.stores_on"
                 )
 
     def begin(self, request: Message) -> None:
@@ -196,7 +196,7 @@ class CheckpointRequests:
         self._pending.wait(request, lambda: self._write(request.body))
 
     def note_marks(self) -> None:
-        """Record in the journal to which checkpoints the ledger can go back. A resumed run reads this record."""
+        """Write the names of the remembered checkpoints to the journal. A resumed run reads these names."""
         if self._journal is not None and self._journal.read(MARKS) != (keys := self._ledger.marks.keys()):
             self._journal.write(MARKS, keys)
 
@@ -216,10 +216,10 @@ class CheckpointRequests:
         return written
 
     async def _parts(self, folder: Path, checkpoint: commands.Checkpoint) -> Checkpointed:
-        """Write the ledger's part of a checkpoint, and let each store server write its part.
+        """Write the ledger's files of a checkpoint, and wait until each store server has written its own files.
 
-        The stores get the request `SavePart` before the ledger takes its snapshot. A later message may tell a store to
-        drop a group of the snapshot. The store gets that message after `SavePart`, so it still writes the group.
+        The stores get the request `SavePart` before the ledger takes its snapshot. So a store writes every group of the
+        snapshot, even if a later message makes the store drop the group.
         """
         stores: list[asyncio.Future[Checkpointed]] = []
         for number, link in () if self._links is None else self._links.connected():
@@ -237,7 +237,7 @@ class CheckpointRequests:
         )
 
     def close(self) -> None:
-        """Cancel the current checkpoint. Its incomplete folder keeps a name like ``.v00000012.partial``."""
+        """Cancel the current checkpoint. The incomplete folder stays, with a name like ``.v00000012.partial``."""
         self._pending.close()
         self._writer.close()
 

@@ -1,9 +1,9 @@
 """The learner's checkpoints that the ledger remembers. The ledger can go back to each of these checkpoints.
 
-A *mark* holds the ledger's counts of tokens and groups when all learner steps before a checkpoint are committed. The
-ledger goes back to a mark when the learner's ranks have died (`Rewind`), and when the run resumes (`Resume`). It then
-drops each stored group and each saved prefix that has a token of a lost version. ``docs/staleness.md`` proves that
-every lag stays within ``max_lag``.
+A *mark* is the record of one checkpoint. It holds the ledger's counts of tokens and groups when all learner steps
+before the checkpoint are committed. The ledger goes back to a mark when the learner's ranks have died (`Rewind`), and
+when the run resumes (`Resume`). The ledger then drops each stored group and each saved prefix that has a token of a
+lost version. ``docs/staleness.md`` proves that every lag stays within ``max_lag``.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,11 @@ The limit ensures that the ledger remembers the newest complete checkpoint.
 
 
 class Mark(Row, frozen=True, kw_only=True):
-    """The ledger's counts of tokens and groups when all learner steps before a checkpoint are committed.
+    """A checkpoint that the ledger remembers, with the ledger's counts of tokens and groups at this checkpoint.
 
     Attributes:
         key: Name of the checkpoint; empty for the beginning of the run.
-        is_reached: Whether the steps before ``version`` are committed. Otherwise the counts are not set yet.
+        is_reached: Whether all learner steps before ``version`` are committed. Until then, the counts are not set.
         finished: Groups that were consumed or dropped, as sorted ranges [start, end).
         tokens_trained: Number of policy tokens in the consumed groups.
         lags: (lag, number) pairs: how often a step trained on a group with this lag in learner steps.
@@ -121,7 +121,7 @@ class Marks:
 
 
 def decide_return(groups: GroupTable, version: int, *, rule: StalenessRule, prefer: Preference) -> commands.Rewound:
-    """Decide which groups the buffer keeps when the learner goes back to ``version``. The groups do not change yet.
+    """Decide which groups the buffer keeps when the learner goes back to ``version``. This call changes no group.
 
     Returns a record that lists the groups to drop, the leases to revoke, and the stored groups with a new deadline or a
     new sort key. A group's deadline is the last learner version that may consume the group.

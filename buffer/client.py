@@ -56,7 +56,7 @@ _REFUSED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 
 
 class Connection:
-    """A ZMQ socket (DEALER) that reconnects by itself. Raises `ValueError` if the address is malformed.
+    """A ZMQ socket (DEALER) that reconnects automatically. Raises `ValueError` if the address is malformed.
 
     Args:
         on_message: Called with the frames of each message.
@@ -113,7 +113,7 @@ class Connection:
         self._channel.send(frames)
 
     def close(self) -> None:
-        """Close the connection at once."""
+        """Close the connection immediately."""
         # Disable the events before closing the monitor. Otherwise ZMQ's thread blocks, because nobody reads the events.
         self._socket.disable_monitor()
         self._monitor.close()
@@ -138,12 +138,12 @@ class _UnansweredRequest:
 
 
 class ClientSocket:
-    """The connections to one server. Make an object on a running event loop, and use the object only on that loop.
+    """The connections to one server. Create the object on a running event loop, and use it only on that loop.
 
     Args:
-        timeout_s: Deadline of each request, in seconds after it was sent or after its latest transferred chunk.
+        timeout_s: Deadline of each request, in seconds after the request was sent or its latest chunk was transferred.
         on_push: Called with each message that does not answer a request.
-        on_connected: Called each time that the client reaches the server.
+        on_connected: Called each time the client has connected to the server.
 
     Attributes:
         is_connected: Whether the server can be reached now.
@@ -200,7 +200,7 @@ class ClientSocket:
         )
 
     def next_id(self) -> int:
-        """Return an unused request id, for a `request` that the caller may cancel later."""
+        """Return an unused request id. Pass the id to `request` if you may cancel the request later."""
         return next(self._ids)
 
     async def request(
@@ -241,7 +241,7 @@ class ClientSocket:
     def post(self, operation: Operation[Any], on_answer: Callable[[Any], None] = lambda answer: None) -> None:
         """Send a request without waiting for its answer. The request is repeated after a reconnect.
 
-        ``on_answer`` is called with the body of the answer, unless the answer is an error.
+        ``on_answer`` is called with the body of the answer if the answer is not an error.
         """
         if self._closed:
             return
@@ -315,8 +315,8 @@ class ClientSocket:
                 unanswered.reply.set_exception(
                     missed(
                         f"buffer.{unanswered.caller}: no answer from {self.address} within {unanswered.seconds:.1f} s; "
-                        "the server is gone or overloaded, or this client has the keys of another run; its log says "
-                        "more"
+                        "the server is gone or overloaded, or this client has the keys of another run; read the log of "
+                        "the server"
                     )
                 )
             elif earliest is None or unanswered.due < earliest:
@@ -340,7 +340,7 @@ class ClientSocket:
                 unanswered.reply.set_exception(error)
 
     def close(self) -> None:
-        """Close the connections. Pending requests raise `ReplayBufferError` at once."""
+        """Close the connections. Pending requests raise `ReplayBufferError` immediately."""
         if self._closed:
             return
         self._closed = True
@@ -368,7 +368,10 @@ class ClientSocket:
             )
 
     def _on_refused(self, used: ClientKeys | None) -> None:
-        """Handle the server's refusal of the keys ``used``: connect again with newer keys, or fail all requests."""
+        """Handle the server's refusal of the keys ``used``.
+
+        The client connects again if its file has newer keys. Otherwise all requests fail.
+        """
         if used != self._keys or self._begin_with_newest_keys():
             return
         self._refuse(
@@ -492,7 +495,7 @@ class ClientSocket:
 
 
 class BufferClient:
-    """The connections to a buffer. The client connects at the first call, and only the loop of that call may use it.
+    """The connections to a buffer. The client connects at the first call. Use it only on the event loop of this call.
 
     Args:
         address: Address of the server. Example: ``"ipc:///dev/shm/asyncrl-1f/sockets/buffer"``.
@@ -503,8 +506,8 @@ class BufferClient:
         incarnation: How often the learner has gone back to a checkpoint, as far as this client knows.
 
     Attributes:
-        on_connected: Called each time that the client reaches the server.
-        on_push: Maps a type of pushes (messages that no request asked for) to the callback for each push of this type.
+        on_connected: Called each time the client has connected to the server.
+        on_push: Maps a type of pushes (messages that answer no request) to the callback for each push of this type.
     """
 
     def __init__(
@@ -528,7 +531,7 @@ class BufferClient:
         self._keys = keys
         self._link: ClientSocket | None = None
         self._store_links: dict[str, ClientSocket] = {}
-        self._has_other_clock: bool | None = None  # None means that no `Welcome` message has named the server's clock
+        self._has_other_clock: bool | None = None  # it is None until a `Welcome` message names the server's clock
         self._space = asyncio.Event()
 
     async def connect(self) -> None:
@@ -537,7 +540,7 @@ class BufferClient:
 
     @property
     def link(self) -> ClientSocket:
-        """The connection to the buffer's server. The first access opens it.
+        """The connection to the buffer's server. The first access opens the connection.
 
         Raises `ReplayBufferError` if the client is closed or belongs to another event loop.
         """
@@ -553,7 +556,7 @@ class BufferClient:
         return self._link
 
     def store_link(self, address: str) -> ClientSocket:
-        """Return the connection to the store server at ``address``. The first call opens it.
+        """Return the connection to the store server at ``address``. The first call opens the connection.
 
         Raises `ValueError` if the process's limit of open files is too low for this connection.
         """

@@ -1,8 +1,8 @@
-"""The commands: the operations that the ledger decides.
+"""The commands: operations that the ledger decides and applies.
 
-A command is one record. A client sends the command, the server checks its ``roles``, and the ledger applies it. The
-journal stores the command and its outcome. The outcome is the ledger's decision about the command. A restarted server
-applies the outcomes in its journal, and decides nothing again.
+A command is one record. A client sends the command. The server checks that the client's role may send it (``roles``),
+and the ledger applies it. The journal stores the command and its outcome, which is the ledger's decision. A restarted
+server applies the stored outcomes, and does not decide again.
 
 To add a command, change four files. Define its outcome, its answer and its record here, ``_decide_<name>`` and
 ``_enact_<name>`` in `buffer.ledger`, the handler ``on_<name>`` in `buffer.service`, and a method that sends the command
@@ -58,9 +58,9 @@ class Enqueued(Answer, frozen=True):
 
 
 class Enqueue(Command[Queued, Enqueued], frozen=True):
-    """Queue prompts. Known prompts are ignored. ``counts`` has the number of frames of each prompt.
+    """Queue prompts. The ledger ignores known prompts. ``counts`` has the number of frames of each prompt.
 
-    After the first request with ``wants_outcomes``, the server keeps metadata of the newest finished groups for
+    After the first request with ``wants_outcomes``, the server stores metadata of the newest finished groups for
     later answers.
     """
 
@@ -72,7 +72,7 @@ class Enqueue(Command[Queued, Enqueued], frozen=True):
 
 
 class Progress(Row, frozen=True, kw_only=True):
-    """Number, oldest version and newest version of the policy tokens in an unfinished group's saved prefix."""
+    """The number, the oldest version and the newest version of the policy tokens in a group's saved prefix."""
 
     num_tokens: Count
     oldest_version: Count
@@ -110,7 +110,7 @@ class GrantedLease(Row, frozen=True, kw_only=True):
 class Granted(LedgerOutcome, frozen=True, kw_only=True):
     """The leases that the ledger grants to one request.
 
-    The ledger grants no lease if the queue is empty, or if another group is not allowed to begin now.
+    The ledger grants no lease if the queue is empty, if the buffer is full, or if the staleness rule forbids a lease.
     """
 
     leases: tuple[GrantedLease, ...]
@@ -195,7 +195,7 @@ class Saved(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
-    """Save the tokens that a running group has so far (its prefix). The next attempt may continue them.
+    """Save the tokens that a running group has so far (its prefix). The next attempt may continue these tokens.
 
     Attributes:
         progress: Token count and policy versions of the prefix, including tokens from earlier attempts.
@@ -214,7 +214,7 @@ class SavePrefix(Command[Saved, Done], frozen=True, kw_only=True):
 
 
 class Released(LedgerOutcome, frozen=True, kw_only=True):
-    """The effect of a `Release`: the report of a worker that ends its attempt at a group without storing the group.
+    """The effect of `Release`, the report of a worker whose attempt ended without storing the group.
 
     Attributes:
         was_running: Whether the worker still held the lease. The report then ends the lease.
@@ -234,7 +234,7 @@ class Released(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Release(Command[Released, Released], frozen=True, kw_only=True):
-    """Return the lease of an unfinished group, or report the tokens of a revoked attempt. Each attempt counts once.
+    """Return the lease of an unfinished group, or report the tokens of a revoked attempt. Only the first report counts.
 
     Attributes:
         num_tokens: Number of tokens of the attempt, including the saved tokens that it continued.
@@ -287,7 +287,7 @@ class TakeBack(Command[TakenBack, Done], frozen=True):
     num_generated: int | None = None
 
 
-# Finished groups, and the stores that hold them
+# Finished groups and their stores
 
 
 class Reserved(LedgerOutcome, frozen=True, kw_only=True):
@@ -295,7 +295,7 @@ class Reserved(LedgerOutcome, frozen=True, kw_only=True):
 
     Attributes:
         store: Number of the store.
-        evicted: Ids of the groups that lose their trajectories or saved prefix, because the store needs their room.
+        evicted: Ids of the groups that lose their trajectories or saved prefix, because the store needs the space.
         is_choice: Whether the ledger chose among several stores. A restarted server must know the chosen store, because
             the worker may have sent the trajectories to this store. With a single store, the put repeats the
             reservation.
@@ -314,8 +314,8 @@ class Reserved(LedgerOutcome, frozen=True, kw_only=True):
 class Reservation(Answer, frozen=True):
     """The answer to `Reserve`.
 
-    ``address`` is the store server with the reserved bytes, if the run has store servers. If the sender has lost the
-    lease, ``is_held`` is false and nothing is reserved.
+    ``address`` is the address of the store server that reserved the bytes; empty if the run has no store servers. If
+    the sender has lost the lease, ``is_held`` is false and no bytes are reserved.
     """
 
     is_held: bool = True
@@ -387,7 +387,7 @@ class Put(Command[PutOutcome, Done], frozen=True, kw_only=True):
 
 
 class Lost(LedgerOutcome, frozen=True, kw_only=True):
-    """The effects of lost trajectories or saved prefixes.
+    """The effects of a loss of trajectories or saved prefixes.
 
     Attributes:
         group_ids: The groups that lose their trajectories or saved prefix now.
@@ -460,7 +460,7 @@ class DroppedStore(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if the loss of the store is new."""
+        """True if the store did not count as lost before."""
         return self.is_new
 
 
@@ -475,9 +475,9 @@ class DropStore(Command[DroppedStore, DroppedStore], frozen=True):
 
 
 class Planned(LedgerOutcome, frozen=True, kw_only=True):
-    """A batch: the groups of the learner step ``version``, in the order of the batch.
+    """A batch: the ids of the groups that the learner step ``version`` trains on, in the order of the batch.
 
-    The plan revokes the leases of running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
+    The plan revokes the leases of the running groups in ``given_up``. If ``is_dropped``, the plan drops these groups.
     Otherwise the plan queues their prompts again. ``is_new`` is false if the batch was planned before, or cannot be
     made yet. A batch that cannot be made yet has no groups.
     """
@@ -521,7 +521,7 @@ class Committed(LedgerOutcome, frozen=True, kw_only=True):
 
     @property
     def is_recorded(self) -> bool:
-        """True if a group is consumed now."""
+        """True if the step consumed at least one group."""
         return bool(self.group_ids)
 
 
@@ -568,7 +568,7 @@ class Rewound(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
-    """Return the learner to the checkpoint of ``version``. Weights of later versions are lost.
+    """Record that the learner goes back to the checkpoint of ``version``. The weights of later versions are lost.
 
     The ledger revokes every running attempt. Stored groups and saved prefixes with a token of a lost version are
     dropped. Batches are planned again. Prompts that finished after ``version`` may be queued again.
@@ -584,8 +584,8 @@ class Rewind(Command[Rewound, Done], frozen=True, kw_only=True):
 class Resume(Command[Rewound, Done], frozen=True, kw_only=True):
     """Restore the ledger from a checkpoint of an earlier process of the run.
 
-    Groups are kept, dropped or revoked as in `Rewind`. The learner's incarnation becomes 0. The incarnation counts how
-    often the learner has gone back to a checkpoint.
+    The ledger keeps groups, drops groups and revokes leases by the rules of `Rewind`. The learner's incarnation becomes
+    0. The incarnation counts how often the learner has gone back to a checkpoint.
 
     Attributes:
         version: Learner version to continue from. The steps before this version then count as committed.
@@ -612,7 +612,7 @@ class Marked(LedgerOutcome, frozen=True, kw_only=True):
 
 
 class Checkpoint(Command[Marked, Checkpointed], frozen=True, kw_only=True):
-    """Write everything that a resumed run needs into ``folder``. The answer comes when the folder is complete.
+    """Write a checkpoint of the buffer into ``folder``. The server answers when the folder is complete.
 
     Attributes:
         folder: A path that every store server can use. Example: ``/runs/a/checkpoints/buffer/v00000012``.

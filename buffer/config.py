@@ -9,7 +9,7 @@ from .rule import StalenessRule, find_filters, find_order
 
 
 class OnStale(StrEnum):
-    """Says what happens to a running group that the next batch must contain."""
+    """Says what the buffer does if the next batch must contain a group that is still running."""
 
     wait = "wait"
     requeue = "requeue"
@@ -17,7 +17,7 @@ class OnStale(StrEnum):
 
 
 class Durability(StrEnum):
-    """Says whether the buffer's contents survive when its server ends."""
+    """Says whether a restarted server has the contents of the server that ended."""
 
     memory = "memory"
     disk = "disk"
@@ -89,8 +89,8 @@ class BufferConfig:
             dies.
         max_worker_deaths: The buffer drops a prompt group (``worker_died``) when this many rollout workers have died
             or become silent while they held a lease on the group. If this number is 2 or more, a worker's death drops
-            at most one group. The reason is that a worker holds at most one group with one death fewer than this
-            number. 0 drops no group.
+            at most one group, because a worker leases at most one group that the next death would drop. 0 drops no
+            group.
         hand_over: Whether a waiting worker takes over a running group, with the tokens so far, from a worker that is at
             least twice as slow. A group changes workers at most twice.
         max_message_bytes: Largest frame that a client may send, in bytes. The server closes a connection with a longer
@@ -116,8 +116,8 @@ class BufferConfig:
         socket_folder: Folder of the Unix sockets. The run sets this option. If empty, the server makes a temporary
             folder, and removes the folder at the end.
         advertised_host: Address at which clients reach the server; empty if clients can use ``host``.
-        port: Port of requests; 0 takes a free port.
-        bulk_port: Port of large payloads; 0 takes a free port.
+        port: Port of requests; 0 selects a free port.
+        bulk_port: Port of large payloads; 0 selects a free port.
     """
 
     max_lag: int = 2
@@ -169,7 +169,7 @@ class BufferConfig:
         find_filters(self.filters)
         for name in ("port", "bulk_port"):
             if not 0 <= getattr(self, name) < 65536:
-                raise ValueError(f"buffer.{name} must be in 0..65535, got {getattr(self, name)}; 0 takes a free port")
+                raise ValueError(f"buffer.{name} must be in 0..65535, got {getattr(self, name)}; 0 selects a free port")
 
     def _check_stores(self) -> None:
         if self.durability == Durability.disk and not self.directory:

@@ -1,4 +1,4 @@
-"""Describes the ledger for people: for `asyncrl inspect`, and in the profile of the run (`LedgerNotes`).
+"""Describes the ledger for `asyncrl inspect`, and records its changes in the profile of the run (`LedgerNotes`).
 
 `asyncrl inspect` shows the state of a group, and why the next batch is not planned yet.
 """
@@ -23,11 +23,11 @@ _LANE = "buffer"
 
 
 def plan_wait(ledger: Ledger, now: float) -> dict[str, Any]:
-    """Return a JSON object that tells why the next batch is not planned yet.
+    """Return a JSON object that explains why the next batch is not planned yet.
 
     The object has the batch's version (``version``), the reason as a sentence (``why``), and a description of each
-    running group that the batch waits for (``groups``). ``now`` is the current time in seconds on the clock of the
-    leases.
+    running group that the batch waits for (``groups``). ``now`` is the current time in seconds on the buffer server's
+    clock.
     """
     version, groups = ledger.next_plan, ledger.groups
     waits_for: Sequence[Group] = ()
@@ -79,7 +79,7 @@ def _why_none_begins(ledger: Ledger) -> str:
 def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
     """Return a JSON object that describes a group: its state, and how its past attempts ended.
 
-    ``now`` is the current time in seconds on the clock of the leases.
+    ``now`` is the current time in seconds on the buffer server's clock.
     """
     group = ledger.groups.get(group_id)
     known: dict[str, Any] = {"group_id": group_id}
@@ -126,14 +126,14 @@ def describe_group(ledger: Ledger, group_id: int, now: float) -> dict[str, Any]:
 
 
 class LedgerNotes:
-    """Records in the run's profile which groups change their state, and the ledger's current counts."""
+    """Records in the run's profile the changes of the groups' states, and the ledger's current counts."""
 
     def __init__(self, ledger: Ledger, recorder: record.Recorder) -> None:
         self._ledger = ledger
         self._recorder = recorder
 
     def note(self, command: Any, outcome: Any) -> None:
-        """Record in the profile which groups changed their state by a command. ``outcome`` is the ledger's decision."""
+        """Record in the profile which groups a command changed. ``outcome`` is the ledger's decision."""
         match outcome:
             case commands.Granted():
                 for lease in outcome.leases:

@@ -1,4 +1,4 @@
-"""The encoding of messages, and of prompts and trajectory groups as payloads.
+"""Encodes and decodes messages, prompts and trajectory groups.
 
 A message is a msgpack header ``[PROTOCOL_VERSION, epoch, [[request_id, number of frames, record], …]]`` and the frames
 of its records (`buffer.commands` and `buffer.operations`). The epoch is the name of the run. Request id 0 marks a
@@ -152,7 +152,7 @@ def _parse(frames: Sequence[Any], max_frames: int, max_header_bytes: int) -> tup
         messages.append(Message(request_id=request_id, body=body, payload=frames[end : end + num_frames]))
         end += num_frames
     if end != len(frames):
-        raise WireError(f"a message has {len(frames) - 1} frames after its header, but its header names {end - 1}")
+        raise WireError(f"a message has {len(frames) - 1} frames after its header, but the header describes {end - 1}")
     return epoch, messages
 
 
@@ -167,7 +167,7 @@ def failure_of(error: AsyncRLError) -> Failure:
 
 
 def error_of(failure: Failure) -> AsyncRLError:
-    """Return the error that the client raises for a failure."""
+    """Return the error that the client raises for the server's answer ``failure``."""
     kind = _ERRORS.get(failure.name)
     return WireError(f"unknown reply {failure.name!r}: {failure.message}") if kind is None else kind(failure.message)
 
@@ -304,7 +304,10 @@ def pack(frames: Sequence[Any]) -> list[Any]:
 
 
 def unpack(parts: Sequence[Any]) -> list[Any]:
-    """Return the frames that `pack` packed, as views if possible. Raises `WireError` if the payload is malformed."""
+    """Return the frames that `pack` packed, as views of ``parts`` if possible.
+
+    Raises `WireError` if the payload is malformed.
+    """
     if not parts:
         raise WireError("a payload must have at least one part, got none")
     header, *pieces = (memoryview(part).cast("B") for part in parts)

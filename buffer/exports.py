@@ -1,6 +1,6 @@
 """Exports the groups in a buffer's checkpoint to a folder of parquet files, and reads such a folder.
 
-The folder holds these files. Arrays keep their exact bits.
+The folder holds the following files. The export does not round the values of arrays.
 
 - ``groups.parquet``: one row per unfinished group, with its prompt.
 - ``turns.parquet``: one row per turn of a trajectory, with its tokens, log-probs and policy versions.

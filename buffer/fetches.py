@@ -62,7 +62,7 @@ class FetchReplies:
         self._replies.answer(request, operations.Payloads(tuple(map(len, parts))), payload)
 
     def close(self) -> None:
-        """Cancel the pending reads. Their fetches get no answer."""
+        """Cancel the pending reads. The fetches that wait for these reads get no answer."""
         for read in self._reads:
             read.cancel()
         self._pool.shutdown()

@@ -1,4 +1,4 @@
-"""Frames are the encoded bytes of a payload. They are in memory, or stay in a journal's file until they are needed."""
+"""Frames are the encoded bytes of a payload. Frames are in memory, or in a journal's file until a caller reads them."""
 
 import errno
 import os
@@ -60,14 +60,14 @@ class FramesOnDisk(Sequence[Any]):
         self.num_bytes = sum(self._lengths)
 
     def move(self, path: Path, written: Written, *, place: int) -> None:
-        """Read a copy of the frames from now on. Another thread may call `read` during this call.
+        """Make later reads use a copy of the frames. Another thread may call `read` during this call.
 
         The copy is in the file ``path``, at the position ``written``. ``place`` identifies the copy in its journal.
         """
         self._at, self.place = (path, written), place
 
     def move_to(self, copy: "FramesOnDisk") -> None:
-        """Read the frames from the file and the position of ``copy`` from now on. ``copy`` holds the same frames."""
+        """Make later reads use the file and the position of ``copy``, which holds the same frames."""
         self._at, self.place = copy._at, copy.place
 
     def read(self) -> Frames:
@@ -127,7 +127,7 @@ def _bytes_at(descriptor: int, start: int, num_bytes: int, path: Path) -> bytes:
 
 
 def in_memory(frames: Frames) -> Frames:
-    """Read ``frames`` into memory if they are on disk, and return them.
+    """Read ``frames`` into memory if they are on disk. Return the frames in memory.
 
     Raises `OSError` if frames on disk cannot be read or are damaged.
     """

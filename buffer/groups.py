@@ -163,8 +163,8 @@ class Group(Struct, kw_only=True, array_like=True, eq=False):
     def describe(self, learner_version: int, now: float) -> dict[str, Any]:
         """Return a JSON object that describes the group, for `asyncrl inspect`.
 
-        A queued group has no lease, so its lag, owner and expiry mean nothing. ``now`` is the current time in seconds
-        on the buffer server's clock.
+        A queued group has no lease, so its lag, owner and expiry have no meaning. ``now`` is the current time in
+        seconds on the buffer server's clock.
         """
         known = {
             "group_id": self.group_id,
@@ -226,7 +226,7 @@ class LeaseIndex:
         del self._groups[group.group_id]
         _discard(self._by_deadline, group.deadline, group.group_id)
         _discard(self._by_owner, group.owner, group.group_id)
-        # Reset the expiry time. The journal does not record renewals, so a restarted server cannot know this time.
+        # Reset the expiry time, so this record is the same on a restarted server. The journal omits renewed times.
         group.expires_at = 0.0
 
     def all(self) -> list[Group]:
@@ -248,9 +248,9 @@ class LeaseIndex:
     def last(self, numbers: Sequence[int], *, version: int) -> list[Group]:
         """Return the leased groups that must lose their leases in the plan of the learner step ``version``.
 
-        For each k in order, choose up to ``numbers[k]`` more groups with a deadline of at most ``version + k``. A
-        group's deadline is the last learner version that may consume the group. Groups with the latest deadline come
-        first. Among equal deadlines, the newest leases come first.
+        For k = 0, 1, …, choose up to ``numbers[k]`` more groups with a deadline of at most ``version + k``. A group's
+        deadline is the last learner version that may consume the group. Groups with the latest deadline come first.
+        Among equal deadlines, the newest leases come first.
         """
         chosen: dict[int, None] = {}
         for k, number in enumerate(numbers):
@@ -496,14 +496,14 @@ class GroupTable:
     def stored_in(self, store: int | None = None) -> list[tuple[int, int]]:
         """Return (group id, attempt number) pairs of the stored and planned groups that belong to store ``store``.
 
-        None returns the groups of all stores. The result includes groups whose trajectories the store has lost
-        (`Group.is_missing`).
+        If ``store`` is None, return the groups of all stores. The result includes groups whose trajectories the store
+        has lost (`Group.is_missing`).
         """
         stored = (group for group in self if group.summary is not None)
         return [(group.group_id, group.result.attempt) for group in stored if store is None or group.store == store]
 
     def of_state(self, state: GroupState) -> list[Group]:
-        """Return the records of the groups in a state, sorted by `Group.place`."""
+        """Return the records of the groups in the state ``state``, sorted by `Group.place`."""
         groups = [group for group in self._groups.values() if group.state is state]
         return sorted(groups, key=lambda group: group.place)
 

@@ -21,7 +21,7 @@ from .role_clients import BufferConnection, ControlClient, LearnerClient
 async def read(connection: BufferConnection, *, group_id: int = -1, with_payload: bool = False) -> dict[str, Any]:
     """Request a report from a buffer's server, and return the report as a JSON object.
 
-    A ``group_id`` of 0 or more requests the report of one group. With ``with_payload``, the report of a group contains
+    A ``group_id`` of 0 or more requests the report of one group. If ``with_payload`` is true, this report contains
     the group's trajectories if a store has them.
     """
     client = connection.client()

@@ -1,4 +1,4 @@
-"""Keeps on disk what a restarted server needs: the ledger's latest snapshot, all later commands, and frames.
+"""Stores on disk what a restarted server needs: the ledger's latest snapshot, all later commands, and frames.
 
 Frames are the encoded bytes of prompts, saved prefixes and trajectories. ``PATH.N.log`` holds the commands and their
 outcomes in order, with small frames. The journal writes a command before the server replies to any client. One write
@@ -65,8 +65,8 @@ class Head(Row, frozen=True, tag=True):
 class Begin(Head, frozen=True, kw_only=True):
     """The first record of a log.
 
-    It has the values that `Journal.write` stored, the ledger's snapshot, and references to all frames that the server
-    held.
+    The record has the values that `Journal.write` stored, the ledger's snapshot, and references to all frames of the
+    server.
     """
 
     values: dict[str, Any]
@@ -127,10 +127,10 @@ class AppendOnlyFile:
         if os.fstat(self._descriptor).st_size:
             with mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ) as data:
                 magic = data[: len(_MAGIC)]
-                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # a reserved byte is zero until it is written
+                if not _MAGIC.startswith(magic.rstrip(b"\0")):  # reserved bytes are zero until a record is written
                     raise ValueError(
                         f"{self.path} is not a journal of format {FORMAT}: it begins with {magic!r}; use the release "
-                        "that wrote it, or another buffer.directory"
+                        "that wrote the file, or another buffer.directory"
                     )
                 end = len(_MAGIC) if magic == _MAGIC else 0
                 while end and (record := self._record_at(data, end)) is not None:
@@ -281,7 +281,7 @@ class Contents:
 
 
 def refer(places: dict[tuple[str, int], int], references: Iterable[Reference]) -> list[int]:
-    """Update ``places``, a map from (kind, key) to the place of the frames (their number in the journal).
+    """Apply ``references`` to ``places``, a map from (kind, key) to the frames' place (number in the journal).
 
     A reference with place 0 removes its (kind, key) from ``places``. Returns the place of each reference.
     """
@@ -324,7 +324,7 @@ def _read(path: Path, *, with_frames: bool) -> Contents:
         for number in numbers_of(path):
             files.append(AppendOnlyFile(Path(f"{path}.{number}.log"), is_read_only=True))
             found = [*_read_records(files[-1], by_place)]
-            # A server deletes ``PATH.N.frames`` only after it has copied the held frames to a file with a larger N.
+            # ``PATH.N.frames`` may be missing, because the server has copied the needed frames to a later file.
             if with_frames and (payloads := Path(f"{path}.{number}.frames")).exists():
                 files.append(AppendOnlyFile(payloads, is_read_only=True))
                 deque(_read_records(files[-1], by_place), maxlen=0)
@@ -412,7 +412,7 @@ class Journal:
     # The state of an earlier server
 
     def _open(self) -> Recovered:
-        """Open all files, and return their state. Continue the newest valid log, or begin a log if there is none."""
+        """Open all files, and return their state. Continue the newest valid log. If there is none, begin a new log."""
         numbers = numbers_of(self._path)
         by_place: dict[int, _FramesInFile] = {}
         heads: list[Head] = []
@@ -440,7 +440,7 @@ class Journal:
         return AppendOnlyFile(log), AppendOnlyFile(frames)
 
     def recover(self) -> Recovered:
-        """Return the state of an earlier server, as the files contained it when this journal opened them.
+        """Return the state of an earlier server, which the files contained when this journal opened them.
 
         Call this method only once, because it drops the state from memory. A later call returns an empty state.
         """
@@ -508,9 +508,9 @@ class Journal:
                 )
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Write a command, its outcome and its frames. Do not write a put (the command for a finished group) yet.
+        """Write a command, its outcome and its frames. Delay the write of a put (the command for a finished group).
 
-        For a put, this call only reserves bytes in the file. `flush` or the next write to the log writes the put.
+        For a put, this call only reserves bytes in the file. `flush` or the next write to the log then writes the put.
         Raises `ReplayBufferError` if a write or the reservation fails.
         """
         num_bytes = self._num_later_bytes + _MAX_PUT_BYTES
@@ -693,9 +693,9 @@ class Journal:
     def _retire(self, meanwhile: Sequence[_Write], kept: Sequence[FramesOnDisk] | ReplayBufferError) -> None:
         """Start a thread that deletes the old files.
 
-        ``kept`` holds the copies of all frames in the new files, or the error of the copying. After an error, the old
-        files stay. ``meanwhile`` holds the writes to the old files that were incomplete when `compact` was called. The
-        new files have copies of the frames of these writes. From now on, readers use the copies.
+        ``kept`` holds the copies of all frames in the new files, or the error if copying failed. After an error, the
+        old files stay. ``meanwhile`` holds the writes to the old files that were incomplete when `compact` was called.
+        The new files have copies of the frames of these writes. From now on, readers use the copies.
         """
         self._is_compacting = False
         self._base_bytes = self._log.num_bytes + self._frames.num_bytes
@@ -720,7 +720,7 @@ class Journal:
                 file.sync()
             descriptor = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.fsync(descriptor)  # otherwise a power failure may remove the names of the new files
+                os.fsync(descriptor)  # without this call, a power failure may remove the names of the new files
             finally:
                 os.close(descriptor)
             for file in reversed(old):

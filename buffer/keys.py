@@ -107,7 +107,7 @@ def _plain(keys: ClientKeys) -> dict[str, str]:
     return {name: getattr(keys, name) for name in _CLIENT_NAMES}
 
 
-# To replace the roles' keys, call the next three functions in order. After a crash, begin with `add_keys` again.
+# To replace the roles' keys, call `add_keys`, `put_keys` and `retire_keys` in this order. After a crash, begin again.
 
 
 def add_keys(directory: Path) -> dict[str, ClientKeys]:
@@ -137,7 +137,8 @@ def put_keys(directory: Path, keys: Mapping[str, ClientKeys]) -> None:
 def retire_keys(directory: Path) -> None:
     """Remove the roles' old keys from the servers' files.
 
-    A server accepts the old keys until it reads its file again, which `ControlClient.renew_keys` causes.
+    A server accepts the old keys until it reads its file again. `ControlClient.renew_keys` makes the servers read their
+    files.
     """
     for name, read in ((SERVER_KEYS, server_keys), (STORE_KEYS, store_keys)):
         _replace(directory / name, asdict(replace(read(directory), former_publics={})))
@@ -237,9 +238,9 @@ def secure_client(socket: zmq.Socket[Any], keys: ClientKeys) -> None:
 class KeyGate:
     """Answers ZMQ's authentication requests (ZAP, RFC 27): accepts clients with a known key, and refuses other clients.
 
-    Make this object before the sockets of ``context`` are bound. ZMQ asks only once per connection. The answer for an
-    accepted client has the client's public key. ZMQ adds this key to each message of the connection. The server calls
-    `role_of` with the key of each message, because keys may be replaced while the client is connected.
+    Make this object before the sockets of ``context`` are bound. ZMQ sends one request per connection. The answer for
+    an accepted client has the client's public key. ZMQ adds this key to each message of the connection. The server
+    calls `role_of` with the key of each message, because keys may be replaced while the client is connected.
     """
 
     def __init__(self, context: zmq.Context[Any], keys: ServerKeys, on_refused: Callable[[], None]) -> None:

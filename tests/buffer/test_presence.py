@@ -99,7 +99,7 @@ async def test_a_lease_outlives_the_connection_and_only_its_owner_may_report_it(
             second.save_progress(lease, rollout(lease)),
             second.renew([lease]),
         ):
-            with pytest.raises(NotLeaseOwner, match=r"of group 0 attempt 0 came from client .*; only its owner"):
+            with pytest.raises(NotLeaseOwner, match=r"of group 0 attempt 0 came from client .*; only the owner"):
                 await report
         await first.close()
         assert (await second.stats()).groups["leased"] == 1
