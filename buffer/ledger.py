@@ -186,7 +186,7 @@ class Ledger:
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Return whether a group is known.
+        """Return whether the ledger knows a group, finished or not.
 
         When the learner goes back to a checkpoint, the ledger forgets the groups that finished after the checkpoint.
         """

@@ -58,8 +58,8 @@ class OfferLog:
     def append(self, offer: WeightOffer) -> None:
         """Add an offer of weights. An earlier offer of the same version is replaced.
 
-        If there are too many offers, delete the second oldest of the offers whose version is not pinned. The pinned
-        version is the version on which some engines are kept.
+        If there are too many offers, delete the second oldest of the offers whose version is not pinned. Pinned engines
+        stay on one version, the pinned version.
         """
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
@@ -88,7 +88,7 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Return whether the pinned version is lost. The pinned version is the version on which some engines are kept.
+        """Return whether the pinned version is lost. Pinned engines stay on one version, the pinned version.
 
         The pinned version is lost if its offer is deleted, no pinned engine serves the version, and engines may load a
         newer version. Raises `WeightsError` if a publish failed.
@@ -146,8 +146,8 @@ class OfferLog:
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
         """Record that an engine serves a version after a load of ``took_s`` seconds.
 
-        ``engine`` is the client id of the engine's worker. ``name`` is the name by which the controller knows the
-        engine. Another report of the same version changes nothing.
+        ``engine`` is the client id of the engine's worker. ``name`` is the controller's name for the engine. Another
+        report of the same version changes nothing.
         """
         if self._serving.get(engine) != version:
             self._stop_counting(engine)

@@ -81,7 +81,7 @@ class NewKeys(Push, frozen=True):
 
 
 class Space(Push, frozen=True):
-    """The server has free bytes again. The client may repeat requests that were refused because bytes were lacking."""
+    """The server has free bytes again. The client may repeat the requests that failed with `StoreFull`."""
 
 
 # Operations: the class of each operation follows the class of its answer

@@ -428,7 +428,7 @@ class BufferService:
             self._admission.answer_outdated(except_for=self._offers.receivers.clients)
             self._compact(is_urgent=False)  # compaction is cheap after a commit, because the buffer holds few groups
         self._replies.answer(request, operations.Totals(self._totals()))
-        self._offers.show()  # send the offers after the reply to the commit, because they may go to many engines
+        self._offers.show()  # send the offers after the reply to the commit, because many engines may get an offer
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
         """Undo planned batches, because the learner's ranks did not find some of the groups in the stores.

@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """Return the XXH3 digest (16 bytes) of a payload. It does not depend on how the payload is divided into frames."""
+    """Return the XXH3 digest (16 bytes) of a payload. The digest is the same for every division into frames."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
@@ -83,7 +83,7 @@ class FrameTable(Generic[Key]):
 
 
 class PayloadWriter:
-    """Writes a payload to the journal before the payload is stored, if it is large or does not fit in memory.
+    """Writes large payloads, and payloads that do not fit in memory, to the journal before they are stored.
 
     Args:
         journal: The server's journal, or None.
@@ -109,8 +109,8 @@ class PayloadWriter:
     def write(self, request: Message, store: Callable[[Frames], None]) -> None:
         """Call ``store`` with the payload of a request, now or after the journal has written the payload.
 
-        After a write, ``store`` gets the frames on disk. If the write fails, or the call of ``store`` after the write,
-        the request is refused.
+        After a write, ``store`` gets the frames on disk. If the write or the later call of ``store`` fails, the request
+        is refused.
         """
         if self._journal is None or not self.writes_first(size_of(request.payload)):
             store(request.payload)

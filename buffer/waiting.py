@@ -240,7 +240,7 @@ class WaitingWorkers(HeldRequests):
 
     @property
     def versions(self) -> list[int]:
-        """The policy versions for which workers request leases."""
+        """The policy versions that the engines of the waiting workers serve."""
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
@@ -360,7 +360,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # remove the queued prompts only now, because they must stay if the journal's write fails
+            for _ in chosen:  # remove queued prompts only now, because they must stay if the write to the journal fails
                 request.body.popleft()
             if request.body:
                 return
