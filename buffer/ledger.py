@@ -42,7 +42,7 @@ class CommandLog(Protocol):
     """Records commands and their outcomes. The ledger calls `record` before it applies the outcome."""
 
     def record(self, command: Command[Any, Any], outcome: LedgerOutcome, frames: LoggedFrames) -> None:
-        """Record a command with its outcome. ``frames`` has the encoded prompts, saved prefix or trajectories."""
+        """Record a command with its outcome. ``frames`` has the command's encoded prompts, prefix or trajectories."""
 
 
 class Call(NamedTuple):
@@ -60,7 +60,7 @@ class Ledger:
 
     Args:
         rule: The staleness bound.
-        on_stale: What happens to a running group that the next batch must contain.
+        on_stale: What the ledger does with a running group that the staleness bound requires in the next batch.
         order: Order in which batches take stored groups: a name from `buffer.rule`, or ``module:function``.
         lease_s: A lease (a worker's right to generate a group) expires if it is not renewed for this many seconds.
         filters: Names from `buffer.rule`, or ``module:function``. A group that a filter drops is never stored.
@@ -118,8 +118,7 @@ class Ledger:
         self.on_stale = on_stale
         self.lease_s = lease_s
         self.max_deaths = max_deaths
-        # A group is a suspect if ``suspect_deaths`` workers died or fell silent while they held a lease on the group.
-        # The next such death drops a suspect. With ``max_deaths=1``, the first death drops a group.
+        # The number of worker deaths that make a group a suspect. A worker has at most one suspect (`GroupTable.head`).
         self.suspect_deaths = max(1, max_deaths - 1) if max_deaths else 0
 
     def apply(
@@ -135,7 +134,8 @@ class Ledger:
         Args:
             command: The operation to decide.
             now: Current time in seconds on the buffer server's clock.
-            sender: Id of the client that sent the command. None skips the check that the client holds the lease.
+            sender: Id of the client that sent the command. If None, the ledger does not check that the client has the
+                lease.
             frames: The encoded prompts, saved prefix or trajectories that came with the command. The log records these
                 frames, except those of a put (a finished group) that is not stored.
 
@@ -174,7 +174,7 @@ class Ledger:
 
     @property
     def budget(self) -> int:
-        """Number of groups that the staleness bound allows to begin now on engines that serve the learner's version.
+        """Number of new groups that, by the staleness bound, may begin now on engines with the learner's version.
 
         The bound on bytes may allow fewer groups.
         """
@@ -186,7 +186,7 @@ class Ledger:
         return self.rule.admits(self.groups.open_by_deadline, version=self.next_plan, engine_version=engine_version)
 
     def knows(self, group_id: int) -> bool:
-        """Return whether a group is known.
+        """Return whether the ledger knows a group, finished or not.
 
         When the learner goes back to a checkpoint, the ledger forgets the groups that finished after the checkpoint.
         """
@@ -209,9 +209,10 @@ class Ledger:
             )
 
     def check_plan(self, version: int) -> None:
-        """Raise `ReplayBufferError` if the batch of ``version`` is not planned and cannot be the next planned batch.
+        """Raise `ReplayBufferError` if the controller must not request the batch of ``version`` now.
 
-        The next planned batch must be at most one step ahead of the learner.
+        The controller may request a planned batch again, or the next batch. The next batch must be at most one step
+        ahead of the learner.
         """
         if version not in self.groups.plans and (version != self.next_plan or version > self.learner_version + 1):
             raise ReplayBufferError(
@@ -223,18 +224,18 @@ class Ledger:
         """Return whether the next batch can be made now.
 
         A batch needs ``groups_per_step`` stored groups. With ``on_stale=wait``, the batch also waits for all running
-        groups that it must contain. With another ``on_stale``, the plan revokes the leases of these running groups, and
-        the batch is made without them.
+        groups that it must contain. With other values of ``on_stale``, the plan revokes the leases of these running
+        groups, and the batch is made without them.
         """
         if self.groups.num_stored < self.rule.groups_per_step:
             return False
         return self.on_stale is not OnStale.wait or not any(self.missing())
 
     def missing(self) -> list[int]:
-        """Return how many running (leased) groups the next batch must take, as ``max_lag + 1`` numbers by deadline.
+        """Return how many running (leased) groups the next batch must take, as ``max_lag + 1`` numbers.
 
-        A group's deadline is the last version that may consume the group. w is the version of the next batch. The sum
-        of the numbers 0 … k counts the groups with the deadline w + k or earlier.
+        A group's deadline is the last learner version that may consume the group. w is the version of the next batch.
+        The sum of the first k + 1 numbers counts those running groups whose deadline is w + k or earlier.
         """
         return self.rule.missing(self.groups.open_by_deadline, self.groups.ready.counts(), version=self.next_plan)
 
@@ -251,7 +252,7 @@ class Ledger:
         return not self.groups.num_planned and not self.can_plan()
 
     def batch(self, version: int) -> Plan:
-        """Return the planned batch of the learner step ``version``: metadata of its groups, in the batch's order."""
+        """Return the planned batch of the learner step ``version``: the metadata of its groups, in order."""
         groups = map(self.groups.stored, self.groups.plans[version])
         return Plan(version=version, groups=tuple(group.result for group in groups))
 
@@ -367,12 +368,12 @@ def _decide_save_prefix(ledger: Ledger, command: commands.SavePrefix, call: Call
     group_id, attempt, progress = command.group_id, command.attempt, command.progress
     group = ledger.attempts.held(group_id, attempt, call.sender)
     if group is None:
-        raise LeaseExpired(f"the lease on group {group_id} attempt {attempt} is no longer held; nothing was saved")
+        raise LeaseExpired(f"the worker has lost the lease on group {group_id} attempt {attempt}; nothing was saved")
     ledger.check_newest(group_id, attempt, progress.newest_version)
     if progress.oldest_version < group.engine_version:
         raise VersionTooOld(
-            f"the prefix of group {group_id} attempt {attempt} holds a token of policy version "
-            f"{progress.oldest_version}, but its lease began at {group.engine_version}; the prefix was not saved"
+            f"the prefix of group {group_id} attempt {attempt} has a token of policy version {progress.oldest_version},"
+            f" but its lease began at version {group.engine_version}; the prefix was not saved"
         )
     ledger.room.check_prefix(group, command.num_bytes)
     return commands.Saved()
@@ -482,7 +483,7 @@ def _decide_put(ledger: Ledger, command: commands.Put, call: Call) -> commands.P
     if summary.oldest_version < group.engine_version:
         message = (
             f"group {group_id} attempt {attempt} holds a token of policy version {summary.oldest_version}, but its "
-            f"lease began at {group.engine_version}; its prompt is leased again"
+            f"lease began at version {group.engine_version}; its prompt is leased again"
         )
         return commands.PutOutcome(result=commands.PutResult.too_old, refusal=message)
     if ledger.filters and (name := dropped_by(ledger.filters, summary)) is not None:
@@ -504,8 +505,8 @@ def _decide_put_without_lease(ledger: Ledger, command: commands.Put) -> commands
     if ended is not None and ended.refusal:
         return commands.PutOutcome(result=commands.PutResult.too_old, refusal=ended.refusal)
     message = (
-        f"the lease on group {group_id} attempt {attempt} is no longer held, and its {command.summary.num_tokens} "
-        "tokens are dropped; renew leases well within buffer.lease_s and abort a rollout that is revoked"
+        f"the worker has lost the lease on group {group_id} attempt {attempt}, so the {command.summary.num_tokens} "
+        "tokens are dropped; renew each lease well before buffer.lease_s ends, and abort rollouts of revoked leases"
     )
     return commands.PutOutcome(result=commands.PutResult.late, refusal=message)
 
@@ -616,7 +617,10 @@ def _enact_drop_store(ledger: Ledger, command: commands.DropStore, outcome: comm
 
 
 def _decide_plan_batch(ledger: Ledger, command: commands.PlanBatch, call: Call) -> commands.Planned:
-    """Choose a batch's groups, or return the groups of a planned batch. Raises the error of `Ledger.check_plan`."""
+    """Choose the groups of a batch. If the batch is already planned, return the groups of this batch.
+
+    Raises the error of `Ledger.check_plan`.
+    """
     version, groups = command.version, ledger.groups
     ledger.check_plan(version)
     if version in groups.plans:
@@ -762,7 +766,7 @@ def _go_back(ledger: Ledger, version: int, outcome: commands.Rewound) -> None:
     ledger.attempts.forget_uses(version)
     lost = dict.fromkeys(outcome.unfit, STALE) | dict.fromkeys(outcome.missing, STORE_LOST)
     lost |= dict.fromkeys(outcome.group_ids, REWOUND)
-    # Requeue the largest id first. Each group goes to the head of the queue, so the smallest id is then the head.
+    # Requeue the largest id first. Each group goes to the head of the queue, so the smallest id is then at the head.
     for group_id in sorted({*lost, *outcome.revoked}, reverse=True):
         ledger.attempts.take_back(ledger.groups[group_id], lost)
     for group_id, deadline, rank in outcome.moved:

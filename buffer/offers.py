@@ -58,8 +58,8 @@ class OfferLog:
     def append(self, offer: WeightOffer) -> None:
         """Add an offer of weights. An earlier offer of the same version is replaced.
 
-        If there are too many offers, the second oldest offer is deleted. The offer of the pinned version is not counted
-        and not deleted. Some engines are kept on (pinned to) this version.
+        If there are too many offers, delete the second oldest of the offers whose version is not pinned. Pinned engines
+        stay on one version, the pinned version.
         """
         self._offers[offer.version] = offer
         if len(self._offers) > _MAX_OFFERS:
@@ -88,10 +88,10 @@ class OfferLog:
         return sorted(self._names.get(engine, "") for engine in self._pinned if self._serving.get(engine) == self._pin)
 
     def is_pin_lost(self, learner_version: int) -> bool:
-        """Return whether the pinned version is lost. Pinned engines are engines that are kept on this version.
+        """Return whether the pinned version is lost. Pinned engines stay on one version, the pinned version.
 
-        The version is lost if no pinned engine serves it, its offer is deleted, and engines may load a newer version.
-        Raises `WeightsError` if a publish failed.
+        The pinned version is lost if its offer is deleted, no pinned engine serves the version, and engines may load a
+        newer version. Raises `WeightsError` if a publish failed.
         """
         newest = self.newest(learner_version)
         is_past = self._pin is not None and newest is not None and self._pin < newest
@@ -130,7 +130,7 @@ class OfferLog:
                     self._pinned.add(engine)
                     return self._offers[self._pin]
             else:
-                # A pinned engine that restarts loads the newest version if the offer of its version was deleted.
+                # If a pinned engine restarts after the pinned version's offer was deleted, load the newest version.
                 self._pinned.discard(engine)
         return self._offers[newest] if newest >= at_least else None
 
@@ -146,8 +146,8 @@ class OfferLog:
     def loaded(self, engine: bytes, version: int, took_s: float = 0.0, name: str = "") -> None:
         """Record that an engine serves a version after a load of ``took_s`` seconds.
 
-        ``engine`` is the client id of the engine's worker. ``name`` is the name by which the controller knows the
-        engine. Another report of the same version changes nothing.
+        ``engine`` is the client id of the engine's worker. ``name`` is the controller's name for the engine. Another
+        report of the same version changes nothing.
         """
         if self._serving.get(engine) != version:
             self._stop_counting(engine)
@@ -157,7 +157,7 @@ class OfferLog:
             self._slowest_s[version] = max(took_s, self._slowest_s.get(version, 0.0))
 
     def forget(self, engine: bytes) -> None:
-        """Forget the version, the name and the pin of an engine that is lost or serves no version."""
+        """Forget an engine that is lost or serves no version. The engine is then not pinned to a version."""
         self._stop_counting(engine)
         self._names.pop(engine, None)
         self._pinned.discard(engine)
@@ -201,7 +201,7 @@ class OfferLog:
 
 
 class OfferRequests:
-    """The offers, and the requests that wait for offers. If the server has a journal, the journal keeps the offers.
+    """The offers, and the requests that wait for offers. A server with a journal writes the offers to the journal.
 
     Attributes:
         log: The offers.
@@ -230,7 +230,7 @@ class OfferRequests:
             self.log.restore(values)
 
     def close(self) -> None:
-        """Cancel all held requests and timers."""
+        """Cancel all waiting requests and all timers."""
         self._untold.clear()
         if self._next_turn is not None:
             self._next_turn.cancel()
@@ -238,10 +238,10 @@ class OfferRequests:
             held.close()
 
     def show(self) -> None:
-        """If the newest version that engines may load has changed, try to answer the held requests.
+        """If the newest version that engines may load has changed, try to answer the waiting requests.
 
-        The held requests are the workers' requests for weights, and the controller's requests for the names of the
-        pinned engines (engines that are kept on one version). After a failed publish, engines must not load weights.
+        Workers wait for weights. The controller waits for the names of the pinned engines (engines that are kept on
+        one version). After a failed publish, engines must not load weights.
         """
         newest = None if self.log.failure else self.log.newest(self._ledger.learner_version)
         if newest != self._shown:
@@ -313,7 +313,8 @@ class OfferRequests:
 
         Raises `WeightsError` if a publish failed.
         """
-        at_least = request.body.at_least if self.is_current(request.body) else 0  # with 0, any version is new enough
+        # If the learner has gone back to a checkpoint since the request was sent, any offer is new enough.
+        at_least = request.body.at_least if self.is_current(request.body) else 0
         num_pinned = self.log.num_pinned
         offer = self.log.next_for(request.client, at_least, self._ledger.learner_version)
         if self.log.num_pinned != num_pinned:
@@ -331,7 +332,7 @@ class OfferRequests:
             self.evaluators.answer(self.answer_evaluator)
 
     def pin(self, version: int, num_engines: int) -> None:
-        """Pin engines to a version (keep them on it), as `OfferLog.pin`. Raises `WeightsError` if a publish failed."""
+        """Keep engines on (pin them to) a version, with `OfferLog.pin`. Raises `WeightsError` if a publish failed."""
         self.log.check()
         if self.log.pin(version, num_engines):
             self._write()

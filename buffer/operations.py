@@ -34,7 +34,7 @@ from .records import (
     Text,
 )
 
-# Answers to several operations
+# Answers that several operations share
 
 
 class Done(Answer, frozen=True):
@@ -81,7 +81,7 @@ class NewKeys(Push, frozen=True):
 
 
 class Space(Push, frozen=True):
-    """Bytes have become free. The client may repeat the requests that did not fit."""
+    """The server has free bytes again. The client may repeat the requests that failed with `StoreFull`."""
 
 
 # Operations: the class of each operation follows the class of its answer
@@ -103,7 +103,8 @@ class Connect(Operation[Connected], frozen=True):
 class Welcome(Answer, frozen=True):
     """The server's settings for clients, and the server's time.
 
-    ``is_elsewhere`` is true if store servers hold the trajectories. ``clock`` identifies the clock of ``now_ns``.
+    ``is_elsewhere`` is true if store servers hold the trajectories. ``now_ns`` is the server's time in nanoseconds.
+    ``clock`` identifies the server's clock.
     """
 
     max_lag: int
@@ -117,7 +118,7 @@ class Welcome(Answer, frozen=True):
 class Hello(Operation[Welcome], frozen=True):
     """Request the server's settings for clients.
 
-    If ``produces``, the request also registers the client as a rollout worker. A registered worker must send
+    If ``produces`` is true, the request also registers the client as a rollout worker. A registered worker must send
     heartbeats.
     """
 
@@ -180,8 +181,8 @@ class Cancel(Operation[Done], frozen=True):
 class Leave(Operation[Done], frozen=True):
     """Release the leases of a worker that disconnects, except ``leases``. Unregister the worker if no lease is left.
 
-    ``leases`` holds the (group id, attempt number) pairs of the leases that `WorkerClient.lease` has returned and the
-    worker has not released. These leases last until they expire, or until the buffer counts the worker as silent.
+    ``leases`` has (group id, attempt number) pairs. The worker has received these leases and not released them. They
+    last until they expire, or until the buffer counts the worker as silent.
     """
 
     roles = ROLLOUT
@@ -295,7 +296,7 @@ class StoreWanted(Operation[Names], frozen=True):
 
 
 class Payloads(Answer, frozen=True):
-    """The answer to `Fetch` from a server that holds the trajectories. Their encoded frames follow the record.
+    """The answer to `Fetch` from a server that holds the trajectories. The encoded trajectories follow this record.
 
     ``counts`` has the number of frames of each group.
     """
@@ -317,8 +318,8 @@ class Places(Answer, frozen=True):
 class Fetch(Operation[Payloads | Places], frozen=True):
     """Fetch the trajectories of stored groups.
 
-    A fetch from a store server also has the attempt number of each group in ``attempts``. ``read`` is the largest
-    request id of a fetch whose answer the client has received.
+    A fetch from a store server also has the attempt number of each group in ``attempts``. The client has received the
+    answers to some fetches. ``read`` is the largest request id of these fetches.
     """
 
     roles = LEARNER | CONTROLLER | INSPECTOR
@@ -333,7 +334,7 @@ class Fetch(Operation[Payloads | Places], frozen=True):
 
 
 class PutPayload(Operation[Done], frozen=True):
-    """Store the payload of an attempt on a store server."""
+    """Store the payload (encoded trajectories) of an attempt on a store server."""
 
     roles = ROLLOUT
     group_id: Annotated[int, Meta(ge=0, lt=1 << 47)]

@@ -50,8 +50,8 @@ class _Worker:
     """The measured pace and the groups of a worker.
 
     Attributes:
-        since: Time when the worker last ended a group, or got a group while the worker had no other group. A group that
-            is handed over does not count as ended.
+        since: Time when the worker last ended a group, or got a group while the worker was idle. A group that is handed
+            over does not count as ended.
         paces: Seconds per token of the worker's latest groups.
         took: Seconds that the worker's latest groups took. For a group that the worker took over, this is an estimate
             of the whole time.
@@ -70,7 +70,7 @@ class _Worker:
 
     @property
     def usual(self) -> float:
-        """Seconds per token of the worker's median group."""
+        """The worker's median seconds per token."""
         return sorted(self.paces)[len(self.paces) // 2]
 
 
@@ -188,7 +188,7 @@ class WorkerPaces:
         self._longest_tokens = max(self._longest_tokens, num_tokens)
         worker.took.append(max(took_s, min(worker.paces) * (num_tokens or self._longest_tokens)))
         self._judge(worker)
-        if fastest is None or usual < fastest:  # other workers may now be slow compared with this fastest worker
+        if fastest is None or usual < fastest:  # other workers may be slow compared with the new fastest worker
             for other_usual, other in reversed(self._by_usual):
                 if other_usual < _SLOWER * usual:
                     break
@@ -196,8 +196,8 @@ class WorkerPaces:
         if not worker.is_slow:
             self._longest_s = max(self._longest_s, worker.took[-1])
         self._num_ended += 1
-        # ``_longest_s`` is the longest time of a group that ended since the last reset.
-        # Short groups end first, so use ``_longest_s`` only after as many groups have ended as are running.
+        # ``_longest_s`` is the longest duration of the groups that ended since the last reset.
+        # Use ``_longest_s`` only after enough groups have ended, because short groups end first.
         if self._num_ended >= len(self._running):
             self._longest_before_s, self._longest_s, self._num_ended = self._longest_s, 0.0, 0
             unknown, self._unknown = self._unknown, {}
@@ -247,9 +247,10 @@ class WorkerPaces:
     # Decisions
 
     def next_look(self, now: float) -> float | None:
-        """Return the next time when `look` may find a slow worker, or when a group is no longer kept for its taker.
+        """Return the time of the next event that occurs without a message; None if there is no such event.
 
-        Returns None if no check is scheduled, and if no worker takes over a group.
+        An event is a check for slow workers (`look`), or the end of the time during which a worker keeps capacity free
+        for a group that it takes over.
         """
         kept = [*chain.from_iterable(self._kept.values()), *self._on_the_way.values()]
         moments = [group.kept_until for group in kept if group.kept_until > now]
@@ -261,7 +262,7 @@ class WorkerPaces:
         """Return a worker's median seconds per token.
 
         For an unknown worker, return the fastest worker's median, or 0 if no worker was measured. If a worker has been
-        idle for a long time, the call forgets its pace, so a slow worker is measured again.
+        idle for a long time, the call forgets the worker's pace, so a slow worker is measured again.
         """
         worker = self._workers.get(name)
         if worker is None or not worker.paces:
@@ -304,16 +305,17 @@ class WorkerPaces:
         self._kept.setdefault(taker, []).append(running)
 
     def pace_of_takers(self, now: float) -> float:
-        """Return the median seconds per token of the fastest worker that waits for a group it takes over.
+        """Return the median seconds per token of the fastest waiting taker, or infinity if no taker waits.
 
-        The slow worker has released the group, but the taker has no lease yet. A worker that is slow compared with the
-        result must get no lease, because the lease could be for that group. Returns infinity if no worker waits.
+        A waiting taker is a worker that takes over a group. The slow worker has released the group, but the taker has
+        no lease yet. A worker that is slow compared with the result must get no lease, because the lease could be for
+        that group.
         """
         self._on_the_way = {key: group for key, group in self._on_the_way.items() if group.kept_until > now}
         return min((self.usual_pace(group.taker, now) for group in self._on_the_way.values()), default=math.inf)
 
     def num_kept(self, name: bytes, now: float) -> int:
-        """Return the number of groups that a worker will take over. The worker keeps capacity free for them."""
+        """Return the number of groups that a worker will take over. The worker keeps capacity free for these groups."""
         kept = self._kept.get(name)
         if kept is None:
             return 0
@@ -374,8 +376,8 @@ class WorkerPaces:
     def _look_later(self, name: bytes, worker: _Worker) -> None:
         """Schedule the next check whether a worker has become slow.
 
-        The first check is due when the worker has ended no group for twice the duration of its longest group. If it
-        still ends no group, the time without an ended group doubles until the next check.
+        The first check is due when the worker has ended no group for twice the duration of its longest group. If the
+        worker still ends no group, the next check is due when this time has doubled.
         """
         if worker.is_watched or not worker.groups:
             return
@@ -435,7 +437,7 @@ class Heartbeats:
         self._num_generated.pop(client, None)
 
     def next_silence(self) -> float | None:
-        """Return the earliest time when a worker counts as gone if all workers stay silent; None without workers."""
+        """Return when the first worker will count as gone if no worker sends a message; None if there is no worker."""
         longest_ago = next(iter(self._producers.values()), None)
         return None if longest_ago is None else longest_ago.last_heard + self._silent_s
 

@@ -42,7 +42,7 @@ class BufferProcess:
 
     Args:
         log_path: Log of the server; None for this process's stderr.
-        waits: Whether to wait here until the server announces its address. Otherwise call `read_address` later.
+        waits: Whether the constructor waits until the server announces its address. If not, call `read_address` later.
         profile: Options of the profile that the server records.
 
     Raises:
@@ -123,9 +123,9 @@ class BufferProcess:
     async def end(self, *, notices_silence: bool, role: BufferRole) -> str:
         """Wait until the server has ended. Return a text that says how the server ended.
 
-        If ``notices_silence``, send requests with the key of ``role``, and kill a server that does not answer. The
-        method kills such a server within two thirds of the clients' deadline, so a restarted server can still answer
-        the clients.
+        If ``notices_silence`` is true, send requests with the key of ``role``, and kill a server that does not answer.
+        The method kills such a server within two thirds of the clients' deadline, so a restarted server can still
+        answer the clients.
         """
         waiting = {asyncio.ensure_future(process_end(self.process.pid))}
         if notices_silence:
@@ -152,7 +152,7 @@ class BufferProcess:
         try:
             while True:
                 await asyncio.sleep(timeout_s / _PROBES_PER_DEADLINE)
-                with suppress(ReplayBufferError):  # an error is an answer too, so the server is not silent
+                with suppress(ReplayBufferError):  # a server that answers with an error is not silent
                     await link.call(Hello())
         except DeadlineError:
             return
@@ -178,7 +178,7 @@ class BufferProcess:
         self.process.wait()
         if self.process.stdout is not None:
             self.process.stdout.close()
-        if not self._config.socket_folder:  # a killed server cannot remove the folder that it made
+        if not self._config.socket_folder:  # a killed server cannot remove the folder that the server made
             remove_socket_folder(folder_of(self.address))
 
     def __enter__(self) -> Self:
@@ -276,7 +276,7 @@ class BufferSupervisor:
     async def end(self, fault: Exception) -> float:
         """Decide whether to restart the server after ``fault``. Return the seconds to wait before the restart.
 
-        Raises ``fault`` if this server may not be restarted. Raises `WorkerDiedError` after the last allowed restart.
+        Raises ``fault`` if this server must not be restarted. Raises `WorkerDiedError` after the last allowed restart.
         """
         if not self._may_restart:
             raise fault
@@ -301,11 +301,11 @@ class BufferSupervisor:
 
 
 class StoreServers:
-    """Runs ``num_store_servers`` processes that hold the payloads, on the host of the ledger's server.
+    """Runs ``num_store_servers`` store servers (processes that hold the trajectories) on the ledger server's host.
 
-    Make this object on a running loop. A store server that dies or hangs is restarted at its address, up to
-    ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. The index in ``addresses`` is
-    the ledger's store number.
+    Create this object while an asyncio event loop runs. A store server that dies or hangs is restarted at its address,
+    up to ``buffer.restarts`` times. ``on_lost`` is called when a server cannot be restarted. The index in ``addresses``
+    is the ledger's store number.
 
     Raises `AsyncRLError` if a server does not start.
     """
@@ -353,6 +353,6 @@ def store_config(config: BufferConfig) -> BufferConfig:
     A store server begins empty if its journal belongs to another epoch (name of the run).
     """
     own = replace(config, port=0, bulk_port=0, num_store_servers=0)
-    if config.durability is Durability.memory:  # with a journal, the server reads the epoch from the journal
+    if config.durability is Durability.memory:  # otherwise the server reads the epoch from its journal
         own = replace(own, epoch=config.epoch or uuid.uuid4().hex[:16])
     return own

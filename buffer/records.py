@@ -42,7 +42,7 @@ EVERY_ROLE = frozenset(BufferRole)
 
 
 def _wire_name(name: str) -> str:
-    """Return the tag of a record in messages and journals. Example: ``PlanBatch`` is ``plan_batch``."""
+    """Return the tag that names a record's type in messages and journals. Example: ``plan_batch`` for `PlanBatch`."""
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
@@ -51,7 +51,7 @@ class Row(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
 
 
 class Answer(Row, frozen=True, tag=_wire_name):
-    """A message of a server: the answer to an operation, or a `Push`."""
+    """A message from a server to a client: the answer to an operation, or a `Push`."""
 
 
 class LedgerOutcome(Answer, frozen=True):
@@ -91,7 +91,7 @@ class Operation(Row, Generic[Reply], frozen=True, tag=_wire_name):
 
     @property
     def name(self) -> str:
-        """The name of the operation, for messages. Example: ``plan_batch``."""
+        """The name of the operation, for error messages. Example: ``plan_batch``."""
         return str(self.__struct_config__.tag)
 
     @property

@@ -104,7 +104,7 @@ class WorkerClient:
         except asyncio.CancelledError:
             link.post(operations.Cancel(request_id))
             raise
-        if self._client.is_closed:  # `close` was called meanwhile, and it returns the leases to the buffer
+        if self._client.is_closed:  # `close` was called during the request, and returns the leases to the buffer
             raise self._client.closed_error()
         frames = iter(answer.payload)
         leases = []
@@ -196,7 +196,7 @@ class WorkerClient:
                 failure = error
 
     async def release(self, lease: Lease, *, num_tokens: int, reason: str, max_failures: int = 0) -> bool:
-        """Give a lease back without storing its group, or report the ``num_tokens`` tokens of a revoked lease.
+        """Give a lease back without storing the group. If the lease was revoked, only report its ``num_tokens`` tokens.
 
         Set ``max_failures`` only for an attempt that failed. The buffer drops the group after this number of failures.
         Returns whether the group was dropped.
@@ -241,9 +241,9 @@ class WorkerClient:
         self._pushed.set()
 
     async def hand_on_request(self) -> list[Key]:
-        """Wait for groups to hand over to a faster worker.
+        """Wait until the buffer asks this worker to hand groups over to a faster worker.
 
-        Returns a (group id, attempt number) pair for each group.
+        Returns a (group id, attempt number) pair for each of these groups.
         """
         await self._client.connect()
         return await self._hand_on.get()
@@ -394,8 +394,8 @@ class LearnerClient:
 async def _fetch_from(link: ClientSocket, fetch: operations.Fetch) -> Message:
     """Fetch groups from one server.
 
-    The server refuses a request if this client has too many unread replies. If a reply arrived while the request was
-    sent, repeat the request once.
+    The server refuses a request if this client has too many unread replies. If the client has read another reply since
+    it sent the request, repeat the request once.
     """
     told = link.num_read
     try:
@@ -490,8 +490,8 @@ class ControlClient:
 
         While the buffer's memory for prompts is full, wait until groups are stored or finished.
 
-        Returns the metadata of the groups that were finished since the last call with ``wants_outcomes``. Without
-        prompts, the call returns at once.
+        Returns the metadata of the groups that were finished since the last call with ``wants_outcomes``. A call
+        without prompts does not wait.
         """
         outcomes: list[GroupSummary] = []
 
@@ -560,10 +560,10 @@ class ControlClient:
         return len((await self._client.link.call(commands.DropStore(store))).group_ids)
 
     async def pin(self, version: int, num_engines: int, known: Collection[str] = ()) -> set[str]:
-        """Pin at most ``num_engines`` engines to (keep them on) ``version``, until `unpin` or the next `pin`.
+        """Keep at most ``num_engines`` engines on (pin them to) ``version``, until `unpin` or the next `pin`.
 
-        Waits until the set of engines that serve this version differs from ``known``, a set of engine names. Returns
-        the names of the engines that then serve the version.
+        Waits until the set of pinned engines that serve this version differs from ``known``, a set of engine names.
+        Returns the names of the pinned engines that serve the version after the wait.
         """
         return set((await self._client.link.call(operations.Pin(version, num_engines, tuple(sorted(known))))).names)
 
@@ -631,7 +631,7 @@ class ControlClient:
 
 @dataclass(frozen=True, kw_only=True)
 class BufferConnection:
-    """The address of a buffer, without secrets. Each process makes its own client from this record.
+    """The data that a client needs to connect to a buffer, without secrets. Each process makes its own client.
 
     Attributes:
         keys: Directory with the key of ``role``; empty if the server has no keys.

@@ -83,7 +83,7 @@ class StalenessRule:
         return True
 
     def budget(self, open_by_deadline: Mapping[int, int], *, version: int, engine_version: int) -> int:
-        """Return how many further groups `admits` would admit on an engine that serves ``engine_version``."""
+        """Return how many new groups may begin, by the rule of `admits`, on an engine with ``engine_version``."""
         first = self.deadline(engine_version) - version
         if first < 0:
             return 0
@@ -112,8 +112,8 @@ class StalenessRule:
         """Return how many running groups the batch of ``version`` (w) must take, so that no group misses its deadline.
 
         A group's deadline is the last learner version that may consume the group. The result has ``max_lag + 1``
-        numbers. Number k counts running groups whose deadline is at most w + k, without the groups that the numbers
-        before it count. ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``.
+        numbers. The sum of the first k + 1 numbers counts those running groups whose deadline is w + k or earlier.
+        ``ready_by_deadline`` counts only the stored groups of ``open_by_deadline``.
         """
         num_ready = num_missing = 0
         missing = []
@@ -142,7 +142,7 @@ class Room:
 
     @property
     def max_bytes(self) -> int:
-        """Largest number of bytes in all running stores together."""
+        """Bound on the total number of bytes in all running stores."""
         return self._max_bytes * len(self._groups.space.open_stores())
 
     def has_room(self, num_granted: int = 0, num_freed_bytes: int = 0) -> bool:
@@ -257,13 +257,13 @@ ORDERS: Registry[Preference] = Registry("buffer.order")
 
 @FILTERS.register("equal_rewards")
 def _has_signal(summary: GroupSummary) -> bool:
-    """Drop a group of equal rewards, because its advantages are all zero (DAPO, arXiv 2503.14476, equation 11)."""
+    """Drop a group with equal rewards, because its advantages are all zero (DAPO, arXiv 2503.14476, equation 11)."""
     return not summary.has_equal_rewards
 
 
 @FILTERS.register("no_tokens")
 def _has_tokens(summary: GroupSummary) -> bool:
-    """Drop a group without policy tokens, because it has no loss."""
+    """Drop a group without policy tokens, because only policy tokens have a loss."""
     return summary.num_tokens > 0
 
 
@@ -294,7 +294,7 @@ def _largest_reward_variance_first(summary: GroupSummary, deadline: int) -> floa
 
 
 def find_filters(names: Sequence[str]) -> dict[str, Filter]:
-    """Return a dict from each name to its filter, in the given order. Raises `ValueError` for an unknown name."""
+    """Return a dict that maps each of the ``names`` to its filter. Raises `ValueError` for an unknown name."""
     return {name: _find(FILTERS, name) for name in names}
 
 

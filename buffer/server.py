@@ -83,7 +83,7 @@ class RateLimit:
         self._since = 0.0
 
     def check(self, client: bytes, num_parts: int) -> None:
-        """Add ``num_parts`` to the number of requests that a client has sent in this second.
+        """Add ``num_parts`` to the number of requests that a client has sent in the current second.
 
         A request that names leases counts as one request per lease. Raises `RateExceeded` if the client exceeds the
         limit.
@@ -115,16 +115,17 @@ class Service(Protocol):
         """Answer a request, now or later."""
 
     def settle(self) -> None:
-        """Do the work that is due after the received messages, such as answering held requests."""
+        """Do the work that is due after the received messages, such as answering waiting requests."""
 
     def close(self) -> None:
         """Cancel every pending request."""
 
 
 class ServerSocket:
-    """Binds the control and the bulk socket, and serves requests until `close`. Make an object on a running loop.
+    """Binds the control socket and the bulk socket (for large payloads), and serves requests until `close`.
 
-    Every request gets a reply, which may be an error. Errors other than `AsyncRLError` are logged with a traceback.
+    Create this object while an asyncio event loop runs. Every request gets a reply, which may be an error. Errors other
+    than `AsyncRLError` are logged with a traceback.
 
     Args:
         config: Options of the buffer.
@@ -391,7 +392,7 @@ class ServerSocket:
             if isinstance(error, RateExceeded):
                 self._count("over_rate")
             self._fail(request.client, request.request_id, error)
-        except Exception as error:  # noqa: BLE001 - one request must not end the server
+        except Exception as error:  # noqa: BLE001 - a failed request must not end the server
             self._fail(request.client, request.request_id, self._failure(name, error))
 
     def _fail(self, client: bytes, request_id: int, error: AsyncRLError) -> None:
@@ -414,7 +415,7 @@ class ServerSocket:
     def send(self, client: bytes, message: Message) -> None:
         """Send a message to a client. Small messages are sent together, after all received messages are handled.
 
-        A message with a payload is sent at once, so the client does not wait for replies to other requests.
+        A message with a payload is sent immediately, so the client does not wait for replies to other requests.
         """
         self._outbox.setdefault(client, []).append(message)
         if message.payload:
@@ -463,7 +464,7 @@ class ServerSocket:
         self._send_by(self._bulk, [client, *frames])
 
     def _send_by(self, channel: Channel, frames: list[Any]) -> None:
-        """Send frames. The frames are lost if the client has disconnected or does not read.
+        """Send frames. The frames are lost if the client has disconnected or does not read its messages.
 
         The client must then repeat the request.
         """
@@ -486,7 +487,7 @@ class BufferServer:
         address: Address of the server.
         bulk_port: Port of large payloads; 0 for a Unix socket.
         counters: Function that returns the counts of refused and undelivered messages.
-        lost: A future whose result is the error after which this server cannot continue.
+        lost: A future. If this server cannot continue, the future's result is the error, and `serve` ends.
         service: The object that answers the requests.
     """
 
@@ -563,9 +564,9 @@ class BufferServer:
 
 
 class StoreServer:
-    """Store server ``number``. Make an object on a running loop.
+    """The store server with the number ``number``. Create this object while an asyncio event loop runs.
 
-    The attributes are those of `BufferServer` except ``bulk_port`` and ``service``.
+    `BufferServer` documents the attributes. A store server has no ``bulk_port`` and no ``service``.
     """
 
     def __init__(self, config: BufferConfig, *, number: int) -> None:
@@ -614,7 +615,7 @@ def config_from_json(values: dict[str, Any]) -> BufferConfig:
 
 
 async def serve(server: "BufferServer | StoreServer", *, announce_fd: int) -> None:
-    """Serve until SIGTERM, SIGINT or SIGUSR1. Write the server's address to the file descriptor ``announce_fd``.
+    """Write the server's address to the file descriptor ``announce_fd``. Serve until SIGTERM, SIGINT or SIGUSR1.
 
     Raises `WorkerDiedError` if a store server cannot be restarted.
     """

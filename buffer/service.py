@@ -1,11 +1,11 @@
-"""Handles the operations of the buffer's server. The ledger decides, and the store keeps prompts and trajectories.
+"""Handles the operations of the buffer's server, with the ledger and the store of prompts and trajectories.
 
 The handler of an operation is the method ``on_<name>`` of a class in this file. `buffer.server` itself handles only
 `Connect` and `RenewKeys`. `buffer.store_servers` handles the operations of the store servers.
 
-The service holds a request that it cannot answer yet. After each burst of messages, `settle` answers the held requests
-that can be answered now. If a request waits too long, a timer answers the request with `NothingYet`. Other timers
-revoke expired leases, and find silent rollout workers.
+If the service cannot answer a request yet, the request waits. After each burst of messages, `settle` answers the
+waiting requests that can be answered now. If a request waits too long, a timer answers the request with `NothingYet`.
+Other timers revoke expired leases, and find silent rollout workers.
 """
 
 import logging
@@ -138,7 +138,7 @@ class BufferService:
         self._replies.fail(request, error)
 
     def settle(self) -> None:
-        """Answer held requests that can be answered now, tell workers about revoked leases, and reset the timers."""
+        """Answer waiting requests that can be answered now, tell workers of revoked leases, and set the timers."""
         ledger, before = self.ledger, None
         try:
             while before != (
@@ -169,7 +169,7 @@ class BufferService:
             self._notes.levels(held_bytes=self._store.held_bytes)
 
     def close(self) -> None:
-        """Cancel every timer and every held request."""
+        """Cancel every timer and every waiting request."""
         for part in self._closing:
             part.close()
 
@@ -295,9 +295,9 @@ class BufferService:
     # Prompts and results
 
     def on_enqueue(self, request: Message, enqueue: commands.Enqueue) -> Answer | None:
-        """Hold a request until the queue has room for its prompts. Known prompts are ignored.
+        """Queue a request's prompts while the queue has room. Answer when all prompts are queued. Ignore known prompts.
 
-        A request without prompts only asks for finished groups, and is answered at once.
+        A request without prompts asks for the metadata of finished groups, and is answered immediately.
         """
         if len(enqueue.group_ids) != len(enqueue.counts) or sum(enqueue.counts) != len(request.payload):
             raise WireError("enqueue must have one group id per prompt, and the frames of all prompts")
@@ -405,7 +405,7 @@ class BufferService:
     # Batches
 
     def on_plan_batch(self, request: Message, plan: commands.PlanBatch) -> None:
-        """Hold a request for a batch until the batch can be made."""
+        """Answer a request for a batch when the batch can be made."""
         self.ledger.check_plan(plan.version)
         self._batches.hold(request)
 
@@ -428,7 +428,7 @@ class BufferService:
             self._admission.answer_outdated(except_for=self._offers.receivers.clients)
             self._compact(is_urgent=False)  # compaction is cheap after a commit, because the buffer holds few groups
         self._replies.answer(request, operations.Totals(self._totals()))
-        self._offers.show()  # send the offers after the reply to the commit, because they may go to many engines
+        self._offers.show()  # send the offers after the reply to the commit, because many engines may get an offer
 
     def on_lose_groups(self, request: Message, lose: commands.LoseGroups) -> Answer:
         """Undo planned batches, because the learner's ranks did not find some of the groups in the stores.
@@ -471,7 +471,7 @@ class BufferService:
         self._checkpoints.note_marks()
         self._checkpoints.begin(request)
 
-    # The state of the buffer
+    # Reports about the buffer
 
     def _totals(self) -> BufferStats:
         return self.ledger.stats(
@@ -513,7 +513,7 @@ class BufferService:
 
 
 class WorkerRequests:
-    """Handles the workers' operations on leases and weights, their greetings, heartbeats, and goodbyes."""
+    """Handles the operations of workers: connecting, heartbeats, leases, weights, and disconnecting."""
 
     def __init__(self, shared: Collaborators, admission: Admission, offers: OfferRequests, joins: StoreJoins) -> None:
         self._ledger, self._store, self._replies = shared.ledger, shared.store, shared.replies
@@ -523,7 +523,7 @@ class WorkerRequests:
     def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
         """Answer with the server's settings for clients.
 
-        If ``hello.produces``, the client is registered as a rollout worker, and must send heartbeats from then on.
+        If ``hello.produces`` is true, the client is registered as a rollout worker. It must then send heartbeats.
         """
         if hello.produces:
             self._enter(request.client, hello.host)
@@ -552,7 +552,7 @@ class WorkerRequests:
         )
 
     def on_lease_groups(self, request: Message, lease: commands.LeaseGroups) -> None:
-        """Hold a request for leases. Answer a repeated request with the leases that were granted before."""
+        """Let a request for leases wait. Answer a repeated request with the leases that the request got before."""
         if self._admission.answer_again(request):
             return
         if lease.incarnation == self._ledger.incarnation:
@@ -578,7 +578,7 @@ class WorkerRequests:
         """Record which policy version a worker's engine serves now.
 
         If the learner has gone back to a checkpoint since it published these weights, the buffer ignores the report.
-        Otherwise the worker's held requests for leases at this version may get leases.
+        Otherwise the worker's waiting requests for leases at this version may get leases.
         """
         if self._offers.is_current(loaded):
             self._ledger.check_engine_version(loaded.version)
@@ -632,7 +632,7 @@ class ControlRequests:
         return self._offers.answer_follower(request) or self._offers.followers.hold(request)
 
     def on_pin(self, request: Message, pin: operations.Pin) -> Answer | None:
-        """Pin engines to (keep them on) a version. Answer with the names of the pinned engines that serve this version.
+        """Keep engines on (pin them to) a version. Answer with the names of the pinned engines that serve this version.
 
         The answer waits until these names differ from the names that the controller knows. Raises `WeightsGone` if the
         pinned version is lost, and `WeightsError` if a publish failed.
@@ -656,7 +656,7 @@ class ControlRequests:
         return answer
 
     def on_store_wanted(self, request: Message, wanted: operations.StoreWanted) -> None:
-        """Hold the request until a worker connects from a host without a store."""
+        """Answer with the name of a host when a worker connects from a host without a store server."""
         self._joins.joining()
         self._joins.wanted.hold(request)
 
@@ -672,7 +672,7 @@ class ControlRequests:
         """Drop a store that the controller declares lost."""
         links, stores = self._joins.joining(), self._ledger.groups.space.stores
         if drop.store >= len(stores):
-            raise WireError(f"store {drop.store} never joined; {len(stores)} stores have joined")
+            raise WireError(f"there is no store number {drop.store}; {len(stores)} stores have joined this buffer")
         dropped = self._ledger.apply(drop)
         if dropped.is_new:
             links.disconnect(drop.store)

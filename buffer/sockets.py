@@ -109,8 +109,8 @@ class Deadline:
     """One timer for the earliest of many changing deadlines.
 
     The timer stays unchanged if the earliest deadline moves to a later time. So a message can move a deadline at no
-    cost, but the timer may fire early. Then ``on_due`` finds no passed deadline, and must call `at` with the next
-    deadline.
+    cost, but the timer may fire too early. If no deadline has passed when ``on_due`` is called, ``on_due`` must call
+    `at` with the next deadline.
     """
 
     def __init__(self, on_due: Callable[[], None], clock: LoopClock) -> None:
@@ -162,7 +162,7 @@ class Channel:
         self._schedule()
 
     def send(self, frames: Sequence[Any]) -> None:
-        """Send a message, given as a sequence of frames, without blocking.
+        """Send a message (a sequence of frames) without blocking.
 
         Raises `zmq.ZMQError` if the peer is unknown, or if the peer's queue is full.
         """
@@ -173,7 +173,7 @@ class Channel:
         self._schedule()
 
     def close(self) -> None:
-        """Stop reading and close the socket at once."""
+        """Stop reading, and close the socket. Messages that were not sent yet are lost."""
         if self._turn is not None:
             self._turn.cancel()
         self._loop.remove_reader(self._descriptor)
@@ -208,7 +208,7 @@ class Channel:
 
 
 def monitor_of(socket: zmq.Socket[Any], events: int) -> zmq.Socket[Any]:
-    """Return a ZMQ socket that receives a message for each event in ``events`` (a mask) of ``socket``.
+    """Return a ZMQ socket that receives a message for each event of ``socket`` that the bit mask ``events`` selects.
 
     The returned socket has a unique address, because ZMQ's default address may still belong to an earlier socket.
     """
@@ -433,7 +433,9 @@ def bulk_address(address: str, port: int) -> str:
 
 
 class PortListener:
-    """Binds a ZMQ socket to a port. Make the listener on a running loop, and close it before the ZMQ socket.
+    """Binds a ZMQ socket to a port. Create the listener while an asyncio event loop runs.
+
+    Close the listener before the ZMQ socket.
 
     ``on_refused`` is called with a reason for each connection that the listener closes:
 
@@ -542,7 +544,7 @@ def _bytes_received(connection: socket.socket) -> int:
 
 
 class _Refusals(threading.Thread):
-    """Accepts and closes the waiting connections each time that ``wanted`` is set.
+    """Accepts and closes the waiting connections each time the event ``wanted`` is set.
 
     The thread has its own file table, which holds only the listening socket. So the thread can accept a connection when
     the process cannot open more files.

@@ -27,7 +27,7 @@ class StoreLinks:
 
     Args:
         config: Options of the buffer.
-        on_connected: Called with the store's number each time that a store is reached.
+        on_connected: Called with the store's number each time that a connection to a store begins.
         may_join: Whether further stores may join later.
 
     Attributes:
@@ -49,7 +49,8 @@ class StoreLinks:
     def connect(self, address: str, number: int | None = None) -> None:
         """Connect to the store at ``address``.
 
-        ``number`` is the store's number, by default the next free number. An empty address only reserves a number.
+        ``number`` is the store's number, by default the next free number. If the address is empty, only reserve the
+        number.
         """
         link, number = None, len(self._links) if number is None else number
         if address:
@@ -145,7 +146,7 @@ class StoreJoins:
                 self._links.disconnect(number)
 
     def settle(self) -> None:
-        """Answer held `StoreWanted` requests with the name of a worker's host that is not in ``known``."""
+        """Answer each waiting `StoreWanted` request with a host that has a worker and is not in ``known``."""
 
         def answer_to(request: Message) -> Answer | None:
             host = next((host for host in self._hosts if host not in request.body.known), None)

@@ -3,8 +3,8 @@
 A store server runs on the host of the ledger's server, or on a host of rollout workers.
 
 A worker stores a payload before it reports the put to the ledger. The ledger tells the store which payloads to remove.
-A restarted store may lack acknowledged payloads, or hold removed payloads. So after each connection the ledger tells
-the store which groups are finished, and asks which other groups the store lacks.
+A restarted store may lack acknowledged payloads, or hold removed payloads. So each time that the ledger connects to a
+store, the ledger tells the store which groups are finished, and asks which other groups the store lacks.
 """
 
 import logging
@@ -71,14 +71,14 @@ class StoreService:
             self._replies.fail(request, error)
 
     def close(self) -> None:
-        """Cancel every held request."""
+        """Cancel every waiting request."""
         self._reserving.close()
         self._pending.close()
         self._parts.close()
         self._fetches.close()
 
     def settle(self) -> None:
-        """Record dropped payloads in the journal. Then reserve bytes for held requests, in order of arrival."""
+        """Record dropped payloads in the journal. Then reserve bytes for waiting requests, in order of arrival."""
         self._write_removals()
         if self._journal is not None and self._journal.is_grown():
             self._compact(self._journal)
@@ -102,11 +102,11 @@ class StoreService:
         return self._payloads.num_bytes + sum(self._reserved.values()) - self._reserved.get(key, 0)
 
     def on_hello(self, request: Message, hello: operations.Hello) -> Answer:
-        """Answer a probe, which shows that the server responds."""
+        """Answer a request that only checks whether the server responds."""
         return Done()
 
     def on_reserve(self, request: Message, reserve: commands.Reserve) -> None:
-        """Reserve bytes for a payload, now or later."""
+        """Reserve bytes for a payload when enough bytes are free."""
         self._check_size(reserve.num_bytes)
         self._reserving.hold(request)
 
@@ -153,7 +153,7 @@ class StoreService:
         self._replies.answer(request, Done())
 
     def _keep(self, key: Key, payload: Frames) -> None:
-        """Keep a payload. A payload on disk is read into memory if it fits. Raises `OSError` if the read fails."""
+        """Add a payload. If a payload on disk fits in memory, read it into memory. Raises `OSError` if this fails."""
         self._payloads.put(key, in_memory(payload) if self._fits_in_memory(size_of(payload)) else payload)
         self._by_group.setdefault(key[0], set()).add(key)
         self._unwritten_removals.discard(number_of(key))
@@ -172,7 +172,7 @@ class StoreService:
     def on_reconcile(self, request: Message, expected: operations.Reconcile) -> Answer:
         """Drop payloads that the ledger does not need. Answer with the ids of the groups that this store lacks.
 
-        If the run resumed from a checkpoint, first load expected payloads from this store's files in the checkpoint.
+        If the run resumed from a checkpoint, first load missing payloads from this store's files in the checkpoint.
         """
         self._finished, self._ended = IdSet(expected.finished), dict(expected.ended)
         used_again = {group_id for group_id, _ in expected.attempts}

@@ -22,7 +22,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def digest_of(payload: Iterable[Any]) -> bytes:
-    """Return the XXH3 digest of a payload, 16 bytes. The division of the payload into frames has no effect."""
+    """Return the XXH3 digest (16 bytes) of a payload. The digest is the same for every division into frames."""
     digest = xxhash.xxh3_128()
     for frame in payload:
         digest.update(frame)
@@ -51,7 +51,10 @@ class FrameTable(Generic[Key]):
         return ((key, frames) for key, (frames, _) in self._frames.items())
 
     def put(self, key: Key, frames: Frames, size: int | None = None) -> None:
-        """Store the frames of a key, and drop the key's earlier frames. ``size`` replaces the counted size in bytes."""
+        """Store the frames of a key, and drop the key's earlier frames.
+
+        ``size`` is the number of bytes that count for the key; by default the size of the frames.
+        """
         self.remove(key)
         self._frames[key] = frames, size_of(frames) if size is None else size
         self._count(*self._frames[key], 1)
@@ -80,7 +83,7 @@ class FrameTable(Generic[Key]):
 
 
 class PayloadWriter:
-    """Lets the journal write a payload before the payload is stored, if the payload is large or does not fit in memory.
+    """Writes large payloads, and payloads that do not fit in memory, to the journal before they are stored.
 
     Args:
         journal: The server's journal, or None.
@@ -106,7 +109,8 @@ class PayloadWriter:
     def write(self, request: Message, store: Callable[[Frames], None]) -> None:
         """Call ``store`` with the payload of a request, now or after the journal has written the payload.
 
-        After a write, ``store`` gets the frames on disk. If the write or this later call fails, the request is refused.
+        After a write, ``store`` gets the frames on disk. If the write or the later call of ``store`` fails, the request
+        is refused.
         """
         if self._journal is None or not self.writes_first(size_of(request.payload)):
             store(request.payload)

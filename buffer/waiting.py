@@ -1,8 +1,8 @@
-"""Holds requests until the buffer can answer them: requests for leases, batches, checkpoints and room in the queue.
+"""Lets requests wait until the buffer can answer them: requests for leases, batches, checkpoints, room in the queue.
 
-A lease is a worker's right to generate a group. `buffer.service` handles the operations. The service checks all held
+A lease is a worker's right to generate a group. `buffer.service` handles the operations. It checks all waiting
 requests after each burst of messages. A timer ends each wait with `NothingYet`. After a commit, workers whose weights
-are now too old for any group get `NothingYet` at once.
+are now too old for any group get `NothingYet` immediately.
 """
 
 import asyncio
@@ -85,7 +85,7 @@ class HeldRequests:
     Args:
         replies: Sends the answers.
         hold_s: Longest time in seconds that a request waits.
-        late: Function that returns the answer to a request that has waited for this time. It may raise an error.
+        late: Function that returns the answer to a request that has waited ``hold_s`` seconds. It may raise an error.
     """
 
     def __init__(self, replies: Replies, hold_s: float, late: Callable[[Message], Answer] = nothing_yet) -> None:
@@ -102,23 +102,23 @@ class HeldRequests:
         return self._requests.get((request.client, request.request_id)) is request
 
     def all(self) -> list[Any]:
-        """Return all held requests, in order of arrival."""
+        """Return all waiting requests, in order of arrival."""
         return list(self._requests.values())
 
     @property
     def clients(self) -> Container[bytes]:
-        """Ids of the clients with a held request."""
+        """Ids of the clients with a waiting request."""
         return self._by_client.keys()
 
     def of_client(self, client: bytes) -> list[Any]:
-        """Return the held requests of a client, in order of arrival."""
+        """Return the waiting requests of a client, in order of arrival."""
         return list(self._by_client.get(client, {}).values())
 
     def hold(self, request: Message) -> None:
-        """Hold a request until the request is answered or has waited for the longest time.
+        """Let a request wait until it is answered, but at most ``hold_s`` seconds.
 
-        A repeated request with the same id replaces the held request. Raises `ReplayBufferError` if too many requests
-        are held.
+        A repeated request with the same id replaces the waiting request. Raises `ReplayBufferError` if too many
+        requests wait.
         """
         key = request.client, request.request_id
         self.remove(*key)
@@ -126,14 +126,15 @@ class HeldRequests:
         if num_of_client >= _MAX_PER_CLIENT or len(self) >= _MAX_IN_ALL:
             raise ReplayBufferError(
                 f"too many requests of this operation wait: {num_of_client} of this client (at most "
-                f"{_MAX_PER_CLIENT}), {len(self)} of all clients (at most {_MAX_IN_ALL}); send fewer requests at once"
+                f"{_MAX_PER_CLIENT}), {len(self)} of all clients (at most {_MAX_IN_ALL}); wait for answers before you "
+                "send more requests"
             )
         self._timers[key] = asyncio.get_running_loop().call_later(self._hold_s, self.answer, self._late, [request])
         self._requests[key] = self._by_client.setdefault(request.client, {})[request.request_id] = request
         self.num_bytes += size_of(request.payload)
 
     def remove(self, client: bytes, request_id: int) -> Message | None:
-        """Remove a held request. Return the request, or None if the request is not held."""
+        """Remove a waiting request. Return the request, or None if no such request waits."""
         request = self._requests.pop((client, request_id), None)
         if request is None:
             return None
@@ -146,9 +147,10 @@ class HeldRequests:
         return request
 
     def answer(self, answer_to: Callable[[Any], Answer | None], requests: Iterable[Message] | None = None) -> None:
-        """Call ``answer_to`` with each of the ``requests``, by default with all held requests, and send the answers.
+        """Call ``answer_to`` with each of the ``requests``, by default with all waiting requests. Send the answers.
 
-        A request stays held if ``answer_to`` returns None. If ``answer_to`` raises an error, the error is the answer.
+        If ``answer_to`` returns None, the request waits further. If ``answer_to`` raises an error, the error is the
+        answer.
         """
         for request in self.all() if requests is None else requests:
             try:
@@ -184,8 +186,8 @@ class PendingWrites:
     def wait(self, request: Message, begin: Callable[[], Awaitable[Checkpointed]]) -> None:
         """Answer a request when its write is complete.
 
-        ``begin`` is a function that returns the coroutine of the write. If a request with the same ``key`` has begun
-        the write before, ``begin`` is not called.
+        ``begin`` is a function that returns the coroutine of the write. It is called only if no earlier request with
+        the same ``key`` has begun the write.
         """
         key = request.body.key
         if key not in self._writes:
@@ -213,7 +215,7 @@ class PendingWrites:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class WaitingWorker(Message):
-    """A held request for leases, with the leases granted so far.
+    """A waiting request for leases, with the leases granted so far.
 
     ``incarnation`` is how often the learner had gone back to a checkpoint when it made the engine's weights.
     """
@@ -229,7 +231,7 @@ class WaitingWorker(Message):
 
 
 class WaitingWorkers(HeldRequests):
-    """Held requests for leases, indexed by the policy version that the sender's engine serves."""
+    """Waiting requests for leases, indexed by the policy version that the sender's engine serves."""
 
     def __init__(self, replies: Replies, hold_s: float) -> None:
         super().__init__(replies, hold_s)
@@ -238,21 +240,21 @@ class WaitingWorkers(HeldRequests):
 
     @property
     def versions(self) -> list[int]:
-        """The engine versions of the held requests."""
+        """The policy versions that the engines of the waiting workers serve."""
         return list(self._by_version)
 
     def at_version(self, version: int) -> list[tuple[int, Any]]:
-        """Return (position in the order of arrival, request) pairs of the requests at an engine version."""
+        """Return the requests for leases at a policy version, as (position in the order of arrival, request) pairs."""
         return [(place, self._requests[key]) for key, place in self._by_version.get(version, {}).items()]
 
     def hold(self, request: Any) -> None:
-        """Hold a request, and index it by its engine version."""
+        """Let a request wait, and index it by the version of its engine."""
         super().hold(request)
         self._next_place += 1
         self._by_version.setdefault(request.version, {})[request.client, request.request_id] = self._next_place
 
     def remove(self, client: bytes, request_id: int) -> Any:
-        """Remove a held request from the list and the index. Return the request, or None if the request is not held."""
+        """Remove a waiting request from the list and the index. Return the request, or None if it does not wait."""
         request: Any = super().remove(client, request_id)
         if request is not None:
             del self._by_version[request.version][client, request_id]
@@ -296,7 +298,7 @@ class Collaborators:
     replies: Replies
 
     def held(self, late: Callable[[Message], Answer] = nothing_yet) -> HeldRequests:
-        """Return an empty collection for the held requests of one operation.
+        """Return an empty collection for the waiting requests of one operation.
 
         ``late`` is a function that returns the answer to a request that has waited too long.
         """
@@ -314,12 +316,12 @@ class PromptIntake:
         self.close = self._held.close
 
     def keep_finished(self) -> None:
-        """Keep the metadata of groups that finish from now on, for the answers to `Enqueue`."""
+        """Retain the metadata of groups that finish from now on, for the answers to `Enqueue`."""
         if self._outcomes is None:
             self._outcomes = deque(maxlen=_MAX_REMEMBERED)
 
     def note_finished(self, group: GroupSummary) -> None:
-        """Keep the metadata of a finished group for the next answer, if a request has asked for the metadata."""
+        """Retain the metadata of a finished group for the next answer, if a request has asked for the metadata."""
         if self._outcomes is not None:
             self._outcomes.append(group)
 
@@ -341,7 +343,7 @@ class PromptIntake:
         return self._held.num_bytes
 
     def hold(self, request: Message, prompts: Mapping[int, Frames]) -> None:
-        """Hold a request until the queue has room for its ``prompts``, a map from group ids to frames.
+        """Let a request wait until the queue has room for its ``prompts``, a map from group ids to frames.
 
         Known prompts are ignored. Raises the errors of `PayloadStore.check_prompts`.
         """
@@ -358,7 +360,7 @@ class PromptIntake:
             num_free = max(0, self._queue_size - self._ledger.groups.num_queued)
             chosen = list(islice(request.body, num_free))
             self._queue(chosen)
-            for _ in chosen:  # remove the queued prompts only now, because they must stay if the journal's write fails
+            for _ in chosen:  # remove queued prompts only now, because they must stay if the write to the journal fails
                 request.body.popleft()
             if request.body:
                 return
@@ -379,7 +381,7 @@ class Admission:
 
     Args:
         clock: Measures the workers' paces and the time since their last messages.
-        settle: Called without a message at the times when `grant` may find new leases to grant.
+        settle: Called by a timer at the times when `grant` may find new leases to grant without a new message.
 
     Attributes:
         clock: The argument ``clock``.
@@ -429,14 +431,14 @@ class Admission:
         return granted is not None
 
     def hold(self, request: Message) -> None:
-        """Hold a request for leases."""
+        """Let a request for leases wait."""
         key = {"client": request.client, "request_id": request.request_id}
         self._held.hold(WaitingWorker(**key, body=request.body, incarnation=request.body.incarnation))
 
     def adopt(self, client: bytes, version: int) -> None:
         """Record that a client's engine loaded ``version`` from the current learner.
 
-        The client's held requests at this version may then get leases.
+        The client's waiting requests for leases at this version may then get leases.
         """
         for request in self._held.of_client(client):
             if request.version == version:
@@ -507,7 +509,7 @@ class Admission:
                 if request.version in versions and self._grant_one(request, served, now):
                     heappush(line, (is_slow, num_held + 1, turn + 1, place, request))
                 versions = self._admitted(versions)
-        finally:  # if the journal's write of a lease fails, the leases that were granted before still reach the workers
+        finally:  # if the write of a lease to the journal fails, answer with the leases granted before the failure
             for request in served:
                 self._held.remove(request.client, request.request_id)
                 # Remember the leases, because the answer may be lost. The worker then repeats the request.
@@ -657,7 +659,10 @@ class BatchRequests:
         self.close = self._held.close
 
     def hold(self, request: Message) -> None:
-        """Hold a request for a batch until the batch can be made. Raises `ReplayBufferError` if plans fail now."""
+        """Let a request for a batch wait until the batch can be made.
+
+        Raises `ReplayBufferError` if filters have dropped too many groups in a row.
+        """
         if self._is_filtered_away():
             raise ReplayBufferError(self._filtered())
         self._held.hold(request)
@@ -685,7 +690,10 @@ class BatchRequests:
         return NothingYet(self._filtered() if self._ledger.account.filtered_in_a_row >= num_wanted else "")
 
     def note_filtered(self) -> None:
-        """Handle a filtered group. Warn after many filtered groups in a row, and fail all plans at the limit."""
+        """Handle a group that a filter has dropped.
+
+        After many such groups in a row, log a warning. At the limit, fail all requests for batches.
+        """
         if self._is_filtered_away():
             self._held.fail_all(ReplayBufferError(self._filtered()))
             return

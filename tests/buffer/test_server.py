@@ -158,7 +158,7 @@ async def test_a_trajectory_older_than_its_lease_is_refused_and_its_prompt_lease
         await worker.plan(0)
         await worker.commit(0)
         [lease] = await worker.lease(1, 1)
-        with pytest.raises(VersionTooOld, match="version 0, but its lease began at 1"):
+        with pytest.raises(VersionTooOld, match="version 0, but its lease began at version 1"):
             await worker.put(rollout(lease, version=0))
         [again] = await worker.lease(1, 1)
         assert (again.prompt.group_id, again.attempt) == (lease.prompt.group_id, 1)
