@@ -348,12 +348,15 @@ class RolloutFleetConfig:
 
     @property
     def fewest_groups_in_flight(self) -> int:
-        """Smallest limit on the prompt groups that a worker generates at the same time. The worker starts with it."""
+        """Lower bound for the number of prompt groups that a worker generates at the same time.
+
+        A worker starts with this number.
+        """
         return _bounds(self.groups_in_flight)[0]
 
     @property
     def most_groups_in_flight(self) -> int:
-        """Largest limit on the prompt groups that a worker generates at the same time."""
+        """Upper bound for the number of prompt groups that a worker generates at the same time."""
         return _bounds(self.groups_in_flight)[1]
 
     @property

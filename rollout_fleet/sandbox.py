@@ -370,7 +370,7 @@ class _Output:
             self._process.stdin.close()
         await self._process.wait()
         # Closing standard input fails if the process ended early.
-        # Await the close here, because Python < 3.11.4 logs an error that was not awaited.
+        # Await the close here. Otherwise Python < 3.11.4 would log the failure.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 

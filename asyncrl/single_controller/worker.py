@@ -52,7 +52,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Keep blocked stop signals blocked, and redirect output to the worker's log. The constructor runs later."""
+        """Redirect output to the worker's log before the constructor runs. Blocked stop signals stay blocked."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:

@@ -203,7 +203,7 @@ def _outcome_of(path: Path, output: str) -> Any:
 
 
 class _InvalidAction(Exception):
-    """An error: the policy's text is not an action of the game. The policy gets its message and answers again."""
+    """Raised if the policy's text is not an action of the game. The policy gets the message and answers again."""
 
 
 Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
@@ -237,7 +237,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages, or text. If the last message has the role user, text is appended to it."""
+    """Append an observation: chat messages, or text. Text is added to the last message if its role is ``user``."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)

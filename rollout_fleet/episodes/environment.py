@@ -268,7 +268,7 @@ class Policy:
             failed = 0
             return result
         except EpisodeFailure:
-            failed = 0  # not a failure of the tool: the episode itself failed
+            failed = 0  # the episode itself failed, so the tool did not fail
             raise
         except ToolError:
             raise
