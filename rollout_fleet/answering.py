@@ -98,7 +98,10 @@ class AnsweringParts:
         await self.rewards.start(variables)
 
     async def close(self) -> None:
-        """Stop the engine and its helpers. If some fail to stop, stop the others, then raise one of the errors."""
+        """Stop the engine and its helpers.
+
+        If one of them raises an error, all others are still stopped before the error is raised.
+        """
         async with AsyncExitStack() as stack:  # the stack calls the functions below in reverse order
             if self.player is not None:
                 stack.push_async_callback(self.player.close)

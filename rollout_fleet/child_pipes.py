@@ -43,7 +43,7 @@ def open_pipes(parent_pid: int) -> tuple[BinaryIO, BinaryIO]:
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
     os.dup2(2, 1)
-    # The parent takes a closed pipe as the end of this process, so forked processes must not keep the pipes open.
+    # Close the pipes in forked processes, because the parent detects the end of this process by the closed pipes.
     for pipe in (questions.raw, answers.raw):
         os.register_at_fork(after_in_child=pipe.close)
     return questions, answers
@@ -91,7 +91,7 @@ class ChildFolder:
         # A sandboxed program may run as another user, who must be able to enter the folders inside this folder.
         os.chmod(new, 0o711)
         self._lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-        with suppress(OSError):  # ignore that some file systems have no locks
+        with suppress(OSError):  # some file systems do not support locks
             fcntl.flock(self._lock, fcntl.LOCK_SH)
         # Lock the folder before renaming it. Other processes remove each unlocked folder that begins with `_FOLDER`.
         os.rename(new, self.path)

@@ -46,7 +46,7 @@ class SaveProgress(StrEnum):
 
 
 class OnUpdate(StrEnum):
-    """What happens to the KV cache of unfinished samples at a weight update: it is computed again, or kept."""
+    """Says whether the KV cache of unfinished samples is computed again at a weight update, or stays in memory."""
 
     recompute = "recompute"
     keep = "keep"
@@ -133,7 +133,7 @@ class SGLangConfig:
         max_total_tokens: KV cache size in tokens. 0: SGLang's choice on a GPU, 32768 on a CPU.
         tokenizer: Load the model's tokenizer in the server, for stop texts and JSON schemas. It is always loaded if
             ``rollout_fleet.environment.name`` or a stop text is set.
-        max_running_requests: Largest number of samples that are decoded at once.
+        max_running_requests: Largest number of samples that are decoded at the same time.
         samples_per_request: Largest number of samples in one HTTP request. It affects the throughput of a server on a
             CPU.
         memory_saver: Make the server able to free its weights and KV cache. Colocated pools on GPUs need this. A server
@@ -226,10 +226,10 @@ class RolloutFleetConfig:
         min_engines: The run ends if failed engines are not replaced and fewer engines than this are left. An elastic
             fleet first waits ``no_engine_timeout_s`` for other engines to join.
         no_engine_timeout_s: Longest time that training may wait while no engine is up.
-        groups_in_flight: Largest number of prompt groups that one worker generates at once. With ``{min: 4, max: 64}``,
-            this number adapts to the load that the engine reports. In total, a worker has at most twice as many groups,
-            or ``environment.max_groups``. The total includes groups that are being scored or stored, and groups that
-            wait for tools.
+        groups_in_flight: Largest number of prompt groups that one worker generates at the same time. With
+            ``{min: 4, max: 64}``, this number adapts to the load that the engine reports. In total, a worker has at
+            most twice as many groups, or ``environment.max_groups``. The total includes groups that are being scored or
+            stored, and groups that wait for tools.
         reward: ``exact_match``, ``last_number``, ``final_answer``, ``numeric``, ``math_verify``, ``code``, ``judge``,
             ``format``, ``length``, ``environment``, or your own as ``file.py:function`` or ``module:function``, called
             as reward(prompt, response_text) -> float (docs/rewards.md).
@@ -252,7 +252,7 @@ class RolloutFleetConfig:
             ``drop_trajectory``: only the response is dropped, and the learner trains on the group's other responses. At
             least two must remain. This may bias training, because a response's content can make the reward fail.
         max_attempts: A prompt group is dropped and counted after this many failed attempts, on all workers together. An
-            attempt fails if the reward fails, if the engine fails, or if the engine aborts the group by itself.
+            attempt fails if the reward fails, if the engine fails, or if the engine aborts the group unexpectedly.
             ``environment.on_failure`` says when failed episodes make the attempt fail. Evictions do not count.
         max_failures_in_a_row: A worker ends after this many failed attempts without a stored group between them. If the
             reward failed in the last of these attempts, the whole run ends. Otherwise the worker is replaced.
@@ -343,17 +343,20 @@ class RolloutFleetConfig:
 
     @property
     def most_engines(self) -> int:
-        """Largest number of engines that a run may have at once: ``num_engines``, or its ``max``."""
+        """Largest number of engines that a run may have at the same time: ``num_engines``, or its ``max``."""
         return _bounds(self.num_engines)[1]
 
     @property
     def fewest_groups_in_flight(self) -> int:
-        """Smallest number of prompt groups that a worker generates at once. The worker starts with this number."""
+        """Lower bound for the number of prompt groups that a worker generates at the same time.
+
+        A worker starts with this number.
+        """
         return _bounds(self.groups_in_flight)[0]
 
     @property
     def most_groups_in_flight(self) -> int:
-        """Largest number of prompt groups that a worker generates at once."""
+        """Upper bound for the number of prompt groups that a worker generates at the same time."""
         return _bounds(self.groups_in_flight)[1]
 
     @property
@@ -384,13 +387,13 @@ class RolloutFleetConfig:
     def reward_weights(self) -> dict[str, float]:
         """The weight of each reward in the sum, by the reward's name.
 
-        Data sources in ``rewards_by_source`` have weights of their own.
+        Data sources in ``rewards_by_source`` have their own weights.
         """
         return dict(map(_weighted, self.rewards)) or {self.reward: 1.0}
 
     @property
     def reward_names(self) -> list[str]:
-        """The names of all rewards that the run uses, in the form of ``rollout_fleet.reward``, without repetitions."""
+        """The name of each reward that the run uses, in the form of the option ``rollout_fleet.reward``."""
         sources = (dict(map(_weighted, entries)) for entries in self.rewards_by_source.values())
         return list(dict.fromkeys(name for weights in (self.reward_weights, *sources) for name in weights))
 

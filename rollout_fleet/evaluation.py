@@ -60,7 +60,7 @@ class HeldOutAnswers:
 
         Returns one entry with rewards per answered prompt; an entry may report a failed reward instead. A prompt is
         left out if a token of its answers has another policy version than ``version``. This happens if the engine loads
-        new weights meanwhile. The prompts must have distinct group ids. Several calls may run at once.
+        new weights meanwhile. The prompts must have distinct group ids. Several calls may run at the same time.
 
         Raises `EngineError` if the engine does not serve ``version`` at the beginning. Errors of `Engine.generate` are
         raised too.

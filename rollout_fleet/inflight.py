@@ -118,11 +118,11 @@ class InflightGroup:
     ) -> InflightGroup:
         """Make the group of a prompt that the worker has leased, with one episode (rollout) per sample.
 
-        A lease is the right to generate a group. If ``progress`` is given, the episodes continue the rollouts that an
-        earlier worker saved. ``images`` are the images of the prompt. ``budget`` limits the turns and tokens of each
+        A lease is the right to generate a group. If ``progress`` is not None, the episodes continue the rollouts that
+        an earlier worker saved. ``images`` are the images of the prompt. ``budget`` limits the turns and tokens of each
         episode; without a budget, each episode is a single answer to the prompt. ``greedy_baseline`` adds a greedy
-        episode. If ``seed``, the seed of the run, is given, each single answer gets its own seed, which depends only on
-        ``seed``, the group and the sample.
+        episode. ``seed`` is the seed of the run. If it is not None, each single answer gets its own seed, which depends
+        only on ``seed``, the group and the sample.
 
         Raises `ReplayBufferError` if ``progress`` does not have ``num_samples`` trajectories.
         """
@@ -319,7 +319,7 @@ def _recorded(progress: TrajectoryGroup, num_samples: int) -> list[Trajectory | 
 
 
 class GroupLimit:
-    """Limits how many prompt groups are on one engine at once, between ``lowest`` and ``highest``.
+    """Limits how many prompt groups are on one engine at the same time, between ``lowest`` and ``highest``.
 
     The limit adapts to the load that the engine reports. First it doubles (slow start, as in TCP). After it has shrunk
     once, it grows by one (additive increase, multiplicative decrease; Chiu and Jain, 1989). It shrinks while samples

@@ -61,11 +61,11 @@ def ask(run: str, request: FleetRequest, *, timeout_s: float) -> FleetAnswer:
     found = _read_address(folder) if folder.is_dir() else {"address": run}
     expected = f"--run {run} must be the folder of a run, or the address of its Ray cluster (auto, or host:port)"
     if found["address"] != "auto" and not _is_served(found["address"]):
-        raise ValueError(f"{expected}; no process listens there")  # otherwise `ray.init` would try for minutes
+        raise ValueError(f"{expected}; no process listens there")  # else `ray.init` would retry for minutes
     for variable, key in ((AUTH_MODE, "auth_mode"), (AUTH_TOKEN, "auth_token")):
         if found.get(key):
             os.environ[variable] = found[key]  # Ray reads these variables when it is imported
-    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # Ray retries this often if the cluster refuses its token
+    os.environ.setdefault("RAY_NUM_REDIS_GET_RETRIES", "5")  # Ray retries 5 times if the cluster refuses the token
     import ray
     from ray.exceptions import GetTimeoutError, RayError
 

@@ -176,13 +176,13 @@ class RolloutLoop:
         return self.counters()
 
     async def wait_ended(self) -> None:
-        """Wait until `run` has ended. Returns at once if `run` is not running."""
+        """Wait until `run` has ended. Returns immediately if `run` is not running."""
         await self._until(lambda: self._state not in (LoopState.running, LoopState.stopping))
 
     async def stop(self) -> FleetCounters:
         """End `run`, wait until it has given back all leased groups, and return the final counters.
 
-        May be called more than once. If it is called before `run`, a later `run` returns at once.
+        May be called more than once. If `stop` is called before `run`, a later `run` returns immediately.
         """
         if self._state in (LoopState.idle, LoopState.running):
             self._state = LoopState.ended if self._state is LoopState.idle else LoopState.stopping
@@ -537,7 +537,7 @@ class RolloutLoop:
     async def _send(
         self, groups: Sequence[InflightGroup], asked: Mapping[str, InflightGroup], requests: Sequence[SampleRequest]
     ) -> None:
-        """Send requests to the engine in one call, and take the answers. ``asked`` maps request ids to groups."""
+        """Send requests to the engine in one call, and process the answers. ``asked`` maps request ids to groups."""
         try:
             async for request, output in self._engine.generate(requests):
                 await self._take(asked[request.id], request, output)
@@ -568,7 +568,7 @@ class RolloutLoop:
         self._meter.add(tokens_generated=num_tokens, tokens_in_flight=num_tokens)
         if group.is_playing:  # the group may need less room now, so `_notify` wakes `_keep_leasing`
             if not output.finish_reason and group.phase is GroupPhase.generating and group.end is None:
-                # the engine aborted the turn by itself, so request the turn again
+                # the engine aborted the turn without a request from this loop, so request the turn again
                 pause_s = 0.0 if len(output.token_ids) else ASK_AGAIN_S
                 self._spawn(partial(self._generate, [group], pause_s=pause_s))
             self._groups.moved()

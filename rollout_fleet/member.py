@@ -176,7 +176,7 @@ class Member:
         """Ask the member to leave the run.
 
         A member that is ``ready`` enters ``draining``: it finishes or gives back its groups. A member that is
-        ``draining`` or has ended does not change. Any other member enters ``left`` at once.
+        ``draining`` or has ended does not change. Any other member enters ``left`` immediately.
         """
         self._is_leaving = True
         if self.state is MemberState.ready:

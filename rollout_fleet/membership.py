@@ -70,13 +70,13 @@ class Roster:
         return 0 if self._most is None else max(0, self._most - len(self._presence))
 
     def presence_of(self, rank: int) -> Presence | None:
-        """Return whether the engine of a rank is coming, present or leaving; None if the rank has no engine."""
+        """Return the state of the engine of a rank (coming, present or leaving); None if the rank has no engine."""
         return self._presence.get(rank)
 
     def join(self, num_engines: int, *, in_kept_places: bool = True) -> list[int]:
         """Choose the ranks of ``num_engines`` engines that join, mark these ranks as coming, and return them.
 
-        Ranks below ``fewest`` that have no engine now come first, because the run keeps Ray resources for these ranks.
+        Ranks below ``fewest`` without an engine are chosen first, because the run keeps Ray resources for these ranks.
         All other ranks are new. If ``in_kept_places`` is false, all ranks are new.
 
         Raises:
@@ -88,7 +88,8 @@ class Roster:
         if num_engines > self.num_free:
             raise MembershipRefused(
                 f"rollout_fleet.num_engines allows {self._most} engines, and {len(self._presence)} are present, "
-                f"coming or leaving, got {num_engines} more; ask for at most {self.num_free}, or wait until others left"
+                f"coming or leaving; got a request for {num_engines} more; add at most {self.num_free}, or wait until "
+                "other engines have left"
             )
         kept = [rank for rank in range(self._fewest) if rank not in self._presence] if in_kept_places else []
         new = range(self._next, self._next + max(0, num_engines - len(kept)))

@@ -182,7 +182,7 @@ class Code:
         partial: Score the fraction of passed tests. Otherwise the score is 1.0 if all tests pass, else 0.0. All asserts
             together are one test.
         language: ``python`` or ``bash``.
-        at_once: Number of programs that run at once in one scoring process.
+        at_once: Number of programs that run at the same time in one scoring process.
         kind: How the sandbox isolates programs (`SandboxKind`).
         python: Interpreter of the programs.
         limits: Fields of `SandboxLimits`. Example: ``{cpu_time_s: 2.0}``.

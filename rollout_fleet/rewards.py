@@ -64,7 +64,7 @@ class RewardProcesses:
         is_builtin = name in REWARDS.names()
         self._needs_process = not is_builtin or name in FUNCTIONS_IN_PROCESSES
         self._reward = BoundReward(name, self._options, is_made=is_builtin)
-        # Holds the idle scoring processes. None stands for a failed process. A call that takes None starts a new one.
+        # Has the idle scoring processes, and None in place of a failed process. A call that gets None starts a process.
         self._free: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
         self._processes: set[ChildProcess] = set()
         self._variables: Mapping[str, str] = {}
@@ -218,7 +218,7 @@ class WeightedRewards:
     async def score(self, prompt: Prompt, rollouts: Sequence[Rollout | str], *, may_fail: bool = False) -> Scores:
         """Score the rollouts of one prompt with every reward of the prompt's data source, and sum the rewards.
 
-        A string in ``rollouts`` stands for a rollout with this text as the only answer. If ``may_fail`` is true, a
+        A string in ``rollouts`` is scored as a rollout with this text as its only answer. If ``may_fail`` is true, a
         rollout that a reward cannot score gets the total NaN. Otherwise `RewardError` is raised.
         """
         weights = self._config.weights_for(prompt.data_source)

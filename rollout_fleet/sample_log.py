@@ -154,4 +154,4 @@ class SampleLog:
         try:
             await asyncio.to_thread(write)
         except OSError as error:
-            logger.warning("samples are not kept: %s", error)
+            logger.warning("samples are not saved: %s", error)

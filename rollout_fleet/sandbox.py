@@ -80,7 +80,7 @@ class SandboxLimits:
         wall_time_s: Seconds from the program's start to its end.
         cpu_time_s: Seconds of processor time of all processes together.
         memory_bytes: Address space of each process, and resident memory of all processes.
-        processes: Number of processes and threads at once.
+        processes: Number of processes and threads that run at the same time.
         disk_bytes: Size of the program's scratch folder, which is in memory.
         files: Number of files and folders in the scratch folder.
         output_bytes: Number of bytes of standard output and standard error together.
@@ -127,7 +127,7 @@ class SandboxResult:
 
 
 class Sandbox:
-    """Runs any number of programs at once, each in its own sandbox.
+    """Runs any number of programs at the same time, each in its own sandbox.
 
     Args:
         kind: Kind of isolation. ``auto`` never selects ``limits``, the weakest kind.
@@ -369,8 +369,8 @@ class _Output:
             await self._process.stdin.drain()
             self._process.stdin.close()
         await self._process.wait()
-        # If the process ended early, closing its standard input fails.
-        # Await the failed close of standard input here, because Python < 3.11.4 would log it otherwise.
+        # Closing standard input fails if the process ended early.
+        # Await the close here. Otherwise Python < 3.11.4 would log the failure.
         with suppress(ConnectionError):
             await self._process.stdin.wait_closed()
 

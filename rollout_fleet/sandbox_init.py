@@ -183,7 +183,7 @@ class Program:
     def __init__(self, job: dict[str, Any], *, is_alone: bool) -> None:
         self._job = job
         self._limits: dict[str, Any] = job["limits"]
-        self._is_alone = is_alone  # true in a process-id namespace: all its other processes belong to the program
+        self._is_alone = is_alone  # true if all other processes in this process-id namespace belong to the program
         self._pid = -1
         self._status: int | None = None
         self._ended_by = ""
@@ -228,7 +228,7 @@ class Program:
 
     def _become(self) -> None:
         job, limits, scratch = self._job, self._limits, Path(self._job["scratch"])
-        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # lets this process write its own oom_score_adj below
+        _call("prctl", PR_SET_DUMPABLE, 1, 0, 0, 0)  # without this call, the write to oom_score_adj below would fail
         given = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.write(given, base64.b64decode(job["stdin"]))
         os.lseek(given, 0, os.SEEK_SET)

@@ -45,7 +45,7 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "_padding_size_key":  # verl's dispatch functions import this name
+    if name == "_padding_size_key":  # dispatch functions written for verl import `_padding_size_key`
         return import_module(".dispatch", __name__)._padding_size_key
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

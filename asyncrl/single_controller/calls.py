@@ -1,7 +1,7 @@
 """Calls methods of the workers of a worker group, and waits for the results with a deadline.
 
-An argument may be a future, which stands for the result of another call. The group then sends the future's Ray
-references. Ray starts the call when the other call has ended, so no worker waits for its result. If the other call
+An argument may be a future: the result of another call that possibly still runs. The group then sends the future's Ray
+references. Ray starts the call when the other call has ended, so no worker waits for this result. If the other call
 failed, this call raises the error of the other call.
 """
 
@@ -200,7 +200,7 @@ class Route:
 
 
 _SHARE_FROM_BYTES = 100_000
-# The collect functions in `_COLLECT_BY_RANK` return a list of the ranks' results, so padding is not removed.
+# These collect functions return a list of the ranks' results. Rows of padding are not removed from such a list.
 _COLLECT_BY_RANK = (collect_all_to_all, collect_dp_compute)
 
 

@@ -119,7 +119,7 @@ def object_array(values: Any) -> np.ndarray:
     """Return ``values`` as a numpy array of dtype object. Sequences of equal length become further dimensions."""
     try:
         return np.array(values, dtype=object)
-    except ValueError:  # numpy rejects arrays that agree only in their first dimensions
+    except ValueError:  # numpy raises this error if arrays have equal first dimensions but other shapes
         return _object_column(values)
 
 
@@ -131,7 +131,7 @@ def _object_column(values: Any) -> np.ndarray:
 
 
 def picked(entries: dict[str, Any], keys: Iterable[str] | None) -> dict[str, Any]:
-    """Return the entries that ``keys`` names. Ignore unknown names. If ``keys`` is None, return all entries."""
+    """Return the entries whose keys are in ``keys``; if ``keys`` is None, all entries. Unknown keys are ignored."""
     if keys is None:
         return entries
     wanted = set(keys)
@@ -142,7 +142,7 @@ def pop_all(parts: Mapping[str, Any], wanted: Sequence[list[str]]) -> list[dict[
     """Remove entries from several dicts, and return the removed entries of each dict.
 
     Args:
-        parts: Dicts, TensorDicts or None, by the name that error messages show.
+        parts: Maps a name, which error messages show, to a dict, a TensorDict or None.
         wanted: The keys to remove from each dict, in the order of ``parts``.
 
     Raises:
@@ -363,7 +363,7 @@ def facts_equal(a: Any, b: Any) -> bool:
         return True
     try:
         return bool(a == b)
-    except (TypeError, ValueError, RuntimeError, LookupError):  # a comparison of arrays has no single result
+    except (TypeError, ValueError, RuntimeError, LookupError):  # ``==`` on arrays returns an array, not one bool
         return False
 
 

@@ -142,8 +142,8 @@ class DataProto:
     ) -> DataProto:
         """Build a batch from a dict of tensors and numpy arrays, which become its columns.
 
-        ``meta_info`` has values for all rows. With ``auto_padding``, calls of a worker group may append rows to the
-        batch. Raises `ValueError` for an entry that is neither a tensor nor an array.
+        ``meta_info`` has values for the whole batch. With ``auto_padding``, calls of a worker group may append rows to
+        the batch. Raises `ValueError` for an entry that is neither a tensor nor an array.
         """
         tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor)}
         arrays = {key: value for key, value in data.items() if isinstance(value, np.ndarray)}
@@ -398,7 +398,7 @@ class DataProto:
         return self
 
     def is_padding_enabled(self) -> bool:
-        """Return whether a worker group's calls may append rows to this batch, to give all ranks equally many rows."""
+        """Return whether calls of a worker group may append rows, so that all ranks get the same number of rows."""
         return bool(self.meta_info.get(DataProtoConfig.auto_padding_key) or DataProtoConfig.auto_padding)
 
     def padding(self, padding_size: int, padding_candidate: str = "") -> None:
@@ -675,7 +675,7 @@ def _dense(key: str, column: Any) -> Any:
 
 
 def _type_name(value: Any) -> str:
-    """Name the type of a value and of its items. Example: ``dict[str: list[int]]``."""
+    """Return the type of a value and of its items, as text. Example: ``dict[str: list[int]]``."""
     if isinstance(value, list):
         return f"list[{'|'.join(sorted({_type_name(item) for item in value[:3]})) or '...'}]"
     if isinstance(value, tuple):

@@ -143,7 +143,7 @@ class BatchData:
 
             return columns.chunk_tensordict(self._data, chunks)
         if not self.is_chunkable():
-            raise UsageError(f"a {type(self._data).__name__} cannot be cut into parts; give a DataProto or TensorDict")
+            raise UsageError(f"a {type(self._data).__name__} cannot be cut into parts; pass a DataProto or TensorDict")
         return self._data.chunk(chunks=chunks)
 
     def concat(self) -> Any:
@@ -398,7 +398,7 @@ def _check_dispatch_mode(dispatch_mode: Any) -> None:
     if isinstance(dispatch_mode, dict):
         missing = {"dispatch_fn", "collect_fn"} - dispatch_mode.keys()
         if missing:
-            raise UsageError(f"dispatch_mode lacks {sorted(missing)}; give both dispatch_fn and collect_fn")
+            raise UsageError(f"dispatch_mode lacks {sorted(missing)}; set both dispatch_fn and collect_fn")
     elif not isinstance(dispatch_mode, Dispatch):
         raise UsageError(
             f"dispatch_mode must be a Dispatch or a dict with dispatch_fn and collect_fn, got {dispatch_mode!r}"
@@ -576,7 +576,7 @@ def collect_lazy_compute_data_proto(mesh_name: str, worker_group: Any, *args: An
 
 
 def silent_ranks(worker_group: Any, collect_fn: Callable[..., Any]) -> frozenset[int]:
-    """Return the ranks that need to send only errors, because ``collect_fn`` ignores their results.
+    """Return the ranks whose results ``collect_fn`` ignores. These ranks need to send only errors.
 
     If ``collect_fn`` does not come from `make_nd_compute_dataproto_dispatch_fn`, the set is empty.
     """
@@ -628,7 +628,7 @@ def get_predefined_dispatch_fn(dispatch_mode: Dispatch) -> dict[str, Callable[..
     Raises `UsageError` if the dispatch mode has no such functions.
     """
     if dispatch_mode not in DISPATCH_MODE_FN_REGISTRY:
-        raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add it with register_dispatch_mode")
+        raise UsageError(f"dispatch mode {dispatch_mode!r} has no functions; add the mode with register_dispatch_mode")
     return DISPATCH_MODE_FN_REGISTRY[dispatch_mode]
 
 
@@ -676,7 +676,7 @@ def _split_args_kwargs_data_proto(chunks: int, *args: Any, **kwargs: Any) -> Dis
 
 
 def _split_args_kwargs_data_proto_with_auto_padding(chunks: int, *args: Any, **kwargs: Any) -> Dispatched:
-    """Append rows to copies of the batches with padding enabled. Then cut all arguments into ``chunks`` parts.
+    """Copy each batch that has padding enabled, and append rows to the copy. Cut all arguments into ``chunks`` parts.
 
     All batches with padding enabled must have the same number of rows. Each copy gets the same number of new rows. The
     returned ``kwargs`` then has this number under `_padding_size_key`.

@@ -67,7 +67,7 @@ async def ray_death() -> NoReturn:
     name = daemons[pid]
     log = Path(node.get_logs_dir_path()) / f"{name}.out"
     raise ClusterDiedError(
-        f"Ray's {_DAEMONS[name]} ({name}, pid {pid}) died, and the run cannot go on without it; the end of {log}:\n"
+        f"Ray's {_DAEMONS[name]} ({name}, pid {pid}) died, and the run cannot continue without it; the end of {log}:\n"
         f"{last_lines(str(log))}"
     )
 
@@ -139,7 +139,7 @@ _first_to_end = ray.remote(num_cpus=0, max_retries=0)(wait_for_first_end)
 
 
 _REMOTE_READ_TIMEOUT_S = 10.0
-_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray adds lines with these beginnings to logs
+_RAY_MARKS = (":job_id:", ":actor_name:", ":task_name:")  # Ray's own lines in a log begin with these texts
 
 
 def last_words(actor_id: str, log_file: str | None) -> str:

@@ -32,7 +32,7 @@ from .dispatch import BESIDE, DynamicEnum, runs_beside
 
 
 class ResourcePool:
-    """A set of processes, given by their number on each node. Example: ``[8, 8]`` for two nodes of eight processes.
+    """A set of processes, described by the number of processes on each node. Example: ``[8, 8]`` for two nodes.
 
     At most ``max_colocate_count`` worker groups may share the pool at the same time.
     """
@@ -290,7 +290,7 @@ class RayResourcePool(ResourcePool):
         self.pgs, self._reserved, self._had_groups = None, [], False
 
     def _has_ended(self) -> bool:
-        """Return whether the reservation has ended. A detached reservation stays after the end of its job."""
+        """Return whether the reservation has ended. A detached reservation continues after the end of its job."""
         now = current_cluster()
         if self.detached and now is not None:
             return self._cluster[0] != now[0]
@@ -433,7 +433,7 @@ def split_resource_pool(resource_pool: RayResourcePool, split_size: int | list[i
 
 
 def merge_resource_pool(rp1: RayResourcePool, rp2: RayResourcePool) -> RayResourcePool:
-    """Return a pool with the processes of two pools, which keep their reservations.
+    """Return a pool with the processes of two pools. The new pool uses the reservations of the two pools.
 
     Raises `UsageError` if a pool is a part of another pool, or if the pools differ in an option other than the nodes.
     """
@@ -762,7 +762,7 @@ def master_address_port(slot: Slot, port_range: Sequence[int] | None, timeout_s:
 
     ``port_range`` is a half-open range of ports, or None for any port.
 
-    Raises `UsageError` if every port of the range is taken, and `DeadlineError` if the node does not answer in time.
+    Raises `UsageError` if all ports of the range are in use, and `DeadlineError` if the node does not answer in time.
     """
     if slot.node_id == ray.get_runtime_context().get_node_id():
         port = free_port(port_range)

@@ -52,7 +52,7 @@ class Worker(WorkerHelper):
     _master_port: str | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Set up stop signals, and redirect output to the worker's log, before the constructor runs."""
+        """Redirect output to the worker's log before the constructor runs. Blocked stop signals stay blocked."""
         keep_stop_blocked()
         log_file = os.environ.pop("WG_LOG_FILE", None)
         if log_file is not None:
@@ -259,8 +259,8 @@ def visible_devices_name(env_vars: Mapping[str, str] = os.environ) -> str:
 def set_up_visible_devices(env_vars: MutableMapping[str, str] = os.environ) -> None:
     """Set the environment variables for this worker's devices. Call this before an accelerator is used.
 
-    ROCm's variables are copied to ``CUDA_VISIBLE_DEVICES``. If Ray was told not to restrict the visible devices, the
-    worker sees all devices of its node. The current device is then set to the device that Ray assigned to the worker.
+    ROCm's variables are copied to ``CUDA_VISIBLE_DEVICES``. If an environment variable tells Ray not to restrict the
+    visible devices, the current device is set to the device that Ray assigned to the worker.
     Raises `UsageError` if ROCm's variables conflict.
     """
     _unify_rocm(env_vars)

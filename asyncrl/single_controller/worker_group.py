@@ -254,7 +254,7 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: RayClassWithInitArgs | None = None,
         **kwargs: Any,
     ) -> RayWorkerGroup:
-        """Return a group of workers that run already, found by Ray actor names or given as actor handles."""
+        """Return a group of running workers. Pass either the names of their Ray actors, or their actor handles."""
         kwargs |= {"worker_names": worker_names, "worker_handles": worker_handles}
         return cls(None, ray_cls_with_init, name_prefix=name_prefix, **kwargs)
 
@@ -290,7 +290,7 @@ class RayWorkerGroup(WorkerGroup):
             raise UsageError("a group needs ray_cls_with_init, the class of its workers")
         if (self.master_address is None) != (self.master_port is None):
             given = f"master_addr is {self.master_address!r} and master_port {self.master_port!r}"
-            raise UsageError(f"{given}; give both or neither of them")
+            raise UsageError(f"{given}; set both or neither of them")
         if pool.world_size < 1:
             raise UsageError(f"pool {pool.name_prefix!r} has no processes; set its process_on_nodes")
         if detached and not pool.detached:
@@ -406,7 +406,7 @@ class RayWorkerGroup(WorkerGroup):
         Raises `UsageError` for an unknown role.
         """
         if self.ray_cls_with_init is None:
-            raise UsageError("this group does not know its workers' class; give it ray_cls_with_init")
+            raise UsageError("this group does not know its workers' class; make it with ray_cls_with_init")
         raw = unwrap(self.ray_cls_with_init.cls)
         classes = getattr(raw, "raw_cls_dict", {})
         groups = {}

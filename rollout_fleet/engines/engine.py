@@ -144,9 +144,9 @@ class RunningSample:
         self.is_aborted = False
 
     def so_far(self) -> SampleOutput:
-        """Return an unfinished sample with those of its tokens whose policy version is already known.
+        """Return the tokens sampled so far whose policy version is already known, as an unfinished sample.
 
-        If the engine fails, only these tokens are kept. This base class returns no tokens.
+        If the engine fails, all other tokens of the sample are lost. This base class returns no tokens.
         """
         return NOTHING
 
@@ -291,18 +291,18 @@ class Engine(ABC):
         try:
             check_output(output, sample.request, vocab_size=self._vocab_size, loaded_versions=self._verified)
         except EngineError as error:
-            logger.warning("%s: the tokens of a sample are not kept: %s", self._name, error)
+            logger.warning("%s: the tokens of a sample are dropped: %s", self._name, error)
             return NOTHING
         return output
 
     def decoder(self) -> Decode:
-        """Return a function that decodes token ids to text with special tokens, which is needed only for stop texts."""
+        """Return a function that decodes token ids to text with special tokens. Only stop texts need this function."""
         raise NotImplementedError(f"{self._name} must define `decoder` to support stop texts")
 
     def _kept(self, request: SampleRequest, output: SampleOutput) -> SampleOutput:
-        """Return ``output``, the engine's answer to ``request``, without tokens that must not be kept.
+        """Return ``output``, the engine's answer to ``request``, without the tokens that must be dropped.
 
-        An aborted sample with a JSON schema keeps no token, because no request can continue its JSON text.
+        An aborted sample with a JSON schema loses all tokens, because no request can continue its JSON text.
 
         After an abort, ``request`` continues a response: its prompt ends with the tokens sampled before the abort. A
         stop text may begin in these tokens and end in ``output``. The engine does not find this stop text, because the
@@ -479,7 +479,7 @@ class Engine(ABC):
             self.fail(error)
             raise
         except asyncio.CancelledError:
-            self.fail(EngineError(f"{self._name} was told to {what}, and the load was cancelled"))
+            self.fail(EngineError(f"{self._name} has failed, because its call to {what} was cancelled"))
             raise
 
 

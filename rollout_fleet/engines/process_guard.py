@@ -7,7 +7,7 @@ Usage of the guard: ``process_guard.py OWNER_PID SCRATCH_DIR COMMAND...``
 The guard waits for the exit of the server. SIGHUP from the owner, or from the kernel when the owner dies, makes the
 guard kill the server's process group. Then the guard removes SCRATCH_DIR and the process group's files of shared memory
 in /dev/shm. The guard can find these files only while the processes run. So SIGUSR1 makes it find and remember the
-current files. Guard and server ignore SIGINT and SIGTERM, because a scheduler sends these to all processes at once.
+current files. Guard and server ignore SIGINT and SIGTERM, because a scheduler sends these signals to all processes.
 """
 
 import contextlib

@@ -101,7 +101,7 @@ class ScriptedEngine(Engine):
         self.released = True
 
     async def load_weights(self, offer: WeightOffer) -> float:
-        """Wait for ``load_delay_s`` seconds, then take the offered version. Returns the duration in seconds.
+        """Wait for ``load_delay_s`` seconds, then serve the offered version. Returns the duration in seconds.
 
         If ``load_error`` is not empty, the engine fails, and an `EngineError` with this text is raised.
         """

@@ -161,9 +161,9 @@ def load(model: Any, _named_tensors: Any) -> None:
 
 
 def arrangement_of_experts(model: Any) -> str | None:
-    """Return a JSON text that says which experts of a mixture-of-experts model this rank holds, and in which places.
+    """Return a JSON text that says which experts of a mixture-of-experts model this rank holds, and in which order.
 
-    Returns None if SGLang does not report the places. The text may change between calls, because SGLang moves experts
+    Returns None if SGLang does not report the order. The text may change between calls, because SGLang moves experts
     between ranks while it serves (``--enable-eplb``).
     """
     try:
@@ -180,6 +180,6 @@ def arrangement_of_experts(model: Any) -> str | None:
 def report_path(order: Path, rank: int) -> Path:
     """Return the path of the file in which a tensor-parallel rank reports on a weight load.
 
-    ``order`` is the path of the file that told the rank which weights to load (`ORDER_VARIABLE`).
+    ``order`` is the path of the file that names the weights to load (`ORDER_VARIABLE`).
     """
     return order.with_name(f"{order.name}.{rank}")

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 WARM_UP_PROMPTS = (1, 16)  # the warm-up prompts have these lengths, in tokens
 WARM_UP_TOKENS = 4
 STREAM_INTERVAL = 32  # each streamed chunk after the first has this number of tokens
-LOADERS_SHARE = 0.9  # `server_hooks.load` may take this fraction of `load_timeout_s`; its report gets the rest
+LOADERS_SHARE = 0.9  # fraction of `load_timeout_s` for `server_hooks.load`; the rest is for its report
 
 DEATH_GRACE_S = 2.0
 # The client must close idle connections before the server does: a request on a closing connection is lost.
@@ -117,7 +117,7 @@ class StreamedSample(RunningSample):
 
 
 class SGLangEngine(Engine):
-    """An engine with an SGLang server: ``server`` if given, otherwise a new server.
+    """An engine with an SGLang server. If ``server`` is None, the engine makes a new server.
 
     Attributes:
         server: The server, with its process and its address.
@@ -393,7 +393,7 @@ class SGLangEngine(Engine):
         """Pause the server, load and verify the weights, set their version, and continue.
 
         After an error the server stays paused. This method calls the function ``stands_still`` when the running model
-        step is done. It returns the seconds from then until the server continues.
+        step is done. Returns the seconds from that call until the server continues.
         """
         order, number = self.server.weight_order, secrets.token_hex(8)
         timeout_s = self._config.load_timeout_s * LOADERS_SHARE

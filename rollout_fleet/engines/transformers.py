@@ -392,7 +392,7 @@ class GenerationModel:
         """Return extra model arguments for a batch with images: positions [4, b, T], and the pixels if ``is_first``.
 
         The first position is the token's index in its row. The other three come from `positions_of`. Without these
-        positions, transformers would compute its own, and would store one offset per row in the model
+        positions, transformers would compute positions itself, and would store one offset per row in the model
         (``rope_deltas``). Such offsets do not fit a batch from which rows have been dropped.
         """
         images = [placed.image for request in requests for placed in request.images]
@@ -627,7 +627,7 @@ class TransformersEngine(Engine):
     async def load_weights(self, offer: WeightOffer) -> float:
         """Wait for the end of the running batch, then load and verify weights (`Engine.load_weights`).
 
-        The wait has no deadline of its own. It ends if the engine fails, for example because the engine is silent.
+        The wait has no deadline. The wait ends if the engine fails, for example because the engine is silent.
         """
         self._check_up()
         return await self.unless_failed(self._load_when_idle(offer))

@@ -203,7 +203,7 @@ def _outcome_of(path: Path, output: str) -> Any:
 
 
 class _InvalidAction(Exception):
-    """The policy's text is not an action of the game. The policy gets this error's message and answers again."""
+    """Raised if the policy's text is not an action of the game. The policy gets the message and answers again."""
 
 
 Step = Callable[[str], Awaitable[tuple[Any, float, bool]]]
@@ -237,7 +237,7 @@ async def _play(
 
 
 def _with_observation(messages: list[Any], observation: Any) -> list[Any]:
-    """Append an observation: chat messages, or text. Text continues the last message if the user wrote that message."""
+    """Append an observation: chat messages, or text. Text is added to the last message if its role is ``user``."""
     if isinstance(observation, (list, tuple)) and all(isinstance(part, Mapping) for part in observation):
         return [*messages, *observation]
     text = str(observation)
@@ -330,8 +330,8 @@ def _action(game: Any, text: str) -> Any:
 
 
 _MORE_SESSIONS = (
-    "; start the server with max_concurrent_envs of at least the number of episodes that run at once "
-    "(rollout_fleet.groups_in_flight times the samples per prompt, on each engine), or run fewer at once with "
+    "; start the server with max_concurrent_envs of at least the number of episodes that run at the same time "
+    "(rollout_fleet.groups_in_flight times the samples per prompt, on each engine), or let fewer episodes run with "
     "rollout_fleet.environment.episodes_per_process"
 )
 

@@ -16,7 +16,7 @@ from .environment import is_usable, read_json
 JSON_TAGS = "json"
 SGLANG = "sglang:"
 REASONING_BEGIN, REASONING_END = "<think>", "</think>"
-# `<think>` is searched in this number of tokens at the end of the prompt.
+# Search for `<think>` in this number of tokens at the end of the prompt.
 PROMPT_END = 16
 _CALL = re.compile(r"<tool_call>(.*?)(</tool_call>|\Z)", re.DOTALL)
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")

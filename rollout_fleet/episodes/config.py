@@ -80,7 +80,7 @@ class EnvironmentConfig:
         python: Interpreter of the environment's processes, Python 3.11 or later. It does not need asyncrl's packages.
             Empty: the interpreter of the run.
         processes: Number of child processes per rollout worker.
-        episodes_per_process: Number of episodes that one process runs at once.
+        episodes_per_process: Number of episodes that one process runs at the same time.
         threads: Threads of numerical libraries per process: the value of ``OMP_NUM_THREADS`` and similar variables.
         memory_limit_gb: A process that uses more memory (with its children) is killed, and its episodes fail.
         max_turns: Largest number of sampled turns in an episode.

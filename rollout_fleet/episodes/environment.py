@@ -268,12 +268,12 @@ class Policy:
             failed = 0
             return result
         except EpisodeFailure:
-            failed = 0  # the episode failed, and not the tool
+            failed = 0  # the episode itself failed, so the tool did not fail
             raise
         except ToolError:
             raise
         except Exception as error:
-            if isinstance(error, TimeoutError) and deadline.expired():  # else the tool itself raised `TimeoutError`
+            if isinstance(error, TimeoutError) and deadline.expired():  # a tool may also raise `TimeoutError`
                 raise ToolError(
                     f"tool {name} did not answer within rollout_fleet.environment.tool_timeout_s = "
                     f"{self._tool_timeout_s:g} s; make it faster or raise the option"
@@ -350,8 +350,8 @@ class Environment(Protocol):
         ``policy`` samples the model's turns.
 
         Raises:
-            Exception: the episode has failed. A `ToolError` gives the kind ``tool``, an `EpisodeFailure` its own kind,
-                and most other exceptions give ``environment``.
+            Exception: the episode has failed. The kind of the failure is ``tool`` for a `ToolError`, the attribute
+                ``kind`` of an `EpisodeFailure`, and ``environment`` for most other exceptions.
         """
         ...
 

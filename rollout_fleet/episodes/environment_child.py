@@ -1,4 +1,4 @@
-"""The process that runs environments: many episodes at once in one event loop.
+"""The process that runs environments: many concurrent episodes in one event loop.
 
 The parent, `rollout_fleet.episodes.environment_processes`, sends pickled requests. This process answers in JSON::
 
@@ -71,7 +71,7 @@ class _Traces:
         self.has_programs = False
 
     async def clear_up(self, own_thread: ThreadPoolExecutor) -> int:
-        """Kill the programs and cancel the tasks that still run. Return how many they were."""
+        """Kill the programs and cancel the tasks that still run. Return the number of these programs and tasks."""
         killed = sum(map(_kill_fork, self.forks))
         if self.has_programs or self.forks:  # forked processes may have started programs
             kill = functools.partial(kill_marked, EPISODE, self.episode, spare=(os.getpid(),))
@@ -140,7 +140,7 @@ def _submitting(submit: Callable[..., Future[Any]]) -> Callable[..., Future[Any]
 
     @functools.wraps(submit)
     def submitting(pool: ThreadPoolExecutor, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        # Submit with no current episode: the pool may start a thread, and later episodes use this thread too.
+        # Unset the current episode during `submit`, because the pool may start a thread that later episodes also use.
         traces = _current.get()
         call = _call_in(None, submit, pool, _call_in, traces, fn, *args, **kwargs)
         if traces is not None:
@@ -338,7 +338,10 @@ async def _outcome(environment: Any, prompt: Prompt, policy: Policy) -> Outcome:
 
 
 def _failure(error: BaseException) -> EpisodeFailure:
-    """Convert ``error``, which ended an episode, to an `EpisodeFailure`. The first known cause decides the kind."""
+    """Convert ``error``, which ended an episode, to an `EpisodeFailure`.
+
+    The first exception of a known type decides the kind. The search begins with ``error``, then visits its causes.
+    """
     for cause in _causes(error):
         if isinstance(cause, EpisodeFailure):
             return cause

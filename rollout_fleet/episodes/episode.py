@@ -9,7 +9,7 @@ The class `Episode` makes requests to the engine, limits turns and tokens, and r
     summary (5) ──sample──▶ answer (6)                                                a new root: sample(ROOT, …)
 
 The states of a sampled turn. A new turn begins as *running*. A *recorded* turn has tokens that an earlier attempt at
-the prompt group sampled. `sample` continues a recorded turn; if the turn is complete, it is finished at once::
+the prompt group sampled. `sample` continues a recorded turn; a complete turn becomes *finished* immediately::
 
     recorded ──sample──▶ running ──take──▶ finished
         │                   └──abandon or refuse──▶ dropped
@@ -51,7 +51,7 @@ class EpisodeBudget:
         max_context: Largest number of tokens on a path, from a root to the end of a turn; at most the model's context
             length.
         max_tree_tokens: Largest number of tokens on all paths to leaves together. Tokens that paths share count once
-            per path. A limit of at most one micro-batch lets the learner train on all paths at once. 0: no limit.
+            per path. A limit of at most one micro-batch lets the learner train on all paths together. 0: no limit.
     """
 
     max_turns: int
@@ -503,7 +503,10 @@ class Episode:
             self._running.discard(index)
 
     def _subforest(self, indices: Sequence[int]) -> tuple[tuple[Turn, ...], dict[int, int]]:
-        """Return a pair: the prompt, the turns ``indices`` and their ancestors; and a dict from old to new indices."""
+        """Return a pair: the turns ``indices`` with their ancestors and the prompt, and a dict from old to new indices.
+
+        The prompt is always the first turn.
+        """
         kept = {PROMPT}
         for index in indices:
             while index != ROOT and index not in kept:

@@ -302,7 +302,7 @@ def _chat_logprobs(answer: SampledAnswer, tokenizer: ChatTokenizer) -> dict[str,
     entries = []
     for token, logprob in zip(answer.token_ids.tolist(), answer.logprobs.tolist(), strict=True):
         text = tokenizer.decode([token])
-        # a token that ends within a character has no valid text, and its bytes are not known
+        # the text of a token is not valid if the token has only a part of a character; its bytes are then not known
         own_bytes = None if "\N{REPLACEMENT CHARACTER}" in text else list(text.encode())
         entries.append({"token": text, "logprob": logprob, "bytes": own_bytes, "top_logprobs": []})
     return {"content": entries, "refusal": None}

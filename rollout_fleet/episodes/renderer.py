@@ -35,7 +35,7 @@ AUTO = "auto"
 TEMPLATE = "template"
 _SENTINEL = "asyncrl sentinel"
 _NAMED_TOOLS = ("gpt-oss",)  # these renderers need the field ``name`` in the messages of tools
-# These renderers download a vocabulary. Each is tried only if the model's tokenizer has the given token.
+# These renderers download a vocabulary. Try a renderer only if the model's tokenizer has the token next to its name.
 _DOWNLOADS = {"gpt-oss": "<|channel|>"}
 logger = logging.getLogger(__name__)
 

@@ -714,7 +714,7 @@ class Session:
 def _cut(text: str, stop: Sequence[str]) -> tuple[str, str]:
     """Cut ``text`` before the first stop text in it. ``stop`` lists the stop texts.
 
-    Returns a pair: the part before the stop text, and the stop text. If ``text`` has no stop text: (``text``, "").
+    Returns a pair: the part before the stop text, and the stop text. Without a stop text, returns (``text``, "").
     """
     found = ((before, own) for before, own, _ in map(text.partition, stop) if own)
     return min(found, key=lambda cut: len(cut[0]), default=(text, ""))

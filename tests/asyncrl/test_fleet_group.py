@@ -293,7 +293,7 @@ async def test_two_joins_at_the_same_time_get_different_engines(started):
     workers.takes_s = 1.0
     answers = await asyncio.gather(fleet.join(1), fleet.join(1), fleet.join(2), return_exceptions=True)
     assert answers[:2] == ["joined: rollout worker 4", "joined: rollout worker 5"]
-    assert "allows 4 engines, and 4 are present, coming or leaving, got 2 more" in str(answers[2])
+    assert "allows 4 engines, and 4 are present, coming or leaving; got a request for 2 more" in str(answers[2])
     assert fleet.engines() == ["0", "3", "4", "5"]
 
 

@@ -193,7 +193,7 @@ def test_a_place_that_the_run_keeps_is_given_out_again_before_new_ones_are_asked
     [
         (
             lambda roster: roster.join(3),
-            r"allows 3 engines, and 2 are present, coming or leaving, got 3 more; ask for at most 1",
+            r"allows 3 engines, and 2 are present, coming or leaving; got a request for 3 more; add at most 1",
         ),
         (lambda roster: roster.join(0), "--num must be >= 1 engines, got 0"),
         (lambda roster: roster.leave(7), r"no rollout worker 7, only \[0, 1\]"),

@@ -67,4 +67,4 @@ async def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
     log = log_in(tmp_path / "file", num_groups=1)
     with caplog.at_level(logging.WARNING):
         await log.add(*group(0, [0]))
-    assert "samples are not kept" in caplog.text
+    assert "samples are not saved" in caplog.text

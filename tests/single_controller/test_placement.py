@@ -135,7 +135,7 @@ def test_an_unknown_option_is_refused_and_verls_are_accepted(cluster):
 
 
 def test_options_that_contradict_one_another_are_refused(cluster):
-    with pytest.raises(ValueError, match="master_port None; give both"):
+    with pytest.raises(ValueError, match="master_port None; set both"):
         group_on(pool_of(1), master_addr="here")
     with pytest.raises(ValueError, match="reserved no devices"):
         group_on(pool_of(1), use_gpu=True)
