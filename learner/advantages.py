@@ -1,8 +1,8 @@
 """Computes advantages from rewards: per trajectory, per token or per turn, for a batch that is divided among ranks.
 
-Sums use float64, so that small differences between large rewards are kept. In shapes, B is the number of trajectories.
-M is the number of policy tokens of all trajectories, one trajectory after the other. M does not include tokens from an
-environment.
+Sums use float64, so that rounding does not remove small differences between large rewards. In shapes, B is the number
+of trajectories. M is the number of policy tokens of all trajectories, one trajectory after the other. M does not
+include tokens from an environment.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ class TokenAdvantages:
 
 
 TokenEstimator: TypeAlias = Callable[[TokenRewards, AlgorithmConfig, SumOverRanks], TokenAdvantages]
-"""A function from the rewards of one rank's tokens to the advantages of these tokens. All ranks call it together,
+"""A function that takes the rewards of one rank's tokens and returns their advantages. All ranks call it together,
 because it may compute sums over ranks with its third argument."""
 
 TurnEstimator: TypeAlias = Callable[[TurnRewards, AlgorithmConfig], TurnAdvantages]
-"""A function from the turns of the whole batch to the turns' advantages."""
+"""A function that takes the turns of the whole batch and returns the advantages of the turns."""
 
 AdvantageEstimator: TypeAlias = OutcomeEstimator | TokenEstimator | TurnEstimator
 

@@ -64,7 +64,7 @@ _Parts = list[tuple[float, list[int]]]
 
 
 def _joined_parts(left: _Parts, right: _Parts, num_parts: int) -> _Parts:
-    """Join the partitions ``left`` and ``right``: the largest part of one with the smallest of the other, and so on.
+    """Join two partitions: the largest part of ``left`` with the smallest part of ``right``, and so on.
 
     Each partition has ``num_parts`` parts, but ``left`` and ``right`` leave out the empty parts.
     """

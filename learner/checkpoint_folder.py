@@ -22,7 +22,7 @@ HUGGING_FACE = "huggingface"
 """Name of the folder inside a checkpoint with the model's configuration and tokenizer."""
 
 CRITIC = "critic"
-"""Name of the folder of the critic's checkpoints, beside the policy's checkpoints."""
+"""Name of the folder of the critic's checkpoints, next to the policy's checkpoints."""
 
 _NAME = re.compile(r"v(\d{8,})")
 _PROGRESS = "progress.json"
@@ -40,9 +40,9 @@ class SavedProgress:
         dtype: Dtype of the learner's computation.
         role: Values that the worker of the checkpoint's model needs to resume, such as the actor's KL coefficient.
         lora: Options of the policy's adapters; empty without adapters.
-        run: Values that the run's controller needs to resume; empty if the caller passed none.
+        run: Values that the run's controller needs to resume; empty if the caller passed no values.
         life: Path of the run folder of the ``asyncrl train`` process that saved the checkpoint. This folder has the
-            metrics of the steps before the checkpoint. Empty if the caller passed none.
+            metrics of the steps before the checkpoint. Empty if the caller passed no path.
         parts: Names of the folders that hold other state of the checkpoint. Example: ``["buffer", "critic"]``.
     """
 

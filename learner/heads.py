@@ -32,7 +32,7 @@ from .ulysses import (
 from .vision import VisionTower
 
 LINEAR = LogitShape()
-"""The shape of logits that have neither a scale nor a soft cap."""
+"""The `LogitShape` of logits that have neither a scale nor a soft cap."""
 
 
 WEIGHT_CHUNK_TOKENS = 4096
@@ -169,7 +169,7 @@ class RewardHead(PackedHead):
 
 
 def scores_at(head: PackedHead, batch: MicroBatch, places: np.ndarray) -> tuple[Tensor, ...]:
-    """Return the classifier's output at [M] packed positions, as float32. All sequence-parallel ranks get it.
+    """Return the classifier's output at [M] packed positions, as float32. All sequence-parallel ranks get the output.
 
     With bfloat16, an output of 100.4 would be rounded to 100.5, so small advantages would become zero.
     """

@@ -80,7 +80,7 @@ class MicroBatch:
         """Return a copy of the micro-batch with the columns of ``sequences``, as one value per token in the loss.
 
         ``sequences`` must be the sequences that were passed to `Packer.pack`, in the same order. They may have other
-        columns than before.
+        columns than the packed sequences.
         """
         chosen = [sequences[index] for index in self.source]
         in_loss = np.flatnonzero(np.concatenate([sequence.loss_mask for sequence in chosen])) if chosen else []

@@ -93,7 +93,7 @@ class BatchPreparer:
         self._most_lost = 0
 
     def announce(self, role: RoleBatches, batch: RankBatch) -> None:
-        """Queue a role's batch. The thread prepares the first batch at once.
+        """Queue a role's batch. The thread prepares the first batch immediately.
 
         The thread prepares a later batch when a role calls `take` for the previous learner step.
         """

@@ -1,8 +1,8 @@
 """A log of the trajectories in learner steps: one parquet file per step and data-parallel rank.
 
 A file has one row per branch (path through the turns of a trajectory). With ``record_trajectories``, a run logs all
-trained trajectories. With `TokenLogOptions`, the run also logs a few sequences with two log-probs of each
-token: of the engine and of the learner.
+trained trajectories. With `TokenLogOptions`, the run also logs a few sequences. Each of their tokens
+has the engine's log-prob and the learner's log-prob.
 """
 
 from __future__ import annotations

@@ -125,8 +125,8 @@ def turn_grpo(batch: TurnRewards, config: AlgorithmConfig, *, has_deviation: boo
     turn gets 0.
 
     Sources: the turn-level advantages of MT-GRPO (arXiv 2505.11821) and the step groups of GiGPO (arXiv 2505.10978).
-    Difference from the papers: both add the advantage of the whole trajectory with a weight. Here, the return contains
-    the outcome.
+    Difference from the papers: both papers add the advantage of the whole trajectory with a weight. Here, the return
+    contains the outcome.
 
     Example: a group of three trajectories with turns of rewards (0, 1), (0, 0) and (0.5). The returns are 1, 0, 0.5 for
     index 0, and 1, 0 for index 1. Without ``has_deviation``, the advantages are (0.5, 0.5), (-0.5, -0.5) and (0).

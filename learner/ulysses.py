@@ -182,7 +182,7 @@ def slice_input_tensor(x: Tensor, dim: int, padding: bool = True, group: Process
 
 
 def replicate_kv_heads(x: Tensor, head_dim: int, num_heads: int, sp_size: int) -> Tensor:
-    """Repeat key or value heads, so that each sequence-parallel rank can get those that its query heads need.
+    """Repeat key or value heads, so that each sequence-parallel rank can get the heads that its query heads need.
 
     ``num_heads`` is the number of query heads, a multiple of the key-value heads and of ``sp_size``. The result has the
     smallest number of heads that is a multiple of both ``sp_size`` and the number of key-value heads.

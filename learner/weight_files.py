@@ -203,7 +203,7 @@ def fill_weights(model: PreTrainedModel, model_path: str) -> set[str]:
     }
     stored = stored_weights(model_path)
     if not stored:
-        raise ValueError(f"model path must hold weights (*.safetensors or *.bin), got {model_path!r} without any")
+        raise ValueError(f"model path must hold weights (*.safetensors or *.bin), got {model_path!r} without weights")
     described, filled = SimpleNamespace(config=model.config, get_parameter=held.__getitem__), set[int]()
     for name, source in _sources(model, held, stored, model_path).items():
         try:

@@ -1,6 +1,6 @@
 """Functions for folders, memory, visible GPUs and stop signals. The module imports neither torch nor ray.
 
-When ``scancel`` or systemd stops a run, every process of the run gets SIGTERM at once. Only the supervisor (the parent
+When ``scancel`` or systemd stops a run, all processes of the run get SIGTERM together. Only the supervisor (the parent
 of the run's main process) handles SIGINT and SIGTERM, to stop the run in order. The main process, the controller,
 blocks both signals, and so do its threads and child processes, including Ray's daemons.
 """
@@ -89,7 +89,7 @@ def check_owned(folder: Path) -> None:
 
 
 def socket_base(longest: str) -> str:
-    """Return a folder for Unix sockets: the temporary folder, or ``/tmp`` if its path is too long for sockets.
+    """Return the temporary folder for Unix sockets, or ``/tmp`` if paths in the temporary folder would be too long.
 
     ``longest`` is the longest path of a socket, relative to the folder. Linux limits the whole path to 107 bytes.
     """
@@ -304,7 +304,7 @@ def _ignore(*_: object) -> None:
 def files_below(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     """Yield each file in a folder and its subfolders, with its `os.lstat` result. Links are not followed.
 
-    Files that another process removes meanwhile are left out.
+    Files that another process removes during the iteration are left out.
     """
     for parent, _, names in os.walk(folder):
         for path in (Path(parent, name) for name in names):
@@ -316,7 +316,7 @@ def replace_folder(partial: Path, final: Path) -> None:
     """Rename the complete folder ``partial`` to ``final``, durably. Delete an earlier folder ``final``.
 
     The earlier folder gets the name ``.NAME.replaced`` first, and is deleted last. So a crash leaves a complete folder.
-    Another process may give the earlier folder its name back meanwhile. Then this function moves the folder away again.
+    If another process renames the earlier folder back to ``final``, this function renames the earlier folder again.
     """
     flush_to_disk(partial)
     replaced = final.with_name(f".{final.name}{REPLACED}")

@@ -1,6 +1,6 @@
 """Reads images in chat messages and dataset rows, and converts them to `Image` objects.
 
-An image is given as a data URL, as base64 text, or as the bytes of a file. Dataset rows can also name a path.
+An image is a data URL, base64 text, or the bytes of a file. Dataset rows can also name a path.
 """
 
 from __future__ import annotations

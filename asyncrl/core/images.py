@@ -50,7 +50,7 @@ class Image:
 
     @property
     def num_tokens(self) -> int:
-        """Number of placeholder tokens that stand for the image in a sequence."""
+        """Number of placeholder tokens that represent the image in a sequence."""
         return len(self.pixels) // self.merge_size**2
 
 
@@ -76,7 +76,7 @@ def positions_of(start: int, num_tokens: int, images: Sequence[PlacedImage]) -> 
     """Compute positions for multimodal rotary embeddings (Qwen3-VL, arXiv 2511.21631; Qwen2-VL, arXiv 2409.12191, 2.1).
 
     On all axes, the position of a text token is one more than the largest earlier position. The position of an image
-    token on an axis is its index in the image's grid, plus the position that a text token in place of the image has.
+    token on an axis is its index in the image's grid, plus the position of a text token that replaces the image.
 
     Args:
         start: Position of the first token.

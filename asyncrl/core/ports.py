@@ -77,7 +77,7 @@ class RolloutBuffer(Protocol):
         ...
 
     def take_progress(self, lease: Lease) -> TrajectoryGroup | None:
-        """Return the unfinished group that was saved for this prompt by `save_progress`; None if none was saved.
+        """Return the unfinished group that was saved for this prompt by `save_progress`; None without such a group.
 
         Call this method once per lease, before the generation. A later `put` or `release` must also count the tokens
         of the saved group.
@@ -304,7 +304,7 @@ class LearnerPort(Protocol):
     def publish(self, version: int) -> Awaitable[None]:
         """Queue a publish of the weights as policy version ``version``, after all steps that are queued so far.
 
-        The awaitable is done as soon as the ranks have copied the weights; the ranks then go on with the next step.
+        The awaitable is done as soon as the ranks have copied the weights; the ranks then compute the next step.
         The rest of the publish runs in the background. After the publish, engines can load the version.
         """
         ...
@@ -400,7 +400,7 @@ class ColocatedFleetPort(FleetPort, Protocol):
         """Wait until running groups end. Then free the engines' GPU memory until new weights are offered.
 
         No engine starts before `take_device`. ``incarnation`` counts the learner's restarts from a checkpoint. If
-        ``incarnation`` is given, the engines later refuse weights that were published before this restart.
+        ``incarnation`` is not None, the engines later refuse weights that were published before this restart.
         """
         ...
 

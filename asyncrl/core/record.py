@@ -33,7 +33,7 @@ from asyncrl.core import receipts, stacks
 logger = logging.getLogger(__name__)
 
 NONE = -1
-"""Value of the policy version, learner step or prompt group in a record that has none."""
+"""Value of a record's policy version, learner step or prompt group if the record does not have one."""
 SCHEMA = 1
 _WRITE_EVERY_S = 0.05
 _MAX_UNWRITTEN_BYTES = 8 << 20
@@ -91,7 +91,7 @@ class SpanKind(StrEnum):
     plan_wait = "plan_wait"  # the controller waits until the buffer has enough groups for a batch
     dispatched = "dispatched"  # the learner's ranks work on a batch that the controller has sent
     evaluation = "evaluation"  # a held-out evaluation runs; the engines that answer its prompts record this span too
-    checkpoint = "checkpoint"  # the run saves a checkpoint; ranks that cannot compute meanwhile record this span too
+    checkpoint = "checkpoint"  # the run saves a checkpoint; ranks that stop computing for the save record this span too
     # An engine records these activities on its row of the timeline, such as ``engine-0``.
     start = "start"  # the engine starts; the span ends after the engine has verified its first weights
     down = "down"  # the engine has failed, is restarting, or is not allowed to serve
@@ -115,7 +115,7 @@ class SpanKind(StrEnum):
     optimizer = "optimizer"
     offload = "offload"
     wait_ranks = "wait_ranks"  # the rank waits for slower ranks
-    publish_copy = "publish_copy"  # the rank copies its weights for a publish, and cannot compute meanwhile
+    publish_copy = "publish_copy"  # the rank copies its weights for a publish, and cannot compute during the copy
     publish = "publish"  # the publisher thread writes or sends the copied weights, until engines can load them
     publish_stage = "publish_stage"  # one phase of preparing or executing a publish; ``cause`` names the phase
 
@@ -124,9 +124,9 @@ class LevelName(StrEnum):
     """The name of a count that changes over time. A recorded value is valid until the next value."""
 
     # The counts from ``capacity`` to ``parked`` are numbers of samples, and are recorded per engine.
-    # ``capacity`` is the limit on the samples that the worker gives to the engine at once.
+    # ``capacity`` is the limit on the samples that the worker gives to the engine at the same time.
     # The limit applies to the samples in ``running`` and ``parked``, and to single-turn samples in ``tail``.
-    # Their number can exceed the limit after the limit is lowered, or if many environments request turns at once.
+    # Their number can exceed the limit after the limit is lowered, or if many environments request turns together.
     # The limit does not apply to samples in ``settling``, ``tool`` and ``environment``, and to multi-turn episodes in
     # ``tail``. The profile records these samples only up to the unused capacity: the recorded numbers are reduced until
     # their sum is at most the unused capacity.
@@ -319,7 +319,7 @@ class Recorder:
         """Record an event of a prompt group that happens now.
 
         ``event`` is a `GroupEvent`. ``attempt`` is the number of earlier attempts to generate the group, or -1 for an
-        event that belongs to no attempt. ``details`` are values that msgpack can encode. Each event has its own:
+        event that belongs to no attempt. ``details`` are values that msgpack can encode. They depend on the event:
 
         - lease: ``version`` of the engine when the worker gets the lease, ``deadline``: the latest learner version that
           can train on the group, ``inherited``: number of tokens that an earlier attempt has saved.

@@ -30,7 +30,7 @@ class Registry(Generic[T]):
     def register(self, name: str) -> Callable[[E], E]:
         """Return a decorator that registers a function or class under ``name``.
 
-        The decorator returns the function or class unchanged, or raises `ValueError` if the name is taken.
+        The decorator returns the function or class unchanged, or raises `ValueError` if the name is already registered.
         """
 
         def enter(entry: E) -> E:

@@ -26,7 +26,7 @@ _SIGNAL = signal.SIGUSR2
 _ANSWER_S = 0.25
 """Seconds that the processes have to write their stacks. After that, the caller may kill the processes."""
 _REST_S = 10.0
-"""A process asks for stacks at most once per this many seconds, because many calls can miss deadlines at once."""
+"""A process asks for stacks at most once per this many seconds, because many calls can miss deadlines together."""
 
 _file: TextIO | None = None
 _asked_s = -_REST_S

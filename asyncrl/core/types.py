@@ -78,8 +78,8 @@ class Lease:
     """The permission of one rollout worker to generate the trajectories of one prompt.
 
     Attributes:
-        attempt: How many leases for the same prompt were given before. The buffer refuses results of older attempts.
-        engine_version: The policy version that the worker's engine served when the lease was given.
+        attempt: How many leases for the same prompt were granted before. The buffer refuses results of older attempts.
+        engine_version: The policy version that the worker's engine served when the lease was granted.
         deadline_version: ``engine_version`` + ``buffer.max_lag``: the latest learner version that may train on the
             group.
     """
@@ -96,7 +96,7 @@ class GroupSummary:
 
     Attributes:
         group_id: The prompt's index in the run's prompt order.
-        attempt: How many leases for this prompt were given before the lease that produced the group.
+        attempt: How many leases for this prompt were granted before the lease that produced the group.
         response_lengths: [G] ints, number of tokens after the prompt, from the policy and from the environment.
         num_tokens: Number of tokens that the policy sampled, except the tokens of ReMax's greedy answer.
         oldest_version: Policy version of the group's oldest token.

@@ -203,9 +203,9 @@ def training(setup: Setup) -> Iterator[Result]:
                 f"planned {planned / 1e9:.1f} GB"
             )
             is_same, fits = max(errors) <= LOSS_TOLERANCE[setup.device], one["peak_bytes"] <= PEAK_TOLERANCE * planned
-            remedy = "leave the options of this variant out, and report it: it computes something else"
+            remedy = "do not use the options of this variant, and report the failure: its results differ"
             if is_same:
-                remedy = "lower learner.max_tokens_per_micro_batch, and report it: the planned memory is too small"
+                remedy = "lower learner.max_tokens_per_micro_batch, and report the failure: it needs more than planned"
             yield Result.of(f"train {kind} {words}", is_same and fits, number, remedy, **one, planned_bytes=planned)
 
 
@@ -259,7 +259,7 @@ def offload(setup: Setup) -> Iterator[Result]:
     """Move model and optimizer to the host and back, and check that the values stay the same."""
     for one in run_task(setup, "learner_tasks:offload", model=_saved_model(setup)):
         is_right = one["is_same"] and one["kept_share"] < 0.1
-        number = f"{one['gb_per_s']:.1f} GB/s both ways, {one['kept_share']:.1%} stays on the device"
+        number = f"{one['gb_per_s']:.1f} GB/s per direction, {one['kept_share']:.1%} stays on the device"
         yield Result.of("offload round trips", is_right, number, "placement.colocated=false", **one)
 
 
@@ -430,11 +430,13 @@ def _report(results: list[Result], setup: Setup) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description="Check this machine for training: kernels, memory, engines, runs.")
-    parser.add_argument("--model", default="", help="folder of a model for the engine checks; default: a random one")
+    parser.add_argument("--model", default="", help="folder of a model for the engine checks; default: random weights")
     parser.add_argument("--gpus", type=int, default=0, help="number of GPUs to use; default: all that are visible")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="", help="default: cuda if there is a GPU")
-    parser.add_argument("--only", default="", help=f"some of {','.join(check.name for check in CHECKS)}")
-    parser.add_argument("--output", default="", help="folder for models, logs and check.json; default: a new one")
+    parser.add_argument(
+        "--only", default="", help=f"checks to run, separated by commas: {','.join(check.name for check in CHECKS)}"
+    )
+    parser.add_argument("--output", default="", help="folder for models, logs and check.json; default: a new folder")
     parser.add_argument("--timeout-s", type=float, default=600.0, help="deadline of each task")
     return parser
 

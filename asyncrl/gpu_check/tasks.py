@@ -124,7 +124,7 @@ class Setup:
     Attributes:
         device: ``cpu`` or ``cuda``.
         num_gpus: Number of GPUs to use; on the CPU, the largest number of ranks.
-        model: Folder of the model that the user gave; empty if none was given.
+        model: Folder of the model of the option ``--model``; empty without this option.
         folder: Folder for models, logs and results.
         timeout_s: Longest time of each task, in seconds.
     """

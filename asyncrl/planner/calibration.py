@@ -347,8 +347,8 @@ class _Reading:
             )
         if per_sample == 0:
             self.notes.append(
-                f"every engine ran about {fmean(loads):.0f} samples at once: the plan assumes the same speed for other "
-                "numbers of samples"
+                f"every engine ran about {fmean(loads):.0f} samples at a time: the plan assumes the same speed for "
+                "other numbers of samples"
             )
         return replace(
             base,

@@ -24,7 +24,7 @@ from buffer.config import OnStale
 NUM_REPLICATES = 8
 """Number of simulations of one choice. Their results give the interval of the step time."""
 AS_FAST = 0.02
-"""Two choices count as equally fast if their step times differ by at most this share."""
+"""Two choices count as equally fast if their step times differ by at most this fraction."""
 MIN_GAIN = 0.03
 """Smallest predicted gain that is worth a change, as a fraction of the step time."""
 MAX_REPLAY_ERROR = 0.2
@@ -321,7 +321,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
     for publish_every in (scenario.publish_every - 1, scenario.publish_every + 1):
         if 1 <= publish_every <= scenario.max_lag + 1:
             yield replace(scenario, publish_every=publish_every)
-    # Remove or add `moved` engines. The learner ranks get the devices of these engines, or give devices to them.
+    # Remove `moved` engines and give their devices to learner ranks, or add `moved` engines on devices of ranks.
     # `moved` is the smallest number that keeps the number of ranks a multiple of `ranks_at_once`.
     moved = scenario.ranks_at_once // math.gcd(scenario.ranks_at_once, scenario.devices_per_engine)
     for engines in () if keep_split else (scenario.num_engines - moved, scenario.num_engines + moved):
@@ -331,7 +331,7 @@ def _changes(scenario: Scenario, *, keep_split: bool) -> Iterator[Scenario]:
 
 
 _REASONS = {
-    "batch_tail": "the ranks wait for the last groups of a batch, and the engines may not start other groups",
+    "batch_tail": "the ranks wait for the last groups of a batch, and the engines must not start other groups",
     "publish": "the ranks wait until the engines have the new weights",
     "slow_generation": "the ranks wait for generation",
     "staleness_gate": "the engines wait for admission",

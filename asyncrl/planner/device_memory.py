@@ -367,7 +367,7 @@ def _padded(model: ModelSize, num_shards: int) -> ModelSize:
 
 
 def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) -> int:
-    """Return the bytes per token that one layer keeps.
+    """Return the bytes per token that one layer keeps for the backward pass.
 
     If ``in_backward`` is true, add the gradients of the layer's widest module.
 
@@ -375,7 +375,7 @@ def _layer_per_token(model: ModelSize, size: int, *, in_backward: bool = False) 
     - The MLP keeps gate, activation, up projection and their product.
     - A mixture of experts also keeps the input and the output of each expert.
     - Attention keeps queries, keys, values and its output once. If the model normalizes queries and keys, attention
-      keeps two more copies of both: one in float32, and one from before the rotary embedding.
+      keeps two more copies of queries and keys: one in float32, and one from before the rotary embedding.
     """
     norm = _FLOAT32_BYTES + 2 * size
     heads = model.query + model.key

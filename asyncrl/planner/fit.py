@@ -24,7 +24,7 @@ from rollout_fleet.config import EngineDevice, EngineKind
 
 _MIB = 1 << 20
 USABLE_SHARE = 0.95
-"""Share of a GPU's memory that a plan may use. torch's allocator also holds bytes that no tensor uses."""
+"""Fraction of a GPU's memory that a run may use. torch's allocator also holds bytes that no tensor uses."""
 SELECTIVE_SHARE = 0.85
 """By default, ranks keep the activations of attention if a rank then needs at most this fraction of a GPU's memory."""
 CARDS = {

@@ -181,7 +181,7 @@ class Scenario:
     Attributes:
         devices_per_engine: ``rollout_fleet.sglang.tp_size``.
         num_ranks: Number of learner ranks, with one device each.
-        ranks_at_once: The number of ranks must be a multiple of this number. It follows from ``learner.sp_size`` and
+        ranks_at_once: The number of ranks must be a multiple of this number, which follows from ``learner.sp_size`` and
             ``learner.fsdp_size``.
         groups_in_flight: Prompt groups that one engine generates at a time. The worker may also score and store up to
             this number of finished groups.
@@ -191,8 +191,8 @@ class Scenario:
         bytes_per_token: Bytes per stored token: id, log-prob, version, masks.
         settle_s: Time from a group's last token until the buffer has stored the group: reward, encoding, network.
         ask_s: Time from the moment when a group slot becomes free until the worker requests a new group. If all slots
-            are free, the worker requests at once.
-        plan_s: Time from the moment when a batch is complete until its learner step begins. It covers the plan, the
+            are free, the worker requests immediately.
+        plan_s: Time from the moment when a batch is complete until its learner step begins: the plan, the
             fetch and the forward pass of the reference model.
         pipeline_steps: Largest number of planned batches that the learner has not consumed; 2 in a real run.
         equal_rewards: Share of groups that ``buffer.filters=[equal_rewards]`` drops; 0 without this filter.
@@ -306,7 +306,7 @@ def load_spec(path: Path) -> Scenario:
 def configured(scenario: Scenario, config: RunConfig) -> Scenario:
     """Return a copy of ``scenario`` with the options of the run ``config``.
 
-    Values that no option sets are kept, such as the time of a step.
+    Values that no option sets do not change, such as the time of a step.
     """
     fleet, buffer = config.rollout_fleet, config.buffer
     engine = replace(

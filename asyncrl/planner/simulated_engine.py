@@ -84,8 +84,8 @@ class SimulatedEngine:
         vary: Maps the expected time of a batch to its simulated time.
 
     Attributes:
-        loading_s: Seconds for which the engine has paused to load weights.
-        prefill_s: Seconds for which the engine has recomputed KV caches after weight updates.
+        loading_s: Total time of the pauses to load weights, in simulated seconds.
+        prefill_s: Total time to recompute KV caches after weight updates, in simulated seconds.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class SimulatedRun:
         fleet_idle: A dict from each cause of idle time to a fraction of the capacity of all engines. The capacity is
             the time multiplied by the number of group slots.
         stored_bytes: Largest number of bytes in the buffer.
-        dropped: Share of the generated tokens that the buffer dropped.
+        dropped: Fraction of the generated tokens that the buffer dropped.
         wait_s: Mean seconds per step that the ranks waited for a batch.
         update_s: Mean seconds per step without the waits and the pauses for publishes. It includes ``plan_s``. The mean
             of the pauses includes the warm-up steps.

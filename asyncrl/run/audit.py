@@ -30,7 +30,7 @@ from asyncrl.run.run_lives import Life, life_of
 Line = Mapping[str, Any]
 
 _REPORT = "please report this with the run's folder"
-_LOST = "if the disk was full, logs/rollout-*.log of that life or an earlier one says that a receipt is not written"
+_LOST = "if the disk was full, logs/rollout-*.log of this or an earlier life says that a receipt is not written"
 ENGINE_RECEIPT = "an engine's receipt"
 
 
@@ -217,11 +217,11 @@ def audit(lives: Sequence[Life]) -> Audit:
     _check_loss(result, own[-1], kept)
     _check_account(result, own[-1], kept, lags)
     num_tokens = sum(_num_tokens(life, step, is_reuse=use) for step, life in kept.items() for use in (False, True))
-    lost = f" (and engines of {len(beside)} more, whose steps were lost)" * bool(beside)
+    lost = f" (and engines of {len(beside)} more lives, whose steps were lost)" * bool(beside)
     result.checked.insert(
         0,
         f"{len(own)} {'life' if len(own) == 1 else 'lives'}{lost}, {len(kept)} steps and {num_tokens} tokens, each "
-        "from its engine to its learner step",
+        "token from its engine to its learner step",
     )
     return result
 
@@ -313,7 +313,9 @@ def _check_loss(result: Audit, newest: LifeReceipts, kept: Mapping[int, LifeRece
     for step, life in sorted(kept.items()):
         in_loss = sum(group["in_loss"] for group in life.groups_trained(step).values())
         if step not in counted:
-            result.unchecked.append(f"the tokens in the loss of step {step}: {path} has no learner.num_tokens of it")
+            result.unchecked.append(
+                f"the tokens in the loss of step {step}: {path} has no learner.num_tokens of this step"
+            )
         elif counted[step] != in_loss:
             what = "the tokens in the learner's micro-batches (learner.num_tokens)"
             result.bad.append(
@@ -327,7 +329,9 @@ def _check_account(
     path = newest.folder / "summary.json"
     summary = read_json(path, "tokens", "max_lag")
     if summary is None:
-        result.unchecked.append(f"the account: {path} does not exist, because the life runs, failed or was killed")
+        result.unchecked.append(
+            f"the account: {path} does not exist, because the life still runs, failed or was killed"
+        )
         return
     tokens = summary["tokens"]
     at: dict[str, Any] = {"life": newest.folder}

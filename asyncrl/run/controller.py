@@ -48,7 +48,7 @@ this loop waits for the previous action::
 
     buffer fills a batch ─▶ engines finish, and release the device ─▶ learner loads, and updates
           ▲                                                                             │
-          └── engines load the weights, and go on ◀── learner publishes the weights, and offloads
+          └── engines load the weights, and resume ◀─ learner publishes the weights, and offloads
 
 After the death of a rank, the engines release the devices, and the loop begins again at the newest checkpoint. Groups
 that are unfinished when a batch is full are finished under the old weights. The learner trains on them one or more
@@ -135,7 +135,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         the record of the newest step before this checkpoint. ``earlier`` has the ledger's counts at the start of this
         process. ``on_step`` gets the record of each finished step. ``evaluate`` evaluates a policy version. Its
         arguments are the version, and a `PinnedEngines` function that returns the engines that stay on this version
-        (None: all engines stay on it).
+        (None: all engines stay on the version).
         """
         resumed = resumed or RunState()
         self._evaluate = evaluate
@@ -222,7 +222,7 @@ class _Training(ABC, Generic[LearnerT, FleetT]):
         return await (await self._checkpointer.save(self._queued_version, wait=True))
 
     async def checkpoint(self) -> Path:
-        """Save a checkpoint after the next learner step. Wait until it is complete, and return its folder."""
+        """Save a checkpoint after the next learner step. Wait until the save is complete, and return the folder."""
         return await self._checkpointer.requested()
 
     async def _unless_stopped(self, work: Callable[[], Awaitable[T]]) -> T | None:
@@ -372,7 +372,7 @@ class Controller(_Training[LearnerPort, FleetPort]):
             self._checkpointer.committed()
             self._places.release()
             if step.weights is not None:
-                await step.weights  # wait until the ranks have copied the weights, but not until engines can load them
+                await step.weights  # wait only until the ranks have copied the weights, not until engines can load them
             metrics = {**metrics, **await step.critic}
             if step.checkpoint is not None:
                 with record.span(record.SpanKind.checkpoint, lane="/complete", version=step.plan.version + 1):

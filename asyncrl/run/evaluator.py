@@ -24,7 +24,7 @@ from asyncrl.metrics import Evaluation, evaluation_of
 logger = logging.getLogger(__name__)
 
 _CALLS_PER_ENGINE = 4
-"""About this many calls share an engine's prompts. With more than one call, a slow engine gets fewer prompts."""
+"""An engine answers its prompts in about this many calls. With several calls, a slow engine gets fewer prompts."""
 
 
 class AnsweringFleet(Protocol):
@@ -46,7 +46,7 @@ class AnsweringFleet(Protocol):
 
 
 PinnedEngines = Callable[[Collection[str]], Awaitable[set[str]]]
-"""Takes a set of engines, and waits until the pinned engines differ from this set. Returns the pinned engines.
+"""A function that takes the known pinned engines, waits until the set changes, and returns the new set.
 
 A pinned engine stays on one policy version until the evaluation of this version ends.
 """
@@ -172,7 +172,7 @@ class _Deal:
         try:
             answered = await answer(engine, prompts)
             if len(answered) < len(prompts):
-                self.lost[engine] = "it went on to another policy version meanwhile"
+                self.lost[engine] = "the engine loaded another policy version during the evaluation"
         except AsyncRLError as error:
             self.lost[engine] = str(raised_in_worker(error))
         self.answers += answered

@@ -1,4 +1,4 @@
-"""The rollout fleet, with the controller's interface to it (`ColocatedFleetPort`).
+"""The rollout fleet, with the controller's interface to the fleet (`ColocatedFleetPort`).
 
 The members of the fleet are rollout workers, one per engine.
 Members of an elastic fleet can join and leave. An elastic fleet begins with ``rollout_fleet.num_engines.min`` members.
@@ -121,7 +121,7 @@ class FleetGroup:
 
         Raises:
             EngineLost: no engine was up for ``rollout_fleet.no_engine_timeout_s``, or fewer than
-                ``rollout_fleet.min_engines`` are left. An elastic fleet first waits that long for more engines.
+                ``rollout_fleet.min_engines`` are left. An elastic fleet first waits this time for more engines.
             AsyncRLError: a worker raised an error of `asyncrl.run.fleet_member.RUN_ERRORS`.
         """
         running: dict[asyncio.Future[None], FleetMember] = {}
@@ -159,7 +159,7 @@ class FleetGroup:
             if num_left < wanted and not is_elastic:
                 raise self._too_few(str(error)) from error
             headline = str(error).splitlines()[0]
-            self._say(f"the run goes on with {num_left} of {len(self._members)} rollout engines: {headline}")
+            self._say(f"the run continues with {num_left} of {len(self._members)} rollout engines: {headline}")
             if num_left < wanted:
                 self._say(f"rollout_fleet.min_engines is {wanted}: add engines with asyncrl join")
             if is_elastic:
@@ -173,7 +173,7 @@ class FleetGroup:
         )
 
     def _note_change(self) -> None:
-        """Tell the user if no engine is up any longer, or if an engine is up again after that.
+        """Show a message when no engine is up any longer, and when an engine is up again.
 
         Also start or stop the timer that ends the run if there are too few engines. The timer does not run while
         learner ranks use the engines' devices.
@@ -182,7 +182,7 @@ class FleetGroup:
             return
         is_idle = not any(member.is_serving for member in self._members.values())
         if is_idle != self._is_idle and (self._left or not is_idle):
-            self._say("no rollout engine is up; training waits" if is_idle else "training goes on")
+            self._say("no rollout engine is up; training waits" if is_idle else "training continues")
         self._is_idle = is_idle
         fleet = self._config.rollout_fleet
         is_short = is_idle or (fleet.is_elastic and len(self._left) < fleet.min_engines)
@@ -307,7 +307,7 @@ class FleetGroup:
         """Return a text for the user: one line per member with its state, then the number of engines that can join."""
         lines = [f"{rank}: {self._describe(member)}" for rank, member in sorted(self._members.items())]
         size = self._config.rollout_fleet.num_engines
-        return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more may join"])
+        return "\n".join([*lines, f"rollout_fleet.num_engines={size}: {self._roster.num_free} more engines can join"])
 
     def _describe(self, member: FleetMember) -> str:
         presence = self._roster.presence_of(member.rank)
@@ -319,8 +319,8 @@ class FleetGroup:
     async def release_device(self, incarnation: int | None = None) -> None:
         """Wait until running groups have finished. Then free the GPU memory of all engines.
 
-        No engine starts before `take_device`. If ``incarnation`` (the number of restarts of the learner) is given, the
-        engines then refuse weights of earlier incarnations.
+        No engine starts before `take_device`. ``incarnation`` is the number of restarts of the learner. If it is not
+        None, the engines then refuse weights of earlier incarnations.
         """
         self._may_use_devices.clear()
         self._note_change()
@@ -460,7 +460,7 @@ async def _serve(fleet: FleetGroup, config: RunConfig, name: str) -> None:
                     logger.info("asked to %s", request)
                     tasks.create_task(answer(desk, number, request))
         except* RayActorError as died:
-            logger.warning("the desk for join and leave died and is replaced: %s", died.exceptions[0])
+            logger.warning("the actor for join and leave requests died and is replaced: %s", died.exceptions[0])
 
 
 def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, version: int) -> RayClassWithInitArgs:
@@ -483,7 +483,7 @@ def _worker_class(config: RunConfig, buffer: BufferConnection, paths: RunPaths, 
 
 
 def client_on_this_node(buffer: BufferConnection, name: str) -> WorkerClient:
-    """Return a client of the buffer for a rollout worker on this node. It puts groups into the store of this node."""
+    """Return a client of the buffer for a rollout worker. The client puts groups into the store of this node."""
     return WorkerClient(buffer.client(host=ray.get_runtime_context().get_node_id()), name=name)
 
 

@@ -1,7 +1,7 @@
 """One member of the fleet: a rollout worker with its engine. If the worker dies or hangs, the member starts a new one.
 
 A member has one worker process at a time. Ray ends a call when the worker answers or dies. After the first failed
-call (a *fault*), the member stops the worker and starts a new one. A call that the worker should answer at once fails
+call (a *fault*), the member stops the worker and starts a new one. A call that should return immediately fails
 after ``buffer.request_timeout_s``. Errors that every worker would raise (`RUN_ERRORS`) end the run instead. A restart
 waits for free resources without a deadline. The *epoch* of a member is its number of faults so far.
 """
@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PLACE_NOTICE_S = 5.0
-"""If no node has had room for a worker for this many seconds, the user is told."""
+"""If no node has had room for a worker for this many seconds, the user gets a message."""
 START_MARGIN_S = 30.0
 """Seconds added to the engine's start deadline, so that the worker itself reports an engine that starts too slowly."""
 COUNTERS_S = 1.0
@@ -224,8 +224,8 @@ class FleetMember:
         """Wait until running groups have finished. Then free the engine's GPU memory.
 
         If the worker is starting, first wait until it has started. A worker that does not free its GPU memory is
-        killed. No new worker starts before `MemberParts.may_use_devices` is set. If ``incarnation`` (the number of
-        restarts of the learner) is given, the engine then refuses weights of earlier incarnations.
+        killed. No new worker starts before `MemberParts.may_use_devices` is set. ``incarnation`` is the number of
+        restarts of the learner. If it is not None, the engine then refuses weights of earlier incarnations.
         """
         what, option = "the engines to release their devices", "rollout_fleet.drain_timeout_s"
         timeout_s = self._fleet.drain_timeout_s + 2 * self._fleet.load_timeout_s + 10
@@ -260,7 +260,7 @@ class FleetMember:
     async def _is_up(self) -> bool:
         """Wait until the worker has started, and return whether it serves.
 
-        If the start waits for free resources, return False at once.
+        If the start waits for free resources, return False immediately.
         """
         await self._until(lambda member: member.is_serving or member.has_ended or member.state is MemberState.pending)
         return self.member.is_serving
@@ -283,10 +283,10 @@ class FleetMember:
                     else:
                         await self._ready()
             except (TimeoutError, AsyncRLError, RayError) as error:
-                logger.warning("%s is killed, because it did not leave by itself: %r", member.name, error)
+                logger.warning("%s is killed, because it did not leave in time: %r", member.name, error)
             member.drained()
         await cancel([task for task in (self._keeping, self._counting) if task is not None])
-        await self._end_worker(missed(f"{member.name} was asked to leave, and did not end"))
+        await self._end_worker(missed(f"{member.name} did not leave in time"))
         await asyncio.to_thread(self._parts.places.close, self.rank)
         self._has_process = False
         await self._notify()
@@ -303,7 +303,7 @@ class FleetMember:
         return await within(self._call(method), self._answer_s, what, "buffer.request_timeout_s")
 
     async def _while_answering(self, pending: Awaitable[T], what: str) -> T:
-        """Await a long call, and meanwhile poll the worker's counters.
+        """Await a long call. During the wait, poll the worker's counters.
 
         Raises `DeadlineError` if a poll takes too long.
         """
@@ -366,7 +366,7 @@ class FleetMember:
             await self._notify()
 
     async def _tried(self, epoch: int, pending: Awaitable[T]) -> tuple[T] | None:
-        """Await a call to the worker, and return its answer as a tuple of one. Return None if the worker or call fails.
+        """Await a call to the worker, and return its answer as a 1-tuple. Return None if the worker or call fails.
 
         ``epoch`` is the member's number of faults at the start of the call. If the call fails, `watch` gets the error.
         Errors of `RUN_ERRORS` are raised instead. Before the first weights are loaded, every error is raised.
@@ -462,7 +462,7 @@ class FleetMember:
                 num_tokens = await self._parts.bury(self._worker, last.tokens_generated)
                 return replace(last, tokens_generated=num_tokens, tokens_in_flight=0)
             except DeadlineError as error:
-                logger.warning("%s is not buried yet: %s", self.member.name, error)
+                logger.warning("the buffer has not yet recorded that %s is dead: %s", self.member.name, error)
 
     async def _come_up(self, node: str = "", place_timeout_s: float = math.inf) -> str:
         found = await self._place(node, place_timeout_s)
@@ -484,7 +484,7 @@ class FleetMember:
         try:
             await asyncio.wait({placing}, timeout=min(PLACE_NOTICE_S, timeout_s))
             if not placing.done() and timeout_s > PLACE_NOTICE_S:
-                self._parts.say(f"{self.member.name} waits for a place: Ray has found no node with room for it yet")
+                self._parts.say(f"{self.member.name} waits for a place: Ray has not found a node with room yet")
             async with asyncio.timeout(None if math.isinf(timeout_s) else max(0.0, timeout_s - PLACE_NOTICE_S)):
                 node = await placing
         except TimeoutError:

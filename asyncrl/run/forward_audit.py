@@ -51,9 +51,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
     stored = {version: place for life in lives for version, place in _weights(life)}
     models = [*stored.values(), *(read_options(life.folder, "model.path")["model"]["path"] for life in lives)]
     if any(is_vision_model(str(model)) for model in models):
-        result.unchecked.append(
-            f"log-probs of {count} samples: they are of a model with images, and no image is stored"
-        )
+        result.unchecked.append(f"log-probs of {count} samples: the model uses images, and images are not stored")
         return
     chosen: list[StoredSample] = []
     gone: Counter[int] = Counter()
@@ -73,7 +71,7 @@ def check_forward(result: Audit, lives: Sequence[Life], count: int) -> None:
                 what=f"the mean distance of a sample's log-probs to those of versions {sorted(sample.versions)}",
                 expected=f"at most {LARGEST_GAP}",
                 found=f"{gap:.3f}",
-                remedy="the engine sampled with other weights or other sampling options than it named",
+                remedy="the engine sampled with other weights or other sampling options than it reported",
             )
             result.bad.append(fault)
     if gaps:

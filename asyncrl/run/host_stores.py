@@ -187,7 +187,7 @@ class _HostStore:
         what, option = f"store server {self._number}", "buffer.request_timeout_s"
         (address,) = await within(fetch_async([actor.start.remote()]), stores.start_timeout_s, what, option)
         self._joined = await stores.control.add_store(address, self._host)
-        stores.say(f"{what} keeps the rollouts of its host, at {address}")
+        stores.say(f"{what} stores the rollouts of its host, at {address}")
 
     async def watch(self) -> NoReturn:
         while True:
@@ -218,7 +218,7 @@ class _HostStore:
             try:
                 return await self._stores.control.drop_store(store)
             except DeadlineError as error:
-                logger.warning("store server %d is not dropped yet: %s", store, error)
+                logger.warning("the buffer has not yet dropped store server %d: %s", store, error)
 
 
 def ray_actors(config: BufferConfig, *, log_dir: Path, **options: Any) -> Callable[[str, int], Any]:

@@ -74,7 +74,7 @@ class LearnerRestarts:
         await keep_up(self)
 
     async def watch(self) -> None:
-        """Run the function ``work`` that was given to `through`. If a batch was lost, run the function again.
+        """Run the function ``work``, the argument of `through`. If a batch was lost, run the function again.
 
         Other errors of the function are raised.
         """
@@ -111,7 +111,7 @@ class LearnerRestarts:
             raise LearnerDiedError(f"learner.restarts={self.faults.restarts} are used up: {death}")
         if self._newest() is None:
             steps = self._checkpoint_steps
-            what = f"checkpoint.every_steps={steps} has written none yet" if steps else "set checkpoint.every_steps"
+            what = f"checkpoint.every_steps={steps} has not written one yet" if steps else "set checkpoint.every_steps"
             raise LearnerDiedError(f"the run has no checkpoint to restart the learner from; {what}: {death}")
         return pause_s
 
@@ -138,7 +138,7 @@ class LearnerRestarts:
     async def begin(self) -> None:
         """Make buffer and controller go back to the newest checkpoint. Start new ranks from this checkpoint."""
         found = self._newest()  # search again, because a newer checkpoint may be complete now
-        assert found is not None, "complete checkpoints are kept"
+        assert found is not None, "the newest checkpoint is never removed"
         finished = await self._controller.rewind(found.state, incarnation=self.faults.num_restarts)
         self._prompts.repeat_unfinished(finished)
         try:
@@ -148,7 +148,7 @@ class LearnerRestarts:
         except Exception as fault:
             raise LearnerDiedError(f"the learner did not start again: {fault!r}") from fault
         took_s = time.monotonic() - self._died_s
-        self._say(f"the learner goes on from version {found.state.version} ({found.checkpoint}) after {took_s:.1f} s")
+        self._say(f"the learner continues from version {found.state.version} ({found.checkpoint}) after {took_s:.1f} s")
 
 
 def death_in(fault: Exception) -> LearnerDiedError | BatchLost | None:

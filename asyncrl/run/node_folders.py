@@ -226,12 +226,12 @@ class NodeFolders:
 
     async def _admit(self, node_id: str) -> str:
         address, self._nodes[address] = await asyncio.to_thread(self._make, node_id)
-        # Collect the node's files from their beginning, because the node may have left and come back.
+        # Collect the node's files from their beginning, because the node may have left and joined again.
         self._collected = {key: value for key, value in self._collected.items() if key[0] != address}
         await self._enter([address])
         await self._equip([address])
         shares = "copies" if address in self.apart else "shares"
-        logger.info("node %s is used from now on; it %s the run's folder", address, shares)
+        logger.info("node %s was added; it %s the run's folder", address, shares)
         return str(await self.bring(_absolute(self._model), "model", to=[address]))
 
     async def _enter(self, addresses: Collection[str]) -> None:
@@ -239,7 +239,7 @@ class NodeFolders:
         self.apart = sorted({*self.apart} - {*addresses} | {*blind})
         for address, reason in (await self._ask(addresses, "hold", str(shared_folder(self._run_dir)))).items():
             if reason:
-                logger.warning("node %s does not hold the run's folder in shared memory: %s", address, reason)
+                logger.warning("node %s cannot lock the run's folder in shared memory: %s", address, reason)
 
     async def _equip(self, addresses: Collection[str]) -> None:
         if self._image_bytes:
@@ -331,7 +331,7 @@ class NodeFolders:
                     await self._ask([address], "remove", folders)
             except (AsyncRLError, RayError, OSError) as error:  # OSError includes TimeoutError
                 logger.warning(
-                    "node %s keeps files that were not copied, in %s: %s", address, folders, str(error) or "too slow"
+                    "node %s still has files of the run, in %s: %s", address, folders, str(error) or "too slow"
                 )
 
     async def _blind_to(self, folder: Path, nodes: Collection[str]) -> list[str]:
@@ -379,7 +379,7 @@ class NodeFolders:
         reasons = await self._ask(to, "make", str(folder), mode)
         if failed := [f"{address}: {reason}" for address, reason in reasons.items() if reason]:
             raise ValueError(
-                f"every node must have a folder {folder}, shared or of its own, but cannot make it: "
+                f"every node must have a folder {folder}, shared or separate, but these nodes cannot make it: "
                 f"{'; '.join(failed)}; set "
                 "output_dir to a path that every node can write"
             )
@@ -398,7 +398,7 @@ class NodeFolders:
         answers = dict(zip(asked, await within(ended, self._timeout_s, what, "ray.start_timeout_s"), strict=True))
         for address, answer in answers.items():
             if isinstance(answer, RayActorError):
-                logger.warning("node %s is lost, with the logs that it has not sent back: %s", address, answer)
+                logger.warning("node %s is lost, including logs that were not copied from it: %s", address, answer)
                 del self._nodes[address]
                 self.apart = [other for other in self.apart if other != address]
             elif isinstance(answer, BaseException):

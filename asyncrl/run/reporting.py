@@ -101,7 +101,7 @@ class Reporter:
         self._step_span = record.span(record.SpanKind.step, step=self.engine_version)
 
     def rewind(self, version: int) -> None:
-        """Record that learner and engines return to an earlier version. The totals of time and tokens are kept."""
+        """Record that learner and engines return to an earlier version. The totals of time and tokens do not change."""
         self._step_span.close()
         self.engine_version = version
 
@@ -413,7 +413,7 @@ class Watching:
             except FileNotFoundError:  # there is nothing to read, because profile.enabled is false
                 return
             except Exception:
-                logger.exception("the use of the pools cannot be read")
+                logger.exception("the busy times of learner and engines cannot be read")
                 return
             if use is not None:
                 self._view.use(use)

@@ -119,7 +119,7 @@ class Resumed:
     Attributes:
         checkpoint: Folder of the checkpoint.
         state: The run's state in the checkpoint.
-        earlier: The buffer's counts at the checkpoint. `take_up` sets this value; None before.
+        earlier: The buffer's counts at the checkpoint. None until `take_up` sets this value.
     """
 
     checkpoint: Path
@@ -172,7 +172,7 @@ class Checkpointer:
         self._answer_requests()
 
     async def requested(self) -> Path:
-        """Save a checkpoint with the next learner step. Wait until it is complete, and return its folder.
+        """Save a checkpoint with the next learner step. Wait until the save is complete, and return the folder.
 
         The call returns at the latest at the first commit after the checkpoint is complete. Raises `CheckpointError`
         if the run is on several nodes and the options do not say that all nodes share the folder of checkpoints.
@@ -207,8 +207,8 @@ class Checkpointer:
         if not is_last and sum(not write.done() for write in self._writes) >= MAX_WRITING:
             if not self._is_due:
                 logger.warning(
-                    "the checkpoint of step %d waits: the buffer still writes its parts of two earlier ones; if this "
-                    "happens often, raise checkpoint.every_steps, or look for a store server that is slow",
+                    "the checkpoint of step %d waits: the buffer still writes its parts of two earlier checkpoints; if "
+                    "this happens often, raise checkpoint.every_steps, or look for a store server that is slow",
                     version,
                 )
             self._is_due = True

@@ -196,7 +196,7 @@ class Run:
             self._prompts.repeat_unfinished(await buffer.finished())
             if (kept := self._resumed.earlier) is not None:
                 self._view.say(
-                    f"the buffer goes on with {kept.groups['stored']} stored groups, {kept.groups['queued']} queued "
+                    f"the buffer continues with {kept.groups['stored']} stored groups, {kept.groups['queued']} queued "
                     f"prompts and {kept.tokens_buffered} tokens; {kept.tokens_dropped.get(RESUME, 0)} tokens that were "
                     "in flight at the end of earlier lives are lost"
                 )

@@ -83,7 +83,7 @@ async def _answer(
 
 
 def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
-    """Ask the training in ``run_dir`` for a checkpoint. Wait until it is complete, and return its folder.
+    """Ask the training in ``run_dir`` for a checkpoint. Wait until the save is complete, and return the folder.
 
     Raises:
         ValueError: no training of this folder runs on this host.
@@ -95,7 +95,7 @@ def ask_for_checkpoint(run_dir: Path, *, timeout_s: float) -> Path:
         CHECKPOINT,
         timeout_s=timeout_s,
         late="complete a checkpoint",
-        remedy="it is saved with the next learner step, so raise the deadline to more than one step",
+        remedy="the next learner step saves the checkpoint, so raise the deadline to more than the time of a step",
     )
 
 
@@ -114,7 +114,7 @@ def ask_for_keys(run_dir: Path, *, timeout_s: float) -> Path:
         KEYS,
         timeout_s=timeout_s,
         late="replace its keys",
-        remedy="every client can still connect; look into its log, and call the command again",
+        remedy="every client can still connect; look into the training's log, and call the command again",
     )
 
 

@@ -144,8 +144,8 @@ class Training:
         """
         if not self._nodes.keys:
             raise ValueError(
-                "this training has no keys, because its buffer binds no port (buffer.keys is empty); its Unix sockets "
-                "are open to its own user only"
+                "this training has no keys, because its buffer binds no port (buffer.keys is empty); only the "
+                "user of the training can open its Unix sockets"
             )
         directory = Path(self._nodes.keys)
         keys = add_keys(directory)
@@ -156,11 +156,11 @@ class Training:
         retire_keys(directory)
         await self._nodes.send_keys()
         await self._buffer.renew_keys()
-        self._view.say(f"the keys in {directory} were replaced; the former ones are refused")
+        self._view.say(f"the keys in {directory} were replaced; the old keys are refused")
         return directory
 
     async def _train_and_save(self) -> None:
-        """Train, and then save the policy at once, so that a later fault cannot lose the policy."""
+        """Train, and then save the policy immediately, so that a later fault cannot lose the policy."""
         gc.freeze()  # exclude imported objects from full garbage collections, which would take a second longer
         telling = asyncio.create_task(self.tell_late_steps())
         try:
@@ -272,7 +272,7 @@ class Training:
             report = await asyncio.to_thread(explain, self._run_dir)
         except Exception as error:
             logger.exception("the profile could not be written")
-            self._view.say(f"the profile could not be written: {error!r}; logs/controller.log says more")
+            self._view.say(f"the profile could not be written: {error!r}; see logs/controller.log")
             return None
         for step, figures in dict(report.steps).items():  # if a step was repeated, its last execution counts
             self._writer.profile(step, figures.flat())

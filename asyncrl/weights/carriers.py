@@ -34,11 +34,11 @@ class PublishOptions:
             previous version (deltas).
         adapters: If the model has adapters, publish the adapters alone. The frozen weights are published once, with the
             first version.
-        timeout_s: Deadline of a transfer in seconds, to which one second per 100 MB is added.
+        timeout_s: Deadline of a transfer in seconds; one second per 100 MB is added.
         num_held: Number of newest versions that each learner rank keeps in memory, if ranks send over the network.
         interface: Network interface on which engines reach the learner ranks. Only engines on the learner's host reach
             ``lo``.
-        num_receivers: A round (transfer) starts as soon as this number of receivers have asked for a version. It starts
+        num_receivers: A round (transfer) starts as soon as this number of receivers have requested a version. It starts
             with fewer receivers at the end of `window_s`.
         backend: ``gloo`` sends between the memories of hosts. ``nccl`` sends between GPUs, and needs one GPU per
             process.
@@ -208,7 +208,10 @@ def _faults(rules: CarrierRules, use: CarrierUse) -> Iterator[str]:
         ("adapter", use.adapters, f"weights.adapters must be false with {chosen}, got true: an adapter"),
     ):
         if is_wanted and kind not in rules.kinds:
-            yield f"{fault} needs weights on the engine's host, and the host holds none; set this, or another transport"
+            yield (
+                f"{fault} needs weights on the engine's host, and the host does not store any; set this, or another "
+                "transport"
+            )
     if use.full_every > 1 and use.adapters:
         yield (
             f"weights.full_every must be 1 where adapters are published alone, got {use.full_every}: adapters are "

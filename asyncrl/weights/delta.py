@@ -121,7 +121,7 @@ def apply_delta(manifest: Manifest, image: np.ndarray) -> None:
         WeightsError: a changed piece differs from the published one. The content of ``image`` is then undefined.
     """
     delta = manifest.delta
-    assert delta is not None, "a full version has nothing to apply"
+    assert delta is not None, "the manifest must be of a delta"
     pieces = {piece.start: piece for piece in manifest.pieces}
     paths = [Path(manifest.directory, name) for name in delta.files]
 

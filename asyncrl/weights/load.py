@@ -89,7 +89,7 @@ def load_verified(
     Args:
         model: A model with a ``load_weights`` as in SGLang.
         offer: The version's offer. The version's files are on this host, or the version arrives in a stream.
-        timeout_s: Deadline of a stream in seconds, to which one second per 100 MB is added.
+        timeout_s: Deadline of a stream in seconds; one second per 100 MB is added.
         arrangement: Text that says which experts this rank holds, and at which positions. ``load_weights`` writes to
             these positions. None if the positions are unknown.
 
@@ -136,10 +136,10 @@ def load_from(
     """Call ``load_all`` with the source of an offered version's tensors, and return its result.
 
     If a round of a stream (one transfer over the network) fails, the next round begins, and this function calls
-    ``load_all`` again. ``timeout_s`` is the deadline of all rounds in seconds, to which one second per 100 MB is added.
+    ``load_all`` again. ``timeout_s`` is the deadline of all rounds in seconds; one second per 100 MB is added.
 
     Raises:
-        WeightsError: `MAX_ROUNDS` rounds failed. Other errors of ``load_all`` and `open_weights` are raised at once.
+        WeightsError: `MAX_ROUNDS` rounds failed. Other errors of ``load_all`` and `open_weights` are raised unchanged.
     """
     ends_s = time.monotonic() + load_limit_s(timeout_s, offer.num_bytes)
     errors: list[str] = []
@@ -227,7 +227,7 @@ class FileWeights:
     def _spans(self) -> Iterator[list[StoredTensor]]:
         """Yield groups of adjacent tensors, so that one copy moves many small experts.
 
-        A group has at most `BUCKET_BYTES`. A larger tensor is a group of its own.
+        A group has at most `BUCKET_BYTES`. A larger tensor forms a separate group.
         """
         span: list[StoredTensor] = []
         for stored in self.manifest.tensors:
@@ -347,7 +347,7 @@ class PublishedAdapter:
         self.weights = FileWeights(offer)
         self.weights.verify()
         fields = self.weights.manifest.adapter
-        assert fields is not None, "the offer is of an adapter"
+        assert fields is not None, "the offer must be of an adapter"
         tensors = dict(self.weights.tensors())
         self.base = fields.base
         self._layers = {layer.weight: (tensors[layer.down], tensors[layer.up], layer.scale) for layer in fields.layers}
@@ -419,7 +419,7 @@ def _add(down: Tensor, up: Tensor, scale: float, _: nn.Module, inputs: tuple[Ten
 
 @contextmanager
 def submissions_run_at_once() -> Iterator[None]:
-    """Inside this context, ``ThreadPoolExecutor.submit`` on this thread runs the function at once, on this thread.
+    """Inside this context, ``ThreadPoolExecutor.submit`` on this thread runs the function immediately.
 
     Other threads submit as usual. Subclasses with their own ``submit``, such as `DigestThreads`, do not change.
     """
@@ -449,7 +449,7 @@ class ComparedWrites(TorchDispatchMode):
     other copy is compared with its source, and `check` verifies the source's digest.
 
     Torch shows the context only operations of the thread that entered the context. If this thread submits a copy to a
-    thread pool, the context therefore runs the copy at once, on this thread. ``observer`` records all operations.
+    thread pool, the context therefore runs the copy immediately, on this thread. ``observer`` records all operations.
     """
 
     def __init__(

@@ -360,7 +360,7 @@ def write_error(num_bytes: int, where: Path | str, error: OSError, remedy: str =
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
         return WeightsError(f"{num_bytes} bytes of weights cannot be written to {where}: {error}")
     more = f", or {remedy}" if remedy else ""
-    return WeightsError(f"no room for {num_bytes} bytes of weights in {where}: {error}; free some{more}")
+    return WeightsError(f"no room for {num_bytes} bytes of weights in {where}: {error}; free some space{more}")
 
 
 def map_file(path: Path) -> np.ndarray:

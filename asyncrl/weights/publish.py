@@ -45,7 +45,7 @@ class WeightPublisher:
         directory: Folder of the versions, each in a folder such as ``v00000012``. With the carrier ``folder``, engines
             read this folder.
         keep: Number of versions to keep, including the new version; -1 keeps all. The publisher also keeps versions
-            that the buffer may still offer, and the full version that the oldest kept delta needs.
+            that the buffer may still offer, and the full version that the oldest remaining delta needs.
         options: How versions are published.
         log: On rank 0, the object that gets the offer of each version, and each failure; None without engines.
 
@@ -190,7 +190,7 @@ class WeightPublisher:
         versions = sorted(path for path in self._directory.iterdir() if _SNAPSHOT.fullmatch(path.name))
         data_file = DATA_FILE if self._frozen is None else ADAPTER_FILE
         first_kept = max(0, len(versions) - self._keep)
-        # Also keep versions that an engine may still need, and the full version before the oldest kept delta.
+        # Also keep versions that an engine may still need, and the full version before the oldest remaining delta.
         while first_kept > 0:
             first = versions[first_kept]
             is_needed = self._is_shown and first.name > _folder_name(self._oldest)
@@ -299,19 +299,19 @@ class WeightPublisher:
         for part, own in zip(parts, zip(*shares, strict=True), strict=True):
             offer = self._write_manifest(FROZEN if part.is_frozen else version, part, own)
             if part.is_frozen:
-                assert self._adapter is not None, "frozen weights lie below adapters"
+                assert self._adapter is not None, "only a model with adapters has frozen weights"
                 self._adapter = Adapter(base=offer, layers=self._adapter.layers)
             else:
                 self._newest = offer
             if self.sender is not None:
                 offer = self.sender.offer(offer, [len(share.pieces) for share in own])
-        assert offer is not None, "a version has files"
+        assert offer is not None, "each version has a data file"
         return offer
 
     def _write_manifest(self, version: int, part: RankPart, shares: Sequence[RankShare]) -> WeightOffer:
         target, delta = self._directory / _folder_name(version), None
         if not part.is_full:
-            assert self._newest is not None, "the first version is full"
+            assert self._newest is not None, "the first version must be a full version"
             delta = Delta(
                 base=self._newest,
                 files=tuple(delta_file(rank) for rank in range(self._shards.num_ranks)),

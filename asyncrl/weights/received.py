@@ -54,7 +54,7 @@ class ReceivedVersions:
     Args:
         folder: The folder of the host's workers; it is made if it does not exist. No other user may write to it.
         name: Name of the worker. Example: ``"engine-3"``.
-        timeout_s: Deadline of a transfer in seconds, to which one second per 100 MB is added.
+        timeout_s: Deadline of a transfer in seconds; one second per 100 MB is added.
     """
 
     def __init__(self, folder: Path, name: str, *, timeout_s: float) -> None:
@@ -89,7 +89,7 @@ class ReceivedVersions:
                 os.close(lock)
             return
         logger.warning(
-            "%s receives %s by itself: another worker has received into %s for %.0f s",
+            "%s receives %s into a separate folder: another worker has locked %s for %.0f s",
             self._name,
             offer.name,
             self._folder,
@@ -183,13 +183,13 @@ class ReceivedVersions:
             if local.kind == "adapter":
                 await self._receive_frozen(offer, await asyncio.to_thread(read_manifest, local))
             elif local.kind == "delta":
-                assert base is not None, "the ranks send a delta to a host with its base"
+                assert base is not None, "the ranks send a delta only to a host with the base version"
                 await self._applied(local, base)
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if local.kind != "delta" or not isinstance(error, WeightsError) or isinstance(error, DeadlineError):
                 raise
-            logger.warning("%s: %s; it receives the whole version", self._name, error)
+            logger.warning("%s: %s; the host receives the full version instead", self._name, error)
         else:
             return folder
         shutil.rmtree(cast("Path", base), ignore_errors=True)
@@ -209,7 +209,7 @@ class ReceivedVersions:
     async def _receive_frozen(self, offer: WeightOffer, manifest: Manifest) -> None:
         from asyncrl.weights.stream import receive_weights
 
-        assert manifest.base is not None, "an adapter applies to something"
+        assert manifest.base is not None, "an adapter must have frozen weights"
         frozen = Path(manifest.base.manifest).parent
         if frozen.parent != self._folder:
             raise WeightsError(

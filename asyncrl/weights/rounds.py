@@ -120,7 +120,7 @@ class HeldVersions(dict[int, T]):
     Frozen weights are never removed.
 
     Args:
-        count: Number of newest versions to keep. The oldest version that is still offered to engines is kept too.
+        count: Number of newest versions to keep. The oldest version that is still offered to engines is never removed.
     """
 
     def __init__(self, count: int) -> None:
@@ -236,7 +236,7 @@ class RoundCoordinator:
             await asyncio.wait({making, asyncio.wrap_future(self._closed)}, return_when=asyncio.FIRST_COMPLETED)
             if making.done() and (error := making.exception()) is not None:
                 # Log the error here, because no other code reads it. The receivers report only missed deadlines.
-                logger.error("no further round of weights is made: %r", error)
+                logger.error("the learner does not send further weights: %r", error)
         finally:
             server.close()
 
@@ -281,7 +281,7 @@ class RoundCoordinator:
             while True:
                 size = int.from_bytes(await reader.readexactly(_SIZE_BYTES))
                 if size > _MAX_REQUEST_BYTES:
-                    logger.warning("a member of the channel of weights sends %d bytes and is disconnected", size)
+                    logger.warning("a member of the channel of weights sent %d bytes and is disconnected", size)
                     return
                 message = await reader.readexactly(size)
                 try:
@@ -346,7 +346,7 @@ class RoundCoordinator:
                 await self._until_done(number)
         except TimeoutError:
             self._members = []
-            logger.warning("round %d of weights: not every rank was done within %.1f s", number, this.timeout_s)
+            logger.warning("round %d of weights: not every rank has finished within %.1f s", number, this.timeout_s)
 
     async def _until_done(self, number: int) -> None:
         """Wait until every learner rank has reported the end of round ``number``.
@@ -459,7 +459,7 @@ class WeightChannel:
         return msgspec.msgpack.decode(self._read(int.from_bytes(self._read(_SIZE_BYTES, ends_s)), ends_s))
 
     def close(self) -> None:
-        """End the connection at once. A thread that connects or waits for a message gets an error."""
+        """End the connection immediately. A thread that connects or waits for a message gets an error."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()

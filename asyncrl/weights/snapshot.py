@@ -215,7 +215,7 @@ class RankPart:
         digested = self._file.digest(spans, for_device=self.layout.device.type == "cuda")
         changes: list[Change] = []
         if not self.is_full:
-            assert base is not None, "the first version is full"
+            assert base is not None, "a delta must have a base version"
             sizes = [region.dtype.itemsize for region in self.layout.regions]
             sizes += [dtype_of(stored).itemsize for stored in computed]
             compared = [(p.start, p.num_bytes, size) for size, ps in zip(sizes, digested, strict=True) for p in ps]

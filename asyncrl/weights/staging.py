@@ -35,7 +35,7 @@ from asyncrl.weights.received import ReceivedVersions, copy_file
 logger = logging.getLogger(__name__)
 
 LINKS = ".staged"
-"""Name of the folder with hard links to versions. It is beside the published versions, and has a folder per engine."""
+"""Name of the folder with hard links to versions. It is next to the published versions, with one folder per engine."""
 
 
 class WeightStager:
@@ -45,7 +45,7 @@ class WeightStager:
         name: Name that is unique in the run. Example: ``"engine-3"``.
         memory: Folder in the host's memory; it is made if it does not exist. No other user may write to it.
         copies: Whether full versions are copied to ``memory`` instead of linked. Must be True if there are deltas.
-        timeout_s: Deadline of staging a version in seconds, to which one second per 100 MB is added.
+        timeout_s: Deadline of staging a version in seconds; one second per 100 MB is added.
 
     Attributes:
         received: The versions that the engines of this host received over the network.
@@ -72,7 +72,7 @@ class WeightStager:
         runs. It removes its folders when it ends, and the next version uses other folders.
 
         Raises:
-            WeightsGone: the version was removed before it was staged. Ask for the newest version.
+            WeightsGone: the version was removed before it was staged. Request the newest version.
             WeightsError: the version is damaged, there is no room, or another user may write to a folder of the stager.
             DeadlineError: the version was not staged in time.
         """
@@ -158,7 +158,7 @@ class WeightStager:
             except WeightsError as error:
                 if offer.kind == "full":
                     raise
-                logger.warning("%s: %s; it catches up from the last full version", self._name, error)
+                logger.warning("%s: %s; the engine continues from the latest full version", self._name, error)
                 self._held = ""
                 return self._in_memory(offer)
         except FileNotFoundError as error:
@@ -210,7 +210,7 @@ class WeightStager:
 
     def _adapter_in_memory(self, offer: WeightOffer) -> WeightOffer:
         manifest, source = read_manifest(offer), Path(offer.manifest)
-        assert manifest.base is not None, "an adapter applies to something"
+        assert manifest.base is not None, "an adapter must have frozen weights"
         frozen = Path(manifest.base.manifest)
         if manifest.base.digest != self._held:
             self._held = ""

@@ -228,7 +228,7 @@ class WeightSender:
     def _transfer(self, this: Round, part: HeldPart, deadline: RoundDeadline) -> None:
         data, buckets = part.data, buckets_of(self._rank, part.pieces)
         if this.is_delta:
-            assert part.delta is not None, "rank 0 offers deltas that all ranks hold"
+            assert part.delta is not None, "rank 0 must offer only deltas that all ranks hold"
             data, buckets = part.delta, file_buckets(self._rank, part.delta.nbytes)
         if self._member is None:
             self._member = GroupMember(self.address, deadline.left_s)
@@ -404,7 +404,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
     Args:
         offer: An offer with `Carrier.host_stream`.
         folder: Parent of the new folder for the version. It should be in shared memory.
-        timeout_s: Deadline of the transfer in seconds, to which one second per 100 MB is added.
+        timeout_s: Deadline of the transfer in seconds; one second per 100 MB is added.
         holds: Manifest digest of the version that this host holds. If the offer is a delta to that version, the ranks
             send the delta alone.
 
@@ -436,7 +436,7 @@ async def receive_weights(offer: WeightOffer, folder: Path, *, timeout_s: float,
             if not isinstance(error, WeightsError) or isinstance(error, WeightsGone):
                 raise
             errors.append(str(error))
-            logger.warning("policy version %d was not received, asking again: %s", offer.version, error)
+            logger.warning("policy version %d was not received and is requested again: %s", offer.version, error)
     raise WeightsError(
         f"policy version {offer.version} was not received from {offer.manifest} in {MAX_ROUNDS} rounds: {errors}; "
         "if hosts did not reach each other, set weights.interface to the network that they share"
@@ -464,7 +464,7 @@ def _receive_files(admitted: ReceiverRound, offer: WeightOffer, folder: Path) ->
     except OSError as error:
         raise write_error(len(admitted.manifest), folder, error) from error
     if admitted.round.is_delta:
-        assert manifest.delta is not None, "a round of a delta"
+        assert manifest.delta is not None, "the manifest must be of a delta"
         ends = [0] * len(manifest.delta.files)
         for change in manifest.delta.changes:
             ends[change.file] = max(change.at + change.num_bytes, ends[change.file])

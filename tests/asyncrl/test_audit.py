@@ -111,7 +111,7 @@ def test_the_tokens_of_all_lives_have_a_way_from_their_engines_to_their_steps(ru
     assert main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
-        "checked: 2 lives, 4 steps and 32 tokens, each from its engine to its learner step",
+        "checked: 2 lives, 4 steps and 32 tokens, each token from its engine to its learner step",
         "checked: the account of all lives: 37 tokens generated, 32 trained, 0 reused",
         f"0 bad receipts in {run}",
     ]
@@ -171,7 +171,7 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
     last = write_life(run.parent / "3", newest, resumed=checkpoint, before=before.items())
     change(last, Act.sampled, {"group": 3}, group=99)
     assert main([str(last)]) == 0, capsys.readouterr().out
-    assert f"2 lives (and engines of {num_killed + 1} more, whose steps were lost)" in capsys.readouterr().out
+    assert f"2 lives (and engines of {num_killed + 1} more lives, whose steps were lost)" in capsys.readouterr().out
     change(killed, Act.loaded, {"version": 2}, digest="d0")
     assert main([str(last)]) == 1
     assert "the digest of version 2 that engine-0 of life 1b verified" in capsys.readouterr().out

@@ -453,7 +453,7 @@ async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
     assert 9 < versions[2] < 14, "the third checkpoint must come with a step after step 9"
     assert versions[-1] == 14
     (warning,) = [record.message for record in caplog.records if "checkpoint" in record.message]
-    assert "the checkpoint of step 3 waits: the buffer still writes its parts of two earlier ones" in warning
+    assert "the checkpoint of step 3 waits: the buffer still writes its parts of two earlier checkpoints" in warning
 
 
 async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():

@@ -151,7 +151,7 @@ async def test_a_worker_that_hangs_is_found_by_its_silence_and_replaced(fleet_of
     assert workers.replaced == [0]
     assert [words for words in workers.said if "training" in words] == [
         "no rollout engine is up; training waits",
-        "training goes on",
+        "training continues",
     ]
 
 
@@ -160,7 +160,7 @@ async def test_a_fleet_continues_without_failed_workers_until_too_few_are_left(r
     workers.die(1, WorkerDiedError("rank 1 died of its own"))
     await asyncio.sleep(10)
     assert not run.done()
-    assert "the run goes on with 1 of 2 rollout engines: rollout worker 1: rank 1 died of its own" in workers.said
+    assert "the run continues with 1 of 2 rollout engines: rollout worker 1: rank 1 died of its own" in workers.said
     workers.takes_s = 1.0
     assert fleet.engines() == ["0"]
     workers.die(0, WorkerDiedError("rank 0 died of its own"))
@@ -174,7 +174,7 @@ async def test_messages_about_a_failed_worker_have_its_error_without_rays_traceb
     workers.die(1, raised_by_ray(EngineLost("sglang-1 died. Last lines of sglang-1.log:\na line")))
     await asyncio.sleep(10)
     headline = "rollout worker 1: sglang-1 died. Last lines of sglang-1.log:"
-    assert f"the run goes on with 1 of 2 rollout engines: {headline}" in workers.said
+    assert f"the run continues with 1 of 2 rollout engines: {headline}" in workers.said
     workers.die(0, raised_by_ray(EngineLost("sglang-0 died. Last lines of sglang-0.log:\na line")))
     with pytest.raises(EngineLost) as caught:
         await asyncio.wait_for(run, 10)
@@ -223,7 +223,7 @@ async def test_a_wait_for_several_groups_names_all_that_are_late(monkeypatch):
 async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_have_a_place(started):
     workers, fleet, _ = await started(ELASTIC, "placement.num_nodes=2", "placement.autoscale=true", is_full=True)
     assert fleet.engines() == ["0"]
-    assert workers.said.count("rollout worker 1 waits for a place: Ray has found no node with room for it yet") == 1
+    assert workers.said.count("rollout worker 1 waits for a place: Ray has not found a node with room yet") == 1
     assert fleet.describe().splitlines()[:2] == ["0: serves", "1: coming, pending"]
     workers.takes_s = 1.0
     workers.full.set()
@@ -304,7 +304,7 @@ async def test_a_request_completes_even_if_its_caller_disconnects(started):
     leaving.cancel()
     await asyncio.sleep(5)
     assert (workers.closed, fleet.engines()) == ([1], ["0", "2"])
-    assert fleet.describe().endswith("1 more may join")
+    assert fleet.describe().endswith("1 more engines can join")
     workers.takes_s = 1.0
     joining = asyncio.create_task(fleet.join(1))
     await asyncio.sleep(0.5)
@@ -357,7 +357,7 @@ async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(started
 async def test_a_member_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(started):
     _, fleet, _ = await started(ELASTIC, "placement.num_nodes=2", "placement.autoscale=true", is_full=True)
     assert await fleet.leave(1) == "rollout worker 1 does not join"
-    assert fleet.describe().endswith("1 more may join")
+    assert fleet.describe().endswith("1 more engines can join")
     counts = await asyncio.wait_for(fleet.drain(), 10)
     assert (counts.tokens_generated, fleet.describe().splitlines()[0]) == (100, "0: serves")
     with pytest.raises(MembershipRefused, match="the run is ending"):
@@ -370,7 +370,7 @@ async def test_a_worker_whose_node_died_waits_for_another_place_without_a_deadli
     workers.die(1, WorkerDiedError("rank 1 died: its node is dead"))
     await asyncio.sleep(30)
     assert (fleet.engines(), workers.graves.buried) == (["0"], ["worker-1-0"])
-    assert "rollout worker 1 waits for a place: Ray has found no node with room for it yet" in workers.said
+    assert "rollout worker 1 waits for a place: Ray has not found a node with room yet" in workers.said
     workers.takes_s = 1.0
     workers.full.set()
     await asyncio.sleep(10)
@@ -395,7 +395,7 @@ async def test_training_without_engines_continues_after_a_join_or_ends_at_its_de
         workers.takes_s = 1e4
     await asyncio.sleep(60)
     paused = [words for words in workers.said if "training" in words]
-    assert paused == ["no rollout engine is up; training waits", "training goes on"] * 2
+    assert paused == ["no rollout engine is up; training waits", "training continues"] * 2
     workers.die(0, EngineLost("sglang-0 died"))
     words = r"0 of 0 rollout engines are left, .*min_engines is 1. Training waited .*no_engine_timeout_s=50 s"
     with pytest.raises(EngineLost, match=words):

@@ -72,7 +72,7 @@ def test_samples_with_images_are_not_checked_and_the_audit_says_why(run):
     result = Audit()
     check_forward(result, audited_lives(run), 5)
     assert (result.bad, result.checked) == ([], [])
-    assert result.unchecked == ["log-probs of 5 samples: they are of a model with images, and no image is stored"]
+    assert result.unchecked == ["log-probs of 5 samples: the model uses images, and images are not stored"]
 
 
 def test_tokens_of_version_0_are_compared_under_the_initial_policy(run, tmp_path):

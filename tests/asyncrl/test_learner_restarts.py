@@ -157,7 +157,7 @@ async def test_a_run_whose_learner_dies_goes_on_from_its_newest_checkpoint_and_e
     said = "the learner starts again from the newest checkpoint (restart 1 of learner.restarts=1): "
     assert run.said[0] == f"{said}worker of group 'learner', rank 1 died."
     assert run.prompts.num_repeats == 1
-    assert "the learner goes on from version 2 (" in run.said[1]
+    assert "the learner continues from version 2 (" in run.said[1]
     result = await run.controller.account()
     assert (result.policy_version, result.tokens.balance) == (6, 0)
     last = RunState.from_dict(run.learner.saved[-1][1])
@@ -293,7 +293,7 @@ async def test_a_learner_that_does_not_start_again_for_any_reason_is_started_onc
         (
             [1],
             [],
-            r"no checkpoint to restart .* from; checkpoint.every_steps=2 has written none yet: .* rank 1 died",
+            r"no checkpoint to restart .* from; checkpoint.every_steps=2 has not written one yet: .* rank 1 died",
         ),
         (
             [1],

@@ -213,7 +213,7 @@ async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(
     workers.die(1, OSError(5, "Input/output error"))
     await asyncio.sleep(5 * DEADLINE_S)
     assert len(workers.replaced) == 3, "rollout_fleet.restarts is 3"
-    assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
+    assert "the run continues with 1 of 2 rollout engines" in str(workers.said)
     assert not run.done() or run.exception() is None
 
 
@@ -278,7 +278,7 @@ async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_
     workers.lives[1].set()
     await asyncio.sleep(5)
     assert not run.done()
-    assert "the run goes on with 1 of 2 rollout engines: rollout worker 1: [Errno 28] No space left" in str(
+    assert "the run continues with 1 of 2 rollout engines: rollout worker 1: [Errno 28] No space left" in str(
         workers.said
     )
     workers.run_errors[0] = raised_by_ray(FULL)
@@ -303,7 +303,7 @@ async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_
     ended = [words for words in workers.said if "rollout worker 1 has ended, epoch" in words]
     assert len(ended) == 4
     assert all("version 3 has other bytes" in words for words in ended)
-    assert "the run goes on with 1 of 2 rollout engines" in str(workers.said)
+    assert "the run continues with 1 of 2 rollout engines" in str(workers.said)
     assert fleet.engines() == ["0"]
 
 

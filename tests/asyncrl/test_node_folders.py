@@ -182,7 +182,7 @@ async def test_other_runs_on_a_node_do_not_sweep_its_shared_memory_until_the_end
 async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nodes, caplog):
     nodes["10.0.0.2"].error = AsyncRLError("its node died")
     await folders.close()
-    assert "node 10.0.0.2 keeps files that were not copied, in [" in caplog.text
+    assert "node 10.0.0.2 still has files of the run, in [" in caplog.text
     await folders.collect()
     assert "logs and samples of node 10.0.0.2 cannot be copied: its node died" in caplog.text
 

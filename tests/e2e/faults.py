@@ -169,7 +169,7 @@ _SAID = {
     "": "",
     "buffer": "it was started again at",
     "stores": "it was started again at",
-    "learner": "the learner goes on from version",
+    "learner": "the learner continues from version",
 }
 
 

@@ -84,7 +84,7 @@ def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, eng
     run = started(engine, num_ranks)
     wait_for_phase(run, phase)
     os.kill(run.pids_at(RANK)[-1], signal.SIGKILL)
-    run.wait_for_line("the learner goes on from version", timeout_s=120)
+    run.wait_for_line("the learner continues from version", timeout_s=120)
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
     assert run.summary["restarts"]["learner"] == 1
     assert "rollout worker 0 has ended" not in run.output
@@ -95,7 +95,7 @@ def test_colocated_roles_outlive_the_death_of_a_rank_and_leave_the_device_each_t
     run = started("transformers", 2, "learner.sp_size=2", "algorithm.advantage=gae", "algorithm.kl_coef=0.01")
     wait_for_phase(run, "hands over")
     os.kill(run.pids_at("ray::FusedWorker")[-1], signal.SIGKILL)
-    run.wait_for_line("the learner goes on from version", timeout_s=120)
+    run.wait_for_line("the learner continues from version", timeout_s=120)
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
     assert run.summary["restarts"]["learner"] == 1
     assert "rollout worker 0 has ended" not in run.output
@@ -112,7 +112,7 @@ def test_a_colocated_run_with_tensor_parallel_engines_outlives_the_death_of_a_ra
     run = started("sglang", 2, "rollout_fleet.num_engines=1", "rollout_fleet.sglang.tp_size=2")
     wait_for_phase(run, "generates")
     os.kill(run.pids_at(RANK)[-1], signal.SIGKILL)
-    run.wait_for_line("the learner goes on from version", timeout_s=120)
+    run.wait_for_line("the learner continues from version", timeout_s=120)
     assert_it_ends_right(run, num_steps=STEPS, timeout_s=300)
 
 

@@ -90,7 +90,7 @@ def test_parts_that_die_together_cost_what_each_of_them_would(start, tmp_path):
     os.kill(run.pid_at("ray::ActorWorker"), signal.SIGKILL)
     run.wait_for_line("the learner starts again from the newest checkpoint")
     os.kill(run.pid_at(PARTS["buffer"]), signal.SIGKILL)
-    run.wait_for_line("the learner goes on from version")
+    run.wait_for_line("the learner continues from version")
     run.goes_on("the buffer died while the learner was started again", before=before)
     for pid in run.pids_at("ray::RolloutWorker"):
         os.kill(pid, signal.SIGKILL)

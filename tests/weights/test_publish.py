@@ -531,5 +531,5 @@ def test_saving_without_room_raises_on_every_rank_and_leaves_no_files(tmp_path):
     path = save_tiny_model(tmp_path / "model")
     errors = run_on_ranks(2, save_without_room, replace(CONFIG, num_ranks=2), path, str(tmp_path / "p" / "policy"))
     assert all("the model cannot be written: rank 0: WeightsError: no room for" in error for error in errors)
-    assert all(error.endswith("free some, or choose a folder on another disk") for error in errors)
+    assert all(error.endswith("free some space, or choose a folder on another disk") for error in errors)
     assert list((tmp_path / "p").iterdir()) == []

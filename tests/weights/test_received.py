@@ -285,7 +285,7 @@ async def test_an_engine_whose_host_stands_still_with_the_lock_receives_by_itsel
         with caplog.at_level(logging.WARNING):
             async with stager.staged(offer) as local:
                 assert np.array_equal(bytes_of(local), network.images[0])
-        assert "engine-1 receives policy version 0 by itself" in caplog.text
+        assert "engine-1 receives policy version 0 into a separate folder" in caplog.text
     async with stager.staged(network.publish()) as local:
         assert np.array_equal(bytes_of(local), network.images[1])
     assert {path.name for path in (tmp_path / "memory").iterdir()} == {"received"}

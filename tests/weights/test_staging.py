@@ -421,7 +421,7 @@ async def test_a_stream_replaces_a_damaged_image_by_the_full_version(make_stager
         async with stager.staged(network.publish()) as local:
             assert np.array_equal(bytes_of(local), network.images[1])
     assert network.deltas_sent == [False, True, False]
-    assert "it receives the whole version" in caplog.text
+    assert "the host receives the full version instead" in caplog.text
 
 
 def outside(tmp_path):
