@@ -159,7 +159,7 @@ async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model
 
 
 @pytest.mark.parametrize("num_episodes", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (120, 1000))])
-async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_balances(tmp_path, num_episodes):
+async def test_every_episode_becomes_one_trajectory_despite_faults_and_the_account_balances(tmp_path, num_episodes):
     """Five of each 20 episodes have a fault.
 
     The faults are: a hanging tool, a crashing reward, a leaking agent, a wrong key, and a client that disconnects.
@@ -228,7 +228,7 @@ async def main(prompt, policy):
 """
 
 
-async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they_had(tmp_path):
+async def test_episodes_of_a_killed_process_restart_with_their_saved_turns(tmp_path):
     """The engine's tokens are random. So an episode can get the same answers again only from its saved record."""
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agent.py").write_text(MORTAL)
@@ -283,7 +283,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("agent", ["{}:main", "command"])
-async def test_an_episode_that_ends_by_an_overflow_is_scored_whatever_error_its_client_raises(tmp_path, agent):
+async def test_an_episode_with_an_overflow_is_scored_for_any_error_of_its_client(tmp_path, agent):
     model = save_chat_model(tmp_path / "model", "chatml")
     path = tmp_path / "agent.py"
     path.write_text(FULL)
@@ -349,7 +349,7 @@ search.AsyncOpenAI = client
 
 
 @pytest.mark.long
-async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_change(tmp_path):
+async def test_trained_tokens_of_the_search_agent_are_the_sampled_tokens_while_weights_change(tmp_path):
     """The agent makes branches, compacts its conversation and calls tools in parallel. Its client repeats requests.
 
     Decoding and encoding a sampled answer often gives different tokens.

@@ -218,7 +218,7 @@ def check(accepted, model_of, seed):
 
 
 @pytest.mark.parametrize(("step", "moment", "fault"), ROWS)
-async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers, monkeypatch, step, moment, fault):
+async def test_no_token_of_unverified_weights_is_accepted(servers, monkeypatch, step, moment, fault):
     if fault == "truncated":
         monkeypatch.setattr(sglang, "DEATH_GRACE_S", 0.2)
     seed, accepted = random.randrange(1 << 16), []
@@ -255,7 +255,7 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
 
 
 @pytest.mark.parametrize(("who", "moment", "fault"), HELD_ROWS)
-async def test_an_engine_whose_stream_of_weights_fails_never_continues_under_others(servers, who, moment, fault):
+async def test_an_engine_whose_weight_stream_fails_never_continues_with_unverified_weights(servers, who, moment, fault):
     seed, accepted, number = random.randrange(1 << 16), [], signal.Signals[fault]
     with learner_ranks(num_receivers=2, timeout_s=DEADLINE_S) as learner:
         async with servers.failing_engine() as (engine, proxy):
