@@ -27,7 +27,7 @@ class Space:
     n, start = 10, 0
 
 class Guess:
-    """Gymnasium's interface; the number is the seed."""
+    """A game with the interface of gymnasium. The player guesses the seed."""
     action_space = Space()
 
     def __init__(self, limit=5):
@@ -46,7 +46,7 @@ class Guess:
         print("closed")
 
 class Letters:
-    """An older interface, async, with messages as observations, and the text itself as action."""
+    """A game with an older async interface. Observations are messages, and actions are texts."""
     async def reset(self):
         self.seen = ""
         return [{"role": "system", "content": "Write letters."}, {"role": "user", "content": "a"}]
@@ -402,7 +402,7 @@ async def test_an_error_names_a_field_that_openenv_observations_do_not_have(open
 
 
 MCP = '''
-"""A stand-in for the package mcp: sessions over standard streams with the real one's names."""
+"""A fake of the package mcp with the same names. Its sessions use standard streams."""
 import asyncio, json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -499,7 +499,7 @@ async def test_the_policy_calls_mcp_tools_in_parallel_and_gets_errors_for_wrong_
     servers = {"one": {"command": "server", "args": ["double"]}, "two": {"command": "server", "args": ["twice"]}}
     outcome, requests = await play("mcp", {"servers": servers}, script)
     assert outcome.answer == "8"
-    assert outcome.metrics["tool_calls"] == 4.0  # two requests list the tools, and two calls are valid
+    assert outcome.metrics["tool_calls"] == 4.0  # two requests for the lists of tools, and two valid calls
     assert [tool["function"]["name"] for tool in requests[0]["tools"]] == ["double", "twice"]
     assert [message["content"] for message in requests[1]["messages"][-4:]] == [
         "8",

@@ -51,7 +51,7 @@ async def endpoint():
 
 @pytest.fixture
 async def talk(endpoint, renderer):
-    """Return a function that opens an episode with scripted turns. It returns a pair: `Talk` and openai client."""
+    """Yield a function that opens an episode with scripted turns and returns a pair: `Talk` and openai client."""
     clients = []
 
     def begin(*texts, **options):
@@ -355,7 +355,7 @@ async def test_a_failed_turn_has_an_http_status_and_the_client_does_not_retry(ta
     with caplog.at_level(logging.CRITICAL), pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="policy", messages=[USER])
     assert (caught.value.status_code, caught.value.code, len(talking.turns.requests)) == (status, kind, 1)
-    with pytest.raises(openai.APIError, match=str(error)):  # the stream began with status 200
+    with pytest.raises(openai.APIError, match=str(error)):  # the stream has already sent status 200
         async for _ in await client.chat.completions.create(model="policy", messages=[USER], stream=True):
             pass
 
@@ -520,7 +520,7 @@ async def test_an_error_names_an_unknown_route(talk):
 
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
 async def test_an_unmodified_agent_of_openai_agents_runs_its_tool_loop(talk, kind):
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed, and wants a newer openai")
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed; it needs a newer openai")
     agents.set_tracing_disabled(True)
     _, client = talk(*[CALL + "\n" + CALL + END, "It is 21." + END] * 2)
     weather = agents.function_tool(lambda city: f"21 degrees in {city}", name_override="weather")

@@ -32,7 +32,7 @@ from rollout_fleet.episodes import EpisodeFailure, FailureKind, Outcome, ToolErr
 POOL = ThreadPoolExecutor(32)
 
 class Talker:
-    """Two turns; the reward is the number of letters."""
+    """An environment of two turns. The reward is the number of letters in the last answer."""
     replayable = False
 
     def __init__(self, rounds=2):

@@ -36,7 +36,8 @@ class Died(Exception):
 class Engine:
     """An engine that writes at most ``most_at_once`` tokens per request and then aborts the request.
 
-    The engine dies after ``dies_after`` tokens. For each context, ``written`` has the versions of the tokens after it.
+    The engine dies after ``dies_after`` tokens. ``written`` maps each context to the policy versions of the
+    tokens that were sampled after this context.
     """
 
     version: int = 0
@@ -126,7 +127,9 @@ class Environment:
         for request in self.episode.next_requests():
             turn = int(request.id.split("-")[1])
             so_far = self.episode.turn(turn).token_ids.tolist()
-            assert request.prompt_ids.tolist() == [*self.paths[turn], *so_far], "prompt must be path and new tokens"
+            assert request.prompt_ids.tolist() == [*self.paths[turn], *so_far], (
+                "the prompt must be the path and new tokens"
+            )
             self.episode.take(request.id, self.engine.answer(request.prompt_ids, request.sampling.max_new_tokens))
             if not self.engine.dies_after:
                 raise Died
@@ -315,7 +318,7 @@ def test_a_changed_request_drops_the_recorded_turns_after_it_only_in_its_branch(
         (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
         (
             EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=12),
-            "used 13 of max_tree_tokens = 12",  # the running turn's path has 6 tokens, the second path 7
+            "used 13 of max_tree_tokens = 12",  # the running path has 6 tokens, the new path 7
         ),
     ],
 )
@@ -335,7 +338,7 @@ def test_a_given_turn_that_exceeds_the_budget_is_refused():
     budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=10)
     episode = Episode("4-0-1", PROMPT_IDS, budget)
     first = episode.give(PROMPT, [1, 2])
-    assert episode.give(first, [3, 4]) == 2  # the same path now has 6 tokens
+    assert episode.give(first, [3, 4]) == 2  # the only path now has 6 tokens
     with pytest.raises(EpisodeOverflow, match="would use 11 of max_tree_tokens = 10"):
         episode.give(first, [5])
     assert episode.give(PROMPT, [5, 5]) == 3

@@ -111,7 +111,7 @@ async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
         counters = await loop.stop()
     for group in buffer.groups:
         assert_by_context(group, next_token)
-        assert [len(branch.turns) for branch in group.branches] == [6, 6], "prompt, three answers and two tool results"
+        assert [len(branch.turns) for branch in group.branches] == [6, 6], "turns: prompt, 3 answers, 2 tool results"
         assert dict(group.summary.metrics)["turns"] == 3.0
         assert group.turn_sums.tolist() == [0.5, 0.5]
         assert group.summary.rewards == (1.5, 1.5), "the reward is 1 for the outcome plus 0.5 for a turn"
@@ -277,7 +277,9 @@ async def test_another_worker_replays_the_episodes_of_a_stopped_worker(make_buff
         await asyncio.sleep(7)
         first = await loop.stop()
     assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
-    assert FleetCounters.total([first, first]).episodes == {"failed_tool": 0, "lost_answers": 4}, "with zeros"
+    assert FleetCounters.total([first, first]).episodes == {"failed_tool": 0, "lost_answers": 4}, (
+        "the total must include zero counts"
+    )
     assert buffer.progress[0].summary.num_tokens == first.tokens_generated > 0
     prefixes = [trajectory.turns[1].token_ids.tolist() for trajectory in buffer.progress[0].trajectories()]
     async with running_loop(buffer, writes_by_context, player=player) as (loop, engine, _):
@@ -311,7 +313,7 @@ async def test_recorded_tokens_that_differ_from_the_new_attempt_are_dropped_and_
 
 
 async def test_tokens_of_an_attempt_without_replay_are_counted_once_if_the_next_one_stops_early(make_buffer):
-    """An environment without replay starts again. Its second attempt stops with fewer tokens than the first attempt."""
+    """Each attempt starts without saved turns. The second attempt stops with fewer tokens than the first attempt."""
     buffer = make_buffer(1)
     generated = []
 
@@ -357,7 +359,7 @@ async def test_a_revoked_group_ends_immediately_even_if_its_tools_hang(make_buff
         await buffer.revoke(0)
         await asyncio.sleep(0.1)
         assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
-        assert buffer.held == {(1, 0), (0, 1)}, "another attempt must begin"
+        assert buffer.held == {(1, 0), (0, 1)}, "a new attempt must begin"
 
 
 async def test_after_an_engine_failure_during_tools_the_next_engine_continues_the_turns(make_buffer):
@@ -625,7 +627,7 @@ async def test_held_out_prompts_are_also_answered_by_episodes():
     assert [one.reward_failure for one in answered] == ["", "broken", ""]
     overflowing = failing(FailureKind.overflow, fails=lambda run, index: index == 1)
     answered = await held_out(engine, overflowing).answer(make_prompts(1), version=0, num_samples=2)
-    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "same rewards as in training"
+    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "the rewards must be as in training"
     await engine.stop()
 
 

@@ -1,4 +1,4 @@
-"""A running episode: the engine's counts of cached prompt tokens, and the worker's counts of environments."""
+"""A running episode: cached prompt tokens, the description of the episode, refused tokens, and counts."""
 
 import asyncio
 import json
@@ -53,7 +53,9 @@ async def test_prefix_hits_count_cached_prompt_tokens_after_the_first_turn():
     first, second = answered(6, num_cached=10), answered(2, num_cached=15)
     cut_off, rest = answered(3, num_cached=0, is_aborted=True), answered(1, num_cached=29)
     run = await play([first, second, cut_off, rest])
-    assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), "10 + 6 + 4, and 20 + 2 + 4"
+    assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), (
+        "prompts of 10+6+4 and 20+2+4 tokens"
+    )
     assert session_metrics(run, SessionCounts())["episode.prefix_hits"] == pytest.approx(15 / 46)
 
 

@@ -58,7 +58,7 @@ def test_the_limit_settles_near_the_capacity_of_the_engine(room):
         num_waiting = max(0, limit.value - room)
         load = EngineLoad(num_running=min(room, limit.value), num_waiting=num_waiting, cache_use=0.5)
         values += limits(limit, load)
-    assert max(values) <= 2 * room, "the limit may exceed the room only by a factor of 2"
+    assert max(values) <= 2 * room, "the limit must be at most twice the capacity"
     settled = values[50:]
     assert max(settled) == room + 1
     assert min(settled) >= int(0.75 * (room + 1))

@@ -47,7 +47,9 @@ def test_a_new_group_makes_one_request_per_sample():
     sampling = SamplingConfig(max_new_tokens=5, temperature=0.7)
     group = begin(3, sampling=sampling)
     requests = group.next_requests()
-    assert all(request.prompt_ids is LEASE.prompt.prompt_ids for request in requests), "one shared array"
+    assert all(request.prompt_ids is LEASE.prompt.prompt_ids for request in requests), (
+        "the requests must share one array"
+    )
     assert {request.sampling for request in requests} == {sampling}
     assert len({request.id for request in requests}) == 3
     assert group.outstanding == [request.id for request in requests]

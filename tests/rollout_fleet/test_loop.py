@@ -43,7 +43,7 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
 
 
 async def test_a_loop_that_was_stopped_before_its_start_never_runs(make_buffer):
-    """If a worker starts again while its run stops, several parts of the run stop the worker's loop."""
+    """If a worker restarts while its run stops, several parts of the run stop the worker's loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
     loop = make_loop(buffer, engine)
@@ -105,7 +105,7 @@ async def test_a_loop_runs_at_most_groups_in_flight_groups(make_buffer):
 
 
 async def test_a_loop_never_requests_leases_for_zero_groups(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # another turn takes the only free slot
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # one free slot, then none
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -119,7 +119,7 @@ async def test_groups_are_leased_at_the_new_version_directly_after_a_load(make_b
         await buffer.stored(4)
         await buffer.commit()
         await asyncio.sleep(0.05)
-        assert len(buffer.groups) == 4, "groups of version 0 must not be admitted any more"
+        assert len(buffer.groups) == 4, "no other groups of version 0 may be admitted"
         await loop.load_weights(bare_offer(1))
         await buffer.stored(8)
     assert [group.summary.oldest_version for group in buffer.groups] == [0] * 4 + [1] * 4
@@ -196,7 +196,7 @@ async def test_a_learner_restart_longer_than_load_timeout_s_does_not_end_a_worke
         await buffer.offer(bare_offer(1))
         assert [await asked.get(), await asked.get()] == [0, 1]
         await buffer.withdraw_offers()
-        assert await asyncio.wait_for(asked.get(), 5) == 0, "the loop must ask again after the deadline"
+        assert await asyncio.wait_for(asked.get(), 5) == 0, "the loop must request a new offer"
         assert (engine.version, run.done()) == (0, False)
         await buffer.advance()
         await buffer.offer(bare_offer(2))
@@ -325,7 +325,7 @@ async def test_a_group_whose_reward_fails_repeatedly_is_dropped_and_the_loop_con
 
 
 async def test_the_option_drop_trajectory_drops_only_the_responses_whose_reward_failed(make_buffer, monkeypatch):
-    failing = {0: 1, 1: 3}  # group id: number of responses on which the reward fails
+    failing = {0: 1, 1: 3}  # group id -> number of responses whose reward fails
     scored: list[int] = []
 
     def reward(prompt, response_text):
@@ -476,7 +476,7 @@ async def test_no_group_runs_on_a_released_device_until_the_next_load(make_buffe
         await buffer.stored(2)
         await loop.release_device()
         assert engine.released
-        assert buffer.held == set()  # requests must finish, not be aborted
+        assert buffer.held == set()  # the release must not abort requests
         assert buffer.released == []
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
@@ -517,7 +517,7 @@ async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_
         assert engine.released
         with pytest.raises(WeightsGone, match=r"policy version 2 is from the old incarnation 0 of the learner"):
             await loop.load_weights(bare_offer(2))
-        assert engine.released, "a pending offer must not take the device back"
+        assert engine.released, "an old offer must not end the release"
         await asyncio.sleep(0.05)
         num_asked = len(buffer.leases_asked)
         assert not run.done()
@@ -557,7 +557,7 @@ async def test_a_release_after_a_learner_restart_also_waits_for_the_first_load(m
 async def test_a_group_that_exceeds_drain_timeout_s_is_aborted_and_continued_after_the_next_load(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     async with running_loop(buffer, writes(60), drain_timeout_s=0.1) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
         await loop.release_device()
         assert engine.released
         assert not buffer.groups
@@ -615,7 +615,7 @@ async def test_the_device_is_not_released_while_an_engine_ignores_aborts(make_bu
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     options = {"drain_timeout_s": 0.05, "load_timeout_s": 0.1, "stop_timeout_s": 0.1}
     async with running_loop(buffer, writes(60), **options) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
 
         async def ignore(request_ids):
             return
@@ -641,7 +641,7 @@ async def test_a_buffer_that_accepts_no_releases_does_not_block_a_stop(make_buff
         await asyncio.Event().wait()
 
     async with running_loop(buffer, writes(300), stop_timeout_s=0.1) as (loop, _, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
         buffer.release = release
         await asyncio.wait_for(loop.stop(), 5)
         counters = await run
@@ -652,7 +652,7 @@ async def test_a_buffer_that_accepts_no_releases_does_not_block_a_stop(make_buff
 async def test_leases_are_released_even_if_the_engine_fails_during_the_stop(make_buffer, monkeypatch, caplog):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(300)) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
 
         async def refuse(request_ids):
             raise EngineError("no aborts today")

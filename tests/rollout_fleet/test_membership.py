@@ -1,4 +1,4 @@
-"""Joining and leaving a fleet: requests of commands to a run, the roster, and runs that do not answer."""
+"""Joining and leaving a fleet: requests from commands to a run, the roster, and runs that do not answer."""
 
 import asyncio
 import json
@@ -120,7 +120,7 @@ ranks = st.integers(0, 12)
 
 
 class RosterMachine(RuleBasedStateMachine):
-    """Makes joins, arrivals, departures and deaths of workers in any order. Records every use of a rank."""
+    """Simulates joins, arrivals, departures and deaths of workers in any order. Records every use of a rank."""
 
     def __init__(self):
         super().__init__()

@@ -105,12 +105,14 @@ def test_a_stopped_server_leaves_no_processes_or_files(start):
     assert started.nothing_is_left()
 
 
-@pytest.mark.parametrize("words", [(), ("stubborn",)], ids=["", "a server that ignores SIGTERM"])
+@pytest.mark.parametrize("words", [(), ("stubborn",)], ids=["a normal server", "a server that ignores SIGTERM"])
 def test_a_killed_server_leaves_no_child_process(start, words):
     started = start(*words)
     started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(10) == 128 + signal.SIGKILL
-    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "a process is left, perhaps as a zombie"
+    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), (
+        "no process may exist, not even as a zombie"
+    )
     assert started.nothing_is_left()
 
 

@@ -72,7 +72,7 @@ async def test_running_groups_are_saved_at_an_update_and_continue_with_the_new_w
         for versions in np.split(group.versions[len(group.prompt_ids) :], 2):
             assert versions.tolist() == sorted(versions)
             assert set(versions.tolist()) == {0, 1, 2}
-    assert len(engine.requests) == 3 * 6, "six samples need one request each, and one per update"
+    assert len(engine.requests) == 3 * 6, "each of 6 samples needs 3 requests"
 
 
 async def test_a_stop_or_a_revocation_during_a_load_releases_the_groups_that_were_cut_off(make_buffer):
@@ -235,7 +235,7 @@ async def test_a_leaving_worker_withdraws_its_waiting_lease_request(make_buffer)
 
 @pytest.fixture
 def slow_rewards(monkeypatch):
-    """Make each reward take an hour. After the test calls the returned function, rewards are fast again."""
+    """Make each reward take an hour. The fixture returns a function that makes rewards fast again."""
     score, is_slow = WeightedRewards.score, [True]
 
     async def hour_long(self, *arguments, **options):

@@ -70,7 +70,7 @@ def test_a_library_renderer_is_used_only_if_its_output_equals_the_template(tmp_p
     other = TEMPLATES["qwen3"].replace("You may call one or more functions", "You may call functions")
     assert load(tmp_path / "b", "qwen3", template=other).name == "template"
     assert load(tmp_path / "c", "qwen3", template=CHATML).name == "template"
-    assert load(tmp_path / "d", "qwen3", template=other, name="qwen3").name == "qwen3", "the name must count"
+    assert load(tmp_path / "d", "qwen3", template=other, name="qwen3").name == "qwen3", "a configured name has priority"
     assert load(tmp_path / "e", "qwen3", name="template").name == "template"
 
 

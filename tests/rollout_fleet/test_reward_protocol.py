@@ -1,4 +1,4 @@
-"""Arguments and results of the user's reward functions, through real scoring processes."""
+"""Arguments and results of user reward functions in real scoring processes."""
 
 import numpy as np
 import pytest

@@ -82,7 +82,7 @@ class TextScorer(RewardProcesses):
 
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
-    """Undo each test's registrations of rewards."""
+    """Remove the rewards that the test registered."""
     undo_registrations(monkeypatch, REWARDS)
     monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
 
@@ -297,7 +297,7 @@ async def test_a_reward_can_return_any_number_type_and_can_print(user_rewards):
 
 
 async def test_the_total_is_the_weighted_sum_of_the_rewards_and_each_reward_is_reported(user_rewards):
-    await user_rewards("length")  # makes the module
+    await user_rewards("length")  # write the module
     rewards = WeightedRewards(RolloutFleetConfig(rewards=["exact_match", "0.5*user_rewards:length"]))
     await rewards.start()
     try:

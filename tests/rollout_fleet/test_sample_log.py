@@ -1,4 +1,4 @@
-"""Decoded samples: the choice of samples, and the saved columns."""
+"""The log of decoded samples: the choice of samples, and the columns of the files."""
 
 import logging
 

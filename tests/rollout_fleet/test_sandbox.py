@@ -34,7 +34,7 @@ def _sandbox(kind: SandboxKind, **options) -> Sandbox:
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
 def isolating(request):
-    """Return a kind of sandbox that hides files and processes. Skips the test if it does not work here."""
+    """Return a kind of sandbox that hides files and processes. Skips the test if this kind does not work."""
     return _or_skip(request.param)
 
 
@@ -215,7 +215,7 @@ print(b.recv(100).decode())
 
 
 async def test_a_socket_pair_in_a_sandbox_cannot_send_to_other_sockets(kind):
-    """Outside a sandbox, a datagram socket of a socket pair can send to any address, even an abstract one."""
+    """Outside a sandbox, a datagram socket of a socket pair can send to the address of any other socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(f"\0asyncrl-test-{os.getpid()}")
         server.setblocking(False)
@@ -396,7 +396,7 @@ time.sleep(0.2)
     sandbox = _sandbox(kind)
     results = await asyncio.gather(*(sandbox.run(code, limits=SandboxLimits(processes=8)) for _ in range(8)))
     if kind is SandboxKind.limits and os.geteuid() != 0:
-        return  # the limit covers all programs of a user, so some can fail
+        return  # all programs of a user share one limit, so some can fail
     assert [(result.exit_status, result.stderr) for result in results] == [(0, "")] * 8
 
 

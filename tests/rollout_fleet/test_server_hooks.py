@@ -103,7 +103,7 @@ def test_the_installed_sglang_skips_known_log_probs_with_the_hook():
     assert skipped(0, 12) == 5, "without the hook, only the prompt is skipped"
     skip_known_logprobs(None, request)
     assert skipped(0, 12) == 12
-    assert [skipped(0, 8), skipped(8, 4)] == [8, 4], "chunks must be skipped too"
+    assert [skipped(0, 8), skipped(8, 4)] == [8, 4], "known log-probs must also be skipped in chunks"
 
 
 def source_of(module: str) -> str:

@@ -66,7 +66,7 @@ def test_results_of_different_tool_calls_differ_even_if_two_calls_have_the_same_
 async def test_a_session_appends_only_the_tokens_of_new_messages(renderers):
     talk = Talk(renderers("chatml"), "it is warm<|im_end|>", "also<|im_end|>")
     (first,) = await talk.chat(USER)
-    assert first.token_ids.tolist() != talk.renderer.tokenizer.encode("it is warm<|im_end|>"), "same tokens"
+    assert first.token_ids.tolist() != talk.renderer.tokenizer.encode("it is warm<|im_end|>"), "the tokens must differ"
     (second,) = await talk.chat(USER, first.message, MORE)
     context = talk.turns.episode.turn(talk.turns.episode.turn(second.turn).parent)
     assert context.parent == first.turn
@@ -319,7 +319,7 @@ async def test_a_tool_call_has_the_id_that_the_policy_wrote_if_the_id_is_unique(
     (repeated,) = second.message["tool_calls"]
     assert repeated["id"] != "functions.weather:0", "two calls of a conversation must have different ids"
     (sibling,) = await talk.chat(USER, tools=[TOOL])
-    assert sibling.message["tool_calls"][0]["id"] != "functions.weather:0", "two answers need different ids"
+    assert sibling.message["tool_calls"][0]["id"] != "functions.weather:0", "two answers must have different call ids"
 
 
 async def test_tool_calls_of_a_replayed_session_have_the_same_ids(tmp_path):
@@ -401,7 +401,7 @@ async def test_a_text_request_continues_the_tokens_of_an_earlier_text(renderers)
 
 
 async def test_a_text_with_the_end_token_of_an_answer_continues_the_answer(renderers):
-    """A client applies the chat template itself. Its text contains the end token, which the last answer lacked."""
+    """A client applies the chat template itself. Its text contains the end token that the last answer did not have."""
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
     text = talk.renderer.tokenizer.decode(talk.prompt.prompt_ids.tolist())
     (first,) = await talk.session.complete(TextRequest(prompt=text))

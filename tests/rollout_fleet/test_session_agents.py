@@ -81,7 +81,7 @@ class Agent:
         self.conversations += [[*messages, answer.message] for answer in outcomes[0]]
 
     def check(self):
-        """Check that the trained tokens are those of the script, and that each prompt is the path to its turn."""
+        """Check that the trained tokens are the scripted tokens, and that each prompt is the path to its turn."""
         talk, episode = self.talk, self.talk.turns.episode
         talk.check()
         trajectory = episode.trajectory(1.0)
@@ -108,7 +108,7 @@ def test_a_session_trains_the_sampled_tokens_for_any_agent_behavior(renderers, s
             try:
                 await agent.step(step)
             except ValueError as error:
-                assert "refuses" in str(error), "only a template may refuse what an agent sends"  # noqa: PT017
+                assert "refuses" in str(error), "only a template may refuse messages of an agent"  # noqa: PT017
 
     asyncio.run(run())
     agent.check()

@@ -1,4 +1,4 @@
-"""Which calls the SGLang engine makes to its server, and in which order. The server only records the calls."""
+"""The calls of the SGLang engine to its server, and the order of the calls. The server only records the calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.offers import bare_offer
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 LOAD = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"]
 SENT_WITH = {"/end_weight_update": ["/update_weight_version"]}
-"""For a call, the calls that the engine sends before it has the answer.
+"""Maps a call to the calls that the engine sends before it has the answer to this call.
 
-It sends `/continue_generation` after all answers.
+The engine sends `/continue_generation` after it has all answers.
 """
 
 
 class RecordedServer:
-    """Stands in for `SGLangServer` and `SGLangClient`. Records every call and answers it at once."""
+    """Stands in for `SGLangServer` and `SGLangClient`. Records and answers every call immediately."""
 
     name = "sglang-0"
     url = "http://127.0.0.1:1"
@@ -534,7 +534,7 @@ async def test_a_sample_that_the_server_loses_fails_the_engine_when_no_other_sam
     ("later", "kept"),
     [
         ([chunk([6], 2)], [5, 6]),
-        ([chunk([6], 2, version="4")], [5]),  # the versions of these tokens (3 or 4) are not certain
+        ([chunk([6], 2, version="4")], [5]),  # the version of the second token can be 3 or 4
         ([chunk([6], 2, version="4"), chunk([7], 3, version="4")], [5]),
         ([chunk([6], 2), chunk([1], 3, reason="stop", spans=[{"version": "3", "start": 0, "end": 3}])], [5, 6]),
     ],

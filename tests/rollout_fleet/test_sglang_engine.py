@@ -130,7 +130,7 @@ async def test_aborted_samples_return_their_tokens_and_other_samples_continue(en
     cut = requests_of(1, num_samples=40, name="cut", max_new_tokens=250, top_k=3)
     running = asyncio.create_task(answer(engine, [*cut, *keep]))
     await until_writing(engine)
-    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - no event exists
+    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - no event to wait for
         await asyncio.sleep(0.01)
     assert load.num_running + load.num_waiting <= 60
     assert 0 < load.cache_use <= 1
@@ -385,18 +385,21 @@ OWNER = """
     [
         pytest.param(1, id="starting"),
         pytest.param(3, id="all-started", marks=pytest.mark.slow),
-        pytest.param(None, id="up", marks=pytest.mark.slow),
+        pytest.param(None, id="ready", marks=pytest.mark.slow),
     ],
 )
 async def test_no_server_process_remains_after_the_death_of_the_owner(model_path, tmp_path, num_processes):
-    """The owner dies when the server has ``num_processes`` processes, or with None when the server is ready."""
+    """The owner is killed when the server has ``num_processes`` processes.
+
+    If ``num_processes`` is None, the owner is killed when the server is ready.
+    """
     command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     guard = psutil.Process(int(await owner.stdout.readline()))
     if num_processes is None:
         assert await owner.stdout.readline() == b"up\n"
     else:
-        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - no event exists
+        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.05)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 2

@@ -116,7 +116,7 @@ async def test_a_server_that_starts_too_slowly_is_stopped_and_the_error_names_th
     assert server.guard.returncode is not None
 
 
-@pytest.mark.parametrize("is_made", [False, True], ids=["before its guard is made", "after"])
+@pytest.mark.parametrize("is_made", [False, True], ids=["before the guard starts", "after the guard starts"])
 async def test_a_server_that_is_stopped_during_its_launch_leaves_no_process_or_folder(
     make_server, monkeypatch, tmp_path, is_made
 ):
@@ -230,7 +230,7 @@ def test_a_cuda_server_stores_compiled_kernels_outside_its_scratch_folder(make_s
     environment = make_server("", device=EngineDevice.cuda).environment(scratch)
     assert environment["TMPDIR"] == str(scratch)
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "asyncrl" / "compile" / "torchinductor")
-    assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own choice must stay"
+    assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own folder must be used"
     assert (tmp_path / "cache" / "asyncrl" / "compile").stat().st_mode & 0o777 == 0o700
     command = [
         sys.executable,

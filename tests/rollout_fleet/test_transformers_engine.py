@@ -113,9 +113,9 @@ def test_sharing_prompts_and_dropping_finished_rows_does_not_change_log_probs(tm
     for request, sample in zip(requests, samples, strict=True):
         assert (len(sample.token_ids), sample.finish_reason) == (request.sampling.max_new_tokens, FinishReason.length)
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
-    assert (max(sizes) == len(requests)) == may_pad, f"batches of {sizes} rows"
-    assert (len(set(sizes)) > 3) == cuts_cache, f"batches of {sizes} rows"
-    assert len({tuple(sample.token_ids[:8].tolist()) for sample in samples}) > 9, "samples of a prompt must differ"
+    assert (max(sizes) == len(requests)) == may_pad, f"the passes had {sizes} rows"
+    assert (len(set(sizes)) > 3) == cuts_cache, f"the passes had {sizes} rows"
+    assert len({tuple(sample.token_ids[:8].tolist()) for sample in samples}) > 9, "samples of one prompt must differ"
 
 
 def batch_sizes(model):
@@ -140,7 +140,7 @@ def test_rows_are_dropped_after_an_end_token_at_their_length_limit_and_after_an_
     sizes = batch_sizes(model)
     samples = model.generate(running, 0)
     assert sizes[0] == 64
-    assert min(sizes) < 16, f"batches of {sizes} rows"
+    assert min(sizes) < 16, f"the passes had {sizes} rows"
     reasons = [sample.finish_reason for sample in samples]
     assert {*reasons[5:]} == {FinishReason.stop, FinishReason.length}
     for request, sample, asked in zip(requests, samples, running, strict=True):
@@ -476,7 +476,7 @@ async def test_an_aborted_sample_continues_as_if_it_had_not_been_aborted(start, 
     await assert_continues(await start(), model_path, atol=1e-5)
 
 
-@pytest.mark.parametrize("released", [False, True], ids=["kept", "released"])
+@pytest.mark.parametrize("released", [False, True], ids=["retained", "released"])
 async def test_an_engine_loads_frozen_weights_once_and_then_only_adapters(
     released, start, publish, model_path, tmp_path, monkeypatch
 ):

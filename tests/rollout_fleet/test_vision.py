@@ -32,7 +32,7 @@ from tests.support.rollout import InMemoryBuffer, make_loop
 from tests.support.scripted_turns import ScriptedTurns
 from tests.support.vision_models import as_png, picture, write_vision_model
 
-IMAGE = 5  # the id of the token that stands for a part of an image
+IMAGE = 5  # the id of the placeholder token for one part of an image
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def request_of(reader, name, *seeds, width=16, length=3, **sampling):
 
 
 def forward_logprobs(model, reader, request, tokens):
-    """Return the log-probs of ``tokens``, [number of tokens], from transformers' own forward of one sequence."""
+    """Return the log-probs of ``tokens``, [number of tokens], from a forward pass of transformers over one sequence."""
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, tokens]).astype(np.int64))[None]
     seen = {}
     if request.images:
@@ -92,7 +92,7 @@ def make_requests(reader, name):
 
 
 async def check_answers(engine, folder, reader, name, *, atol):
-    """Check that the log-probs of each answer equal those of a forward with the weights in ``folder``."""
+    """Check that the log-probs of each answer equal those of a forward pass with the weights in ``folder``."""
     requests = make_requests(reader, name)
     answers = {request.id: output async for request, output in engine.generate(requests)}
     model, differences = AutoModelForImageTextToText.from_pretrained(folder), []

@@ -108,7 +108,7 @@ async def test_a_drained_worker_still_answers_held_out_prompts_and_stores_the_an
 async def test_the_device_is_released_even_if_an_abandoned_evaluation_still_runs(
     make_worker, make_buffer, make_prompts, model_path, tmp_path, monkeypatch
 ):
-    """A signal or the death of a learner rank ends the evaluation of a colocated run before all answers have come."""
+    """A signal or the death of a learner rank ends the evaluation of a colocated run before it has all answers."""
     begun, engines, generate = asyncio.Event(), [], TransformersEngine.generate
 
     def generated(engine, requests):
@@ -184,7 +184,7 @@ async def test_a_held_out_prompt_whose_reward_fails_is_logged_and_other_prompts_
 
 
 async def test_an_answer_that_mixes_policy_versions_is_rejected_and_an_aborted_one_is_repeated(make_prompts):
-    """The scripted engine loads weights during the samples. A server also loads weights between two tokens."""
+    """The scripted engine loads weights between two tokens of a sample, like a real server."""
     engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[3, 3], token_delay_s=0.4))
     await engine.start()
     await engine.load_weights(bare_offer(4))
