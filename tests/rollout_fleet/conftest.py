@@ -35,7 +35,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture
 def recorded(tmp_path):
-    """Record the events of this process as ``engine-0``. The yielded function ends the record and returns the trace."""
+    """Record events of this process as ``engine-0``. Yields a function that stops recording and returns the trace."""
     record.start(ProfileConfig(directory=str(tmp_path / "profile")), process="engine-0", pool=Pool.fleet)
 
     def load() -> Trace:

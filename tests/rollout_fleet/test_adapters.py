@@ -27,7 +27,7 @@ class Space:
     n, start = 10, 0
 
 class Guess:
-    """Gymnasium's interface; the number is the seed."""
+    """A game with the interface of gymnasium. The player guesses the seed."""
     action_space = Space()
 
     def __init__(self, limit=5):
@@ -46,7 +46,7 @@ class Guess:
         print("closed")
 
 class Letters:
-    """An older interface, async, with messages as observations, and the text itself as action."""
+    """A game with an older async interface. Observations are messages, and actions are texts."""
     async def reset(self):
         self.seen = ""
         return [{"role": "system", "content": "Write letters."}, {"role": "user", "content": "a"}]
@@ -80,7 +80,7 @@ def guesses(*texts: str):
     return lambda body: {"role": "assistant", "content": next(left)}
 
 
-async def test_a_gym_with_numbers_as_actions_is_played_to_its_end(games):
+async def test_a_gym_with_numbers_as_actions_is_played_to_the_end(games):
     script = guesses("is it 5?", "no idea", "12", "8", "I say 7")
     outcome, requests = await play("gym", {"env": f"{games}:Guess"}, script, prompt=make_prompt(extra={"level": 1}))
     assert outcome.reward == 1.0
@@ -93,46 +93,46 @@ async def test_a_gym_with_numbers_as_actions_is_played_to_its_end(games):
     assert heard[1:] == ["Higher.", *["Answer with a number from 0 to 9."] * 2, "Lower."]
 
 
-async def test_the_rewards_of_steps_go_to_their_turns_if_asked(games):
+async def test_the_option_turn_rewards_gives_each_turn_the_reward_of_its_step(games):
     options = {"env": f"{games}:Guess", "turn_rewards": True, "kwargs": {"limit": 2}}
     outcome, _ = await play("gym", options, guesses("7", "8"))
     assert (outcome.reward, outcome.turn_rewards) == (0.0, {1: 1.0})
 
 
-async def test_a_game_that_is_not_won_ends_at_the_limit_of_steps(games):
+async def test_a_game_that_nobody_wins_ends_at_the_step_limit(games):
     outcome, requests = await play("gym", {"env": f"{games}:Guess", "max_steps": 3}, guesses(*"1234"))
     assert (outcome.reward, outcome.metrics["finished"], len(requests)) == (0.0, 0.0, 3)
 
 
-async def test_an_async_gym_with_messages_and_the_older_interface_is_played(games):
+async def test_an_async_gym_with_messages_and_the_old_interface_is_played(games):
     outcome, requests = await play("gym", {"env": f"{games}:Letters"}, guesses("xx", "yyyy"))
     assert (outcome.reward, outcome.answer) == (6.0, "yyyy")
     assert [message["role"] for message in requests[0]["messages"]] == ["user", "system", "user"]
 
 
-async def test_a_gym_that_raises_is_a_failure_of_a_tool(games):
+async def test_an_exception_in_a_gym_is_a_tool_failure(games):
     with pytest.raises(EpisodeFailure, match=r"step raised RuntimeError: the board is gone") as failure:
         await play("gym", {"env": f"{games}:Broken"}, guesses("1"))
     assert failure.value.kind is FailureKind.tool
 
 
-async def test_a_gym_whose_step_returns_no_end_of_the_game_is_refused(games):
+async def test_a_gym_whose_step_returns_a_tuple_of_the_wrong_length_is_refused(games):
     words = r"step of .*options.env must return \(observation, reward, terminated, .* got \('Right.', 1.0, True\)"
     with pytest.raises(EpisodeFailure, match=words):
         await play("gym", {"env": f"{games}:Short"}, guesses("1"))
 
 
-async def test_a_gym_that_raises_stop_iteration_does_not_stand_still(games):
+async def test_a_gym_that_raises_stop_iteration_does_not_hang(games):
     with pytest.raises(EpisodeFailure, match=r"tool step raised RuntimeError: .* StopIteration"):
         await play("gym", {"env": f"{games}:Stops"}, guesses("1"))
 
 
-async def test_a_number_of_thousands_of_digits_is_an_invalid_action(games):
+async def test_a_number_with_thousands_of_digits_is_an_invalid_action(games):
     outcome, _ = await play("gym", {"env": f"{games}:Guess"}, guesses("1" * 5000, "7"))
     assert (outcome.reward, outcome.metrics["invalid_actions"]) == (1.0, 1.0)
 
 
-async def test_the_images_of_a_prompt_stay_images_with_a_gym(games):
+async def test_a_gym_adapter_sends_the_images_of_a_prompt_as_images(games):
     parts = [{"type": "image_url", "image_url": {"url": "data:,"}}, {"type": "text", "text": "look"}]
     prompt = replace(make_prompt(), messages=({"role": "user", "content": parts},))
     _, requests = await play("gym", {"env": f"{games}:Guess"}, guesses("7"), prompt=prompt)
@@ -164,7 +164,7 @@ async def test_a_registered_gymnasium_environment_is_played():
         ),
     ],
 )
-async def test_options_of_an_adapter_that_do_not_fit_are_refused(name, options, words):
+async def test_an_adapter_refuses_invalid_options(name, options, words):
     with pytest.raises(ValueError, match=words):
         await play(name, options)
 
@@ -219,14 +219,14 @@ if mode == "fail":
         ("file", Outcome(reward=0.5)),
     ],
 )
-async def test_a_program_is_an_agent_and_what_it_prints_is_never_its_reward(tmp_path, mode, outcome):
+async def test_the_output_of_an_agent_program_is_its_answer_and_never_its_reward(tmp_path, mode, outcome):
     """A coding agent prints the policy's answer. If a printed number were the reward, the policy could choose it."""
     (tmp_path / "agent.py").write_text(AGENT)
     command = shlex.join([sys.executable, f"{tmp_path}/agent.py", mode])
     assert (await play("command", {"command": command}, prompt=make_prompt(ground_truth="HELLO")))[0] == outcome
 
 
-async def test_a_program_ends_although_its_daemon_holds_its_output_and_the_daemon_is_killed(tmp_path):
+async def test_a_daemon_of_an_agent_program_does_not_delay_its_end_and_is_killed(tmp_path):
     """A coding agent can start servers with ``setsid``. Such a server inherits the agent's standard output."""
     started = tmp_path / "started"
     daemon = f"import os, time; open({str(started)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
@@ -256,7 +256,7 @@ print(json.dumps(said))
     ("name", "path", "expected"),
     [("claude", "", {"arguments": ["-p", "--model", "policy"]}), ("codex", "/v1", {"api": "responses"})],
 )
-async def test_the_scripts_of_the_page_give_coding_agents_the_task_and_the_endpoint(
+async def test_the_scripts_in_agents_md_pass_the_task_and_the_endpoint_to_coding_agents(
     tmp_path, monkeypatch, name, path, expected
 ):
     """The real agents are not installed on this machine. A script replaces them and prints its arguments."""
@@ -275,7 +275,7 @@ async def test_the_scripts_of_the_page_give_coding_agents_the_task_and_the_endpo
 
 
 @pytest.mark.parametrize("ground_truth", [True, False])
-async def test_the_answer_is_kept_from_a_program_that_runs_commands_of_the_policy(tmp_path, ground_truth):
+async def test_a_program_gets_the_ground_truth_only_if_the_option_is_set(tmp_path, ground_truth):
     (tmp_path / "agent.py").write_text("import os; print(open(os.environ['ASYNCRL_PROMPT']).read())")
     options = {"command": [sys.executable, f"{tmp_path}/agent.py"], "ground_truth": ground_truth}
     outcome, _ = await play("command", options, prompt=make_prompt(ground_truth="HELLO"))
@@ -304,7 +304,7 @@ async def test_the_text_of_a_prompt_with_images_is_the_standard_input_of_a_progr
         ("folder", FailureKind.reward, "ASYNCRL_OUTCOME must be a file with JSON"),
     ],
 )
-async def test_a_program_that_fails_is_a_failure_with_its_last_words(tmp_path, mode, kind, words):
+async def test_a_failed_program_fails_the_episode_with_its_last_output(tmp_path, mode, kind, words):
     (tmp_path / "agent.py").write_text(AGENT)
     with pytest.raises(EpisodeFailure, match=words) as failure:
         await play("command", {"command": [sys.executable, f"{tmp_path}/agent.py", mode]})
@@ -362,7 +362,7 @@ async def test_a_session_of_an_openenv_server_is_played(openenv_url):
     assert [message["content"] for message in requests[1]["messages"]] == ["hello\n\nsay something, 7", "abc", "cba"]
 
 
-async def test_an_action_that_an_openenv_server_refuses_is_told_to_the_policy(openenv_url):
+async def test_the_policy_gets_the_error_of_an_action_that_an_openenv_server_refuses(openenv_url):
     options = {"url": openenv_url, "action": "json"}
     script = guesses("no json", '{"text": "a"}', '{"message": "a"}', '{"message": "b"}')
     outcome, requests = await play("openenv", options, script)
@@ -373,7 +373,7 @@ async def test_an_action_that_an_openenv_server_refuses_is_told_to_the_policy(op
     assert json.loads(heard[3]) == {"echo": "a", "n": 1}
 
 
-async def test_an_openenv_server_that_fails_or_is_not_there_is_a_failure_of_a_tool(openenv_url):
+async def test_an_openenv_server_that_fails_or_does_not_exist_is_a_tool_failure(openenv_url):
     for url, says, words in (
         (openenv_url, "break", "answered EXECUTION_ERROR: boom"),
         (openenv_url, "full", "Server at capacity: 1/1; start the server with max_concurrent_envs of at least"),
@@ -385,7 +385,7 @@ async def test_an_openenv_server_that_fails_or_is_not_there_is_a_failure_of_a_to
         assert failure.value.kind is FailureKind.tool
 
 
-async def test_an_openenv_server_that_does_not_answer_the_handshake_is_a_slow_tool():
+async def test_an_openenv_server_without_a_handshake_is_a_tool_failure_after_the_tool_timeout():
     server = await asyncio.start_server(lambda reader, writer: asyncio.sleep(60), "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
     with pytest.raises(EpisodeFailure, match=r"tool connect did not answer within .*tool_timeout_s = 1 s") as failure:
@@ -394,7 +394,7 @@ async def test_an_openenv_server_that_does_not_answer_the_handshake_is_a_slow_to
     server.close()
 
 
-async def test_a_field_that_the_observations_of_an_openenv_server_lack_is_named(openenv_url):
+async def test_an_error_names_a_field_that_openenv_observations_do_not_have(openenv_url):
     words = r"must have the field 'ecko', which options.observation names, got {'echo': 'say something"
     with pytest.raises(EpisodeFailure, match=words) as failure:
         await play("openenv", {"url": openenv_url, "observation": "ecko"}, guesses("abc", "abcd"))
@@ -402,7 +402,7 @@ async def test_a_field_that_the_observations_of_an_openenv_server_lack_is_named(
 
 
 MCP = '''
-"""A stand-in for the package mcp: sessions over standard streams with the real one's names."""
+"""A fake of the package mcp with the same names. Its sessions use standard streams."""
 import asyncio, json
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -486,7 +486,7 @@ def tool_call(number: int, name: str, arguments: str) -> dict:
     return {"id": f"call-{number}", "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_errors(mcp_package):
+async def test_the_policy_calls_mcp_tools_in_parallel_and_gets_errors_for_wrong_calls(mcp_package):
     def script(body):
         if body["messages"][-1]["role"] == "tool":
             return {"role": "assistant", "content": body["messages"][-4]["content"]}
@@ -499,7 +499,7 @@ async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_
     servers = {"one": {"command": "server", "args": ["double"]}, "two": {"command": "server", "args": ["twice"]}}
     outcome, requests = await play("mcp", {"servers": servers}, script)
     assert outcome.answer == "8"
-    assert outcome.metrics["tool_calls"] == 4.0  # two requests list the tools, and two calls are valid
+    assert outcome.metrics["tool_calls"] == 4.0  # two requests for the lists of tools, and two valid calls
     assert [tool["function"]["name"] for tool in requests[0]["tools"]] == ["double", "twice"]
     assert [message["content"] for message in requests[1]["messages"][-4:]] == [
         "8",
@@ -510,7 +510,7 @@ async def test_the_policy_uses_tools_of_mcp_servers_in_parallel_and_is_told_its_
     ]
 
 
-async def test_the_tools_of_all_mcp_servers_and_pages_have_different_names(mcp_package):
+async def test_tools_of_several_mcp_servers_get_different_names(mcp_package):
     def script(body):
         if body["messages"][-1]["role"] == "tool":
             return {"role": "assistant", "content": body["messages"][-1]["content"]}
@@ -530,7 +530,7 @@ async def test_the_tools_of_all_mcp_servers_and_pages_have_different_names(mcp_p
     ("number", "words"),
     [(101, "tool double raised OSError: the server is gone"), (201, "its MCP server was lost: Connection closed")],
 )
-async def test_an_mcp_server_that_is_lost_is_a_failure_of_a_tool(mcp_package, number, words):
+async def test_a_lost_mcp_server_is_a_tool_failure(mcp_package, number, words):
     def script(body):
         return {"role": "assistant", "content": None, "tool_calls": [tool_call(0, "double", f'{{"a": {number}}}')]}
 
@@ -539,7 +539,7 @@ async def test_an_mcp_server_that_is_lost_is_a_failure_of_a_tool(mcp_package, nu
     assert failure.value.kind is FailureKind.tool
 
 
-async def test_the_policy_is_told_an_error_with_which_an_mcp_server_answers(mcp_package):
+async def test_the_policy_gets_an_error_that_an_mcp_server_returns(mcp_package):
     def script(body):
         if body["messages"][-1]["role"] == "tool":
             return {"role": "assistant", "content": body["messages"][-1]["content"]}
@@ -549,14 +549,14 @@ async def test_the_policy_is_told_an_error_with_which_an_mcp_server_answers(mcp_
     assert outcome.answer == "error: tool double raised McpError: a must not be negative"
 
 
-async def test_an_mcp_server_that_begins_no_session_is_a_failure_of_a_tool_by_its_deadline(mcp_package):
+async def test_an_mcp_server_that_starts_no_session_is_a_tool_failure_after_the_tool_timeout(mcp_package):
     words = r"the MCP server {'command': 'server', .*} did not list its tools: .*tool_timeout_s = 5 s"
     with pytest.raises(EpisodeFailure, match=words) as failure:
         await play("mcp", {"servers": {"one": {"command": "server", "args": ["silent"]}}})
     assert failure.value.kind is FailureKind.tool
 
 
-async def test_an_mcp_server_at_a_url_is_used_and_the_loss_of_it_is_a_failure_of_a_tool_with_its_url(mcp_package):
+async def test_a_tool_failure_names_the_url_of_a_lost_mcp_server(mcp_package):
     def script(body):
         is_answer = body["messages"][-1]["role"] == "tool"
         calls = [] if is_answer else [tool_call(0, "double", '{"a": 4}')]
@@ -577,7 +577,7 @@ async def test_an_mcp_server_at_a_url_is_used_and_the_loss_of_it_is_a_failure_of
     assert failure.value.kind is FailureKind.overflow
 
 
-async def test_an_adapter_without_its_package_names_the_package(monkeypatch, tmp_path):
+async def test_an_error_names_the_package_that_an_adapter_needs(monkeypatch, tmp_path):
     (tmp_path / "mcp.py").write_text("raise ImportError('no mcp here')")
     monkeypatch.syspath_prepend(str(tmp_path))
     with pytest.raises(ValueError, match=r"environment.name=mcp needs the package mcp in .*python.*: no mcp here"):

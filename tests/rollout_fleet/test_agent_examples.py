@@ -43,7 +43,7 @@ def in_order(*answers: dict[str, Any]):
     return lambda body: next(left)
 
 
-async def test_the_calculator_computes_what_the_policy_asks_for():
+async def test_the_calculator_computes_the_expression_of_the_policy():
     script = in_order(calls(("calculate", {"expression": "(3 + 4) * -5"})), said("-35"))
     outcome, requests = await play(f"{AGENTS}/calculator.py:Calculator", {}, script, text="?", truth="-35")
     assert (outcome.reward, outcome.metrics["calls"], outcome.metrics["tool_errors"]) == (1.0, 1.0, 0.0)
@@ -51,7 +51,7 @@ async def test_the_calculator_computes_what_the_policy_asks_for():
 
 
 @pytest.mark.parametrize("expression", ["__import__('os')", "2 ** 9", "1 +", "1 / 0", "9e12"])
-async def test_an_expression_that_the_calculator_refuses_is_told_to_the_policy(expression):
+async def test_the_policy_gets_the_error_of_an_expression_that_the_calculator_refuses(expression):
     script = in_order(calls(("calculate", {"expression": expression})), said("0"))
     outcome, requests = await play(f"{AGENTS}/calculator.py:Calculator", {}, script, text="?", truth="1")
     assert (outcome.reward, outcome.metrics["tool_errors"]) == (0.0, 1.0)
@@ -70,7 +70,7 @@ PYTHON = f"{AGENTS}/python_tool.py:PythonTool"
 
 
 @pytest.mark.usefixtures("_isolating")
-async def test_programs_of_the_policy_run_in_a_sandbox_and_their_output_is_told(tmp_path):
+async def test_programs_of_the_policy_run_in_a_sandbox_and_the_policy_gets_their_output(tmp_path):
     (secret := tmp_path / "secret.txt").write_text("the answer is 42")
     programs = [
         "print(sum(range(10))); print('x' * 5000)",
@@ -95,7 +95,7 @@ async def test_programs_of_the_policy_run_in_a_sandbox_and_their_output_is_told(
     assert told[4:] == ["[exit status 3]", "the program printed nothing"]
 
 
-async def test_a_machine_without_the_sandbox_fails_the_episode_and_not_only_its_tools(monkeypatch):
+async def test_an_episode_fails_on_a_machine_without_its_sandbox(monkeypatch):
     script = in_order(calls(("python", {"code": "print(1)"})), said("1"))
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(EpisodeFailure, match=r"bubblewrap: .*install bubblewrap") as caught:
@@ -103,7 +103,7 @@ async def test_a_machine_without_the_sandbox_fails_the_episode_and_not_only_its_
     assert caught.value.kind is FailureKind.environment
 
 
-async def test_a_sandbox_that_fails_costs_the_episode_and_the_policy_is_not_told(tmp_path):
+async def test_a_failed_sandbox_fails_the_episode_without_a_message_to_the_policy(tmp_path):
     (tmp_path / "broken.py").write_text(
         "from asyncrl.core.errors import SandboxError\n"
         "from rollout_fleet.episodes import use_tools\n"
@@ -151,7 +151,7 @@ async def test_two_roles_play_nim_and_the_turns_of_the_winner_are_rewarded():
     assert (outcome.turn_rewards, outcome.metrics["illegal_moves"]) == ({1: -1.0}, 1.0)
 
 
-async def test_the_search_agent_uses_tools_in_parallel_and_compacts(tmp_path):
+async def test_the_search_agent_uses_tools_in_parallel_and_compacts_its_conversation(tmp_path):
     (tmp_path / "a.txt").write_text("The tower was built in 1889.\n" + "x" * 500)
     (tmp_path / "b.txt").write_text("The bridge was built in 1932.")
 
@@ -178,7 +178,7 @@ def page_files() -> dict[str, str]:
     return dict(blocks)
 
 
-def test_the_programs_on_the_page_of_agents_are_those_that_these_tests_run():
+def test_these_tests_run_every_program_of_agents_md():
     assert sorted(page_files()) == ["agent.py", "client.py", "game.py", "program.py"]
 
 
@@ -191,7 +191,7 @@ def test_the_programs_on_the_page_of_agents_are_those_that_these_tests_run():
         ("program.py", "command", {"command": f"{shlex.quote(sys.executable)} {{folder}}/program.py"}),
     ],
 )
-async def test_each_program_on_the_page_of_agents_runs(tmp_path, file, name, options):
+async def test_each_program_of_agents_md_runs(tmp_path, file, name, options):
     (tmp_path / file).write_text(page_files()[file])
     options = {key: value.format(folder=tmp_path) for key, value in options.items()}
     outcome, _ = await play(name.format(folder=tmp_path), options, lambda _: said("42"), text="6 * 7", truth="42")
@@ -199,6 +199,6 @@ async def test_each_program_on_the_page_of_agents_runs(tmp_path, file, name, opt
 
 
 @pytest.mark.parametrize("path", sorted(AGENTS.glob("*.py")), ids=lambda path: path.stem)
-def test_the_page_of_agents_names_each_example(path):
+def test_agents_md_names_each_example(path):
     assert f"examples/agents/{path.name}" in PAGE.read_text()
     assert importlib.util.spec_from_file_location(path.stem, path) is not None

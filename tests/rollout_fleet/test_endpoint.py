@@ -51,7 +51,7 @@ async def endpoint():
 
 @pytest.fixture
 async def talk(endpoint, renderer):
-    """Return a function that opens an episode with scripted turns. It returns a pair: `Talk` and openai client."""
+    """Yield a function that opens an episode with scripted turns and returns a pair: `Talk` and openai client."""
     clients = []
 
     def begin(*texts, **options):
@@ -78,7 +78,7 @@ async def until(condition):
             await asyncio.sleep(0.01)
 
 
-async def test_the_endpoint_answers_the_client_of_openai(talk):
+async def test_the_endpoint_answers_the_openai_client(talk):
     talking, client = talk("Warm." + END)
     answer = await client.chat.completions.create(model="policy", messages=[USER], logprobs=True, max_tokens=50)
     choice = answer.choices[0]
@@ -89,13 +89,13 @@ async def test_the_endpoint_answers_the_client_of_openai(talk):
     assert (await client.models.list()).data[0].id == "policy"
 
 
-async def test_the_bytes_of_a_token_are_left_out_if_it_is_a_part_of_a_letter(talk):
+async def test_a_token_that_is_only_a_part_of_a_character_has_no_bytes_in_the_answer(talk):
     _, client = talk("a€" + END)
     answer = await client.chat.completions.create(model="policy", messages=[USER], logprobs=True)
     assert [entry.bytes for entry in answer.choices[0].logprobs.content] == [[97], None, None, None, [*END.encode()]]
 
 
-async def test_the_endpoint_streams_what_the_helpers_of_openai_read(talk):
+async def test_the_stream_helpers_of_openai_read_the_streams_of_the_endpoint(talk):
     talking, client = talk("<think>\nhm\n</think>\n\nSo:\n" + CALL + "\n" + CALL + END, tools=[TOOL])
     kinds = []
     async with client.chat.completions.stream(model="policy", messages=[USER], tools=[TOOL]) as stream:
@@ -131,7 +131,7 @@ async def test_the_endpoint_streams_text_logprobs_and_usage(talk):
     assert [c.choices[0].finish_reason for c in chunks[:-1] if c.choices[0].finish_reason] == ["stop", "stop"]
 
 
-async def test_parse_reads_an_answer_under_its_schema(talk):
+async def test_the_openai_method_parse_reads_an_answer_that_follows_a_schema(talk):
     class Weather(BaseModel):
         city: str
         degrees: int
@@ -142,7 +142,7 @@ async def test_parse_reads_an_answer_under_its_schema(talk):
     assert set(json.loads(talking.turns.samplings[0].json_schema)["properties"]) == {"city", "degrees"}
 
 
-async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
+async def test_a_stream_sends_comments_until_its_turn_ends(talk):
     talking, _ = talk("Warm." + END)
     talking.turns.gate.clear()
     body = {"messages": [USER], "stream": True}
@@ -176,7 +176,7 @@ async def test_a_stream_has_comments_until_its_turn_has_finished(talk):
         ([], "the body of /v1/chat/completions must be a JSON object, got list"),
     ],
 )
-async def test_a_wrong_request_is_refused_by_name_and_not_retried(talk, endpoint, body, message):
+async def test_an_invalid_request_gets_a_400_error_that_names_the_problem(talk, endpoint, body, message):
     talking, _ = talk()
     status, text = await post(talking.access, "/chat/completions", body)
     assert status == 400
@@ -214,7 +214,7 @@ ANTHROPIC_TOOL = {"name": "weather", "description": FUNCTION["description"], "in
         ("/messages", {"tools": [ANTHROPIC_TOOL, {"type": "bash_20250124", "name": "bash"}]}, ["hosted_tools"]),
     ],
 )
-async def test_a_choice_that_cannot_be_enforced_is_counted_and_the_policy_chooses(talk, path, body, overridden):
+async def test_a_tool_choice_that_cannot_be_enforced_is_ignored_and_counted(talk, path, body, overridden):
     tools = [{"type": "function", "function": FUNCTION}] if path != "/chat/completions" else body.get("tools", [])[:1]
     talking, _ = talk("Warm." + END, tools=tools)
     messages = {"input": [USER]} if path == "/responses" else {"messages": [USER]}
@@ -224,7 +224,7 @@ async def test_a_choice_that_cannot_be_enforced_is_counted_and_the_policy_choose
     assert not talking.session.counts.branches, "a tool choice must not begin a branch"
 
 
-async def test_a_choice_that_cannot_be_enforced_is_refused_where_options_are(talk):
+async def test_a_tool_choice_that_cannot_be_enforced_is_refused_if_the_run_refuses_other_options(talk):
     talking, _ = talk(refuses=True)
     for body, message in (
         ({"tool_choice": "required"}, "tool_choice must be auto, the run's value, got required"),
@@ -234,7 +234,7 @@ async def test_a_choice_that_cannot_be_enforced_is_refused_where_options_are(tal
         assert (status, json.loads(text)["error"]["message"].startswith(message)) == (400, True)
 
 
-async def test_functions_of_a_namespace_are_called_by_both_names(talk):
+async def test_the_responses_api_splits_a_function_name_into_namespace_and_name(talk):
     whole = {"type": "function", "function": {**FUNCTION, "name": "city__weather"}}
     talking, _ = talk(CALL.replace("weather", "city__weather") + END, "21." + END, tools=[whole])
     space = {"type": "namespace", "name": "city", "description": "d", "tools": [{"type": "function", **FUNCTION}]}
@@ -249,7 +249,7 @@ async def test_functions_of_a_namespace_are_called_by_both_names(talk):
     talking.check()
 
 
-async def test_the_requests_of_claude_code_are_answered(talk):
+async def test_the_endpoint_answers_the_requests_of_claude_code(talk):
     system, reminder = "You write programs.", {"role": "system", "content": "Skills: none."}
     prompt = [{"role": "system", "content": system}, USER, reminder]
     talking, _ = talk("Done." + END, prompt=prompt, tools=[{"type": "function", "function": FUNCTION}])
@@ -283,13 +283,13 @@ async def test_the_requests_of_claude_code_are_answered(talk):
         ("/chat/completions", {"messages": [USER], "functions": [], "web_search_options": None}),
     ],
 )
-async def test_an_unknown_field_that_is_switched_off_is_accepted(talk, path, body):
+async def test_an_unknown_field_with_an_off_value_is_accepted(talk, path, body):
     talking, _ = talk("Warm." + END)
     status, text = await post(talking.access, path, body)
     assert (status, "Warm." in text) == (200, True)
 
 
-async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
+async def test_a_request_of_an_anthropic_thread_contains_only_the_new_messages(talk):
     texts = [CALL + END, "21." + END, "Yes." + END]
     talking, _ = talk(*texts, tools=[{"type": "function", "function": FUNCTION}])
     body = {"max_tokens": 99, "messages": [USER], "tools": [ANTHROPIC_TOOL], "thread": {"type": "create"}}
@@ -315,14 +315,14 @@ async def test_a_thread_of_anthropic_continues_with_the_new_messages_only(talk):
         assert (status, "set to the id of an earlier answer of a thread in this episode" in text) == (400, True)
 
 
-async def test_anthropic_messages_take_a_json_schema(talk):
+async def test_the_anthropic_messages_api_accepts_a_json_schema(talk):
     talking, _ = talk("{}" + END)
     output = {"format": {"type": "json_schema", "schema": {"type": "object"}}}
     await post(talking.access, "/messages", {"max_tokens": 9, "messages": [USER], "output_config": output})
     assert [sampling.json_schema for sampling in talking.turns.samplings] == ['{"type": "object"}']
 
 
-async def test_keys_of_no_episode_and_of_ended_ones_are_refused_and_counted(talk, endpoint):
+async def test_unknown_keys_and_keys_of_ended_episodes_are_refused_and_counted(talk, endpoint):
     talking, client = talk("Warm." + END)
     stranger = client.with_options(api_key="sk-stranger")
     with pytest.raises(openai.AuthenticationError, match="no running episode has this key"):
@@ -343,7 +343,7 @@ async def test_keys_of_no_episode_and_of_ended_ones_are_refused_and_counted(talk
         (RuntimeError("broken"), 500, "server_error"),
     ],
 )
-async def test_failures_of_turns_have_a_status_and_are_not_retried(talk, error, status, kind, caplog):
+async def test_a_failed_turn_has_an_http_status_and_the_client_does_not_retry(talk, error, status, kind, caplog):
     talking, client = talk()
 
     async def fail(*_):
@@ -355,12 +355,12 @@ async def test_failures_of_turns_have_a_status_and_are_not_retried(talk, error, 
     with caplog.at_level(logging.CRITICAL), pytest.raises(openai.APIStatusError) as caught:
         await client.chat.completions.create(model="policy", messages=[USER])
     assert (caught.value.status_code, caught.value.code, len(talking.turns.requests)) == (status, kind, 1)
-    with pytest.raises(openai.APIError, match=str(error)):  # the stream began with status 200
+    with pytest.raises(openai.APIError, match=str(error)):  # the stream has already sent status 200
         async for _ in await client.chat.completions.create(model="policy", messages=[USER], stream=True):
             pass
 
 
-async def test_an_overflow_is_a_context_that_is_too_long(talk):
+async def test_an_overflow_has_the_error_code_context_length_exceeded(talk):
     _, client = talk("Warm." + END, max_turns=1)
     await client.chat.completions.create(model="policy", messages=[USER])
     with pytest.raises(openai.BadRequestError) as caught:
@@ -382,7 +382,7 @@ async def test_a_client_that_disconnects_and_repeats_its_request_gets_the_same_t
     assert (again.choices[0].message.content, len(talking.turns.requests)) == ("Warm.", 1)
 
 
-async def test_the_retries_of_openai_get_one_turn(talk):
+async def test_all_retries_of_the_openai_client_get_the_same_turn(talk):
     _, client = talk("Warm." + END, "Cold." + END)
     turns = []
     for retries in "01":
@@ -398,7 +398,7 @@ async def test_the_retries_of_openai_get_one_turn(talk):
     assert [answer.choices[0].turn for answer in keyed] == [2, 2]
 
 
-async def test_completions_continue_a_text(talk):
+async def test_the_completions_api_continues_a_text(talk):
     talking, client = talk("it is warm", "and so on")
     first = await client.completions.create(model="policy", prompt="say:", max_tokens=10, logprobs=1)
     assert first.choices[0].text == "it is warm"
@@ -409,7 +409,7 @@ async def test_completions_continue_a_text(talk):
     talking.check()
 
 
-async def test_responses_run_a_tool_loop(talk):
+async def test_the_responses_api_runs_a_tool_loop(talk):
     function = {name: TOOL["function"][name] for name in ("name", "description", "parameters")}
     texts = ["So:\n" + CALL + END, "21." + END, "Yes." + END]
     talking, client = talk(*texts, tools=[{"type": "function", "function": function}])
@@ -435,7 +435,7 @@ async def test_responses_run_a_tool_loop(talk):
     talking.check()
 
 
-async def test_responses_keep_the_system_message_of_their_input_but_not_their_instructions(talk):
+async def test_a_continued_response_keeps_the_system_message_but_not_the_instructions(talk):
     system = {"role": "system", "content": "Be brief."}
     talking, client = talk("Warm." + END, "Yes." + END, "No." + END, prompt=[system, USER])
     first = await client.responses.create(model="policy", input=[system, USER])
@@ -449,7 +449,7 @@ async def test_responses_keep_the_system_message_of_their_input_but_not_their_in
 
 
 @pytest.mark.parametrize("streams", [False, True])
-async def test_the_messages_of_anthropic_name_the_stop_text_that_ended_them(talk, streams):
+async def test_an_anthropic_message_names_the_stop_text_that_ended_it(talk, streams):
     talking, _ = talk("So: STOP")
     body = {"max_tokens": 99, "messages": [USER], "stop_sequences": ["never", "STOP"], "stream": streams}
     _, text = await post(talking.access, "/messages", body)
@@ -457,7 +457,7 @@ async def test_the_messages_of_anthropic_name_the_stop_text_that_ended_them(talk
     assert '"text":"So: "' in text
 
 
-async def test_the_messages_of_anthropic_run_a_tool_loop(talk, endpoint):
+async def test_the_anthropic_messages_api_runs_a_tool_loop(talk, endpoint):
     texts = ["<think>\nhm\n</think>\n\n" + CALL + END, "21." + END]
     talking, _ = talk(*texts, tools=[{"type": "function", "function": FUNCTION}])
     body = {"model": "policy", "max_tokens": 99, "messages": [USER], "tools": [ANTHROPIC_TOOL]}
@@ -486,7 +486,7 @@ async def test_the_messages_of_anthropic_run_a_tool_loop(talk, endpoint):
     talking.check()
 
 
-async def test_raw_tokens_are_sampled_and_given(talk):
+async def test_the_asyncrl_routes_sample_and_give_raw_tokens(talk):
     talking, _ = talk("ab", "cd")
     _, text = await post(talking.access, "/asyncrl/sample", {"parent": 0, "tokens": [5], "max_tokens": 2})
     first = json.loads(text)
@@ -503,7 +503,7 @@ async def test_raw_tokens_are_sampled_and_given(talk):
 
 @pytest.mark.parametrize("tokens", [[5, 1.5], [5, None], [5, "5"], [[1, 2], [3, 4]], [5, -1], [5, 1 << 40]])
 @pytest.mark.parametrize("path", ["/asyncrl/sample", "/asyncrl/give", "/completions"])
-async def test_tokens_that_are_no_ids_are_refused(talk, path, tokens):
+async def test_values_that_are_not_token_ids_are_refused(talk, path, tokens):
     talking, _ = talk()
     status, text = await post(
         talking.access, path, {"prompt": tokens} if path == "/completions" else {"parent": 0, "tokens": tokens}
@@ -512,15 +512,15 @@ async def test_tokens_that_are_no_ids_are_refused(talk, path, tokens):
     assert not talking.turns.requests
 
 
-async def test_an_unknown_route_is_named(talk):
+async def test_an_error_names_an_unknown_route(talk):
     talking, _ = talk()
     status, text = await post(talking.access, "/embeddings", {})
     assert (status, "there is no POST /v1/embeddings here" in text) == (404, True)
 
 
 @pytest.mark.parametrize("kind", ["OpenAIChatCompletionsModel", "OpenAIResponsesModel"])
-async def test_the_agents_of_openai_run_their_tool_loop_unmodified(talk, kind):
-    agents = pytest.importorskip("agents", reason="openai-agents is not installed, and wants a newer openai")
+async def test_an_unmodified_agent_of_openai_agents_runs_its_tool_loop(talk, kind):
+    agents = pytest.importorskip("agents", reason="openai-agents is not installed; it needs a newer openai")
     agents.set_tracing_disabled(True)
     _, client = talk(*[CALL + "\n" + CALL + END, "It is 21." + END] * 2)
     weather = agents.function_tool(lambda city: f"21 degrees in {city}", name_override="weather")

@@ -34,12 +34,12 @@ def check(sample):
     check_output(sample, request_of([3]), vocab_size=10, loaded_versions={4, 5})
 
 
-def test_a_whole_answer_passes():
+def test_a_valid_answer_passes_the_checks():
     check(sample_of())
     check(sample_of(versions=(4, 5)))
 
 
-def test_an_aborted_answer_may_be_empty():
+def test_an_aborted_answer_can_be_empty():
     check(sample_of((), (), (), finish_reason=None))
 
 
@@ -57,7 +57,7 @@ def test_an_aborted_answer_may_be_empty():
         (sample_of(versions=(-1, 4)), r"policy versions \[-1\], which it never loaded and verified"),
     ],
 )
-def test_an_answer_that_breaks_the_contract_is_refused(sample, message):
+def test_an_answer_that_violates_the_engine_contract_is_refused(sample, message):
     with pytest.raises(EngineError, match=message):
         check(sample)
 
@@ -72,14 +72,14 @@ def test_a_prompt_that_would_kill_an_engine_is_refused(ids, message):
 
 @pytest.mark.parametrize(("ids", "is_refused"), [([0, 9], False), ([-1], True), ([10], True), ([2**32 + 5], True)])
 @pytest.mark.parametrize("stride", [1, 2])
-def test_token_ids_are_checked_whatever_their_type_and_layout(ids, is_refused, stride):
+def test_token_ids_of_any_dtype_and_layout_are_checked(ids, is_refused, stride):
     prompt_ids = np.repeat(np.asarray(ids, dtype=np.int64), stride)[::stride]
     request = SampleRequest(id="a", prompt_ids=prompt_ids, sampling=SamplingConfig())
     with pytest.raises(EngineError, match=r"0\.\.9") if is_refused else nullcontext():
         check_prompt(request, 10)
 
 
-def test_a_trajectory_lays_the_samples_end_to_end():
+def test_a_trajectory_concatenates_the_samples():
     prompt = Turn.given(np.asarray([3, 4], dtype=np.int32))
     long = sample_of((5, 6, 7), (-1.0, -2.0, -3.0), (4, 4, 5), FinishReason.length)
     trajectories = [
@@ -119,7 +119,7 @@ async def test_an_engine_without_running_requests_is_not_silent():
         await asyncio.wait_for(watch.wait(), 0.3)
 
 
-async def test_tokens_of_any_request_keep_an_engine_alive():
+async def test_tokens_of_any_request_show_that_an_engine_is_alive():
     watch = SilenceWatch("engine", timeout_s=0.4, probe=hangs)
     waiting = asyncio.create_task(watch.wait())
     with watch.running(1):
@@ -131,13 +131,13 @@ async def test_tokens_of_any_request_keep_an_engine_alive():
 
 
 @pytest.mark.parametrize(("probe", "what"), [(hangs, "did not answer a probe"), (refuses, "probe failed: refused")])
-async def test_silence_without_an_answer_to_the_probe_is_a_failure_within_the_deadline(probe, what):
+async def test_a_silent_engine_that_does_not_answer_a_probe_fails_within_the_deadline(probe, what):
     watch = SilenceWatch("engine", timeout_s=0.2, probe=probe)
     with watch.running(3), pytest.raises(DeadlineError, match=f"no token of its 3 running requests.*{what}"):
         await asyncio.wait_for(watch.wait(), 5)
 
 
-async def test_an_engine_that_answers_probes_but_writes_nothing_fails_in_the_end():
+async def test_an_engine_that_answers_probes_but_produces_no_tokens_fails():
     watch = SilenceWatch("engine", timeout_s=0.1, probe=answers)
     with watch.running(1), pytest.raises(DeadlineError, match="answered 3 probes, but produced no token"):
         await asyncio.wait_for(watch.wait(), 5)
@@ -171,7 +171,7 @@ async def test_the_scripted_engine_ends_a_response_at_stop_tokens_and_stop_texts
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (3,), (2, 1), (0, 3), (4,)], ids=str)
-async def test_a_response_ends_at_a_stop_text_that_aborts_have_cut_in_pieces(cuts):
+async def test_a_response_ends_at_a_stop_text_that_was_sampled_in_several_requests(cuts):
     cut_offs = iter([*cuts, -1])
 
     def goes_on(request, version):
@@ -191,7 +191,7 @@ async def test_a_response_ends_at_a_stop_text_that_aborts_have_cut_in_pieces(cut
     assert len(answer.logprobs) == len(answer.versions) == 4
 
 
-async def test_an_aborted_sample_under_a_schema_keeps_no_tokens(monkeypatch):
+async def test_an_aborted_sample_with_a_schema_returns_no_tokens(monkeypatch):
     engine = ScriptedEngine(lambda *_: ScriptedAnswer(response=[3, 4, 5], cut_off=2))
     monkeypatch.setattr(engine, "_check_sampling", lambda _: None)
     await engine.start()

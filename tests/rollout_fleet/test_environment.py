@@ -29,12 +29,12 @@ HARMLESS = (
 
 
 @pytest.mark.parametrize("name", SECRETS)
-def test_a_variable_that_is_named_like_a_secret_is_one(name):
+def test_a_variable_with_the_name_of_a_secret_is_a_secret(name):
     assert is_secret(name)
 
 
 @pytest.mark.parametrize("name", HARMLESS)
-def test_a_variable_that_is_not_named_like_a_secret_is_not_one(name):
+def test_a_variable_with_an_ordinary_name_is_not_a_secret(name):
     assert not is_secret(name)
 
 
@@ -45,7 +45,7 @@ def test_a_variable_that_counts_tokens_is_not_a_secret(name, value):
     assert without_secrets((), {name: "hf_abcdef"}) == {}
 
 
-def test_a_variable_that_holds_a_numeric_password_or_key_is_a_secret():
+def test_a_variable_with_a_numeric_password_or_key_is_a_secret():
     assert without_secrets((), {"DB_PASSWORD": "123456", "API_KEY": "42", "BOT_TOKEN": "1234567890123"}) == {}
 
 
@@ -60,7 +60,7 @@ def judge(tmp_path: Path, monkeypatch) -> str:
     return f"{path}:score"
 
 
-async def test_a_reward_gets_no_secret_but_those_that_are_passed_and_is_told_the_option(judge):
+async def test_a_reward_gets_only_the_secrets_in_pass_secrets_and_its_error_names_the_option(judge):
     rewards = WeightedRewards(RolloutFleetConfig(reward=judge, pass_secrets=["OPENAI_API_KEY"]))
     await rewards.start()
     try:
@@ -72,7 +72,7 @@ async def test_a_reward_gets_no_secret_but_those_that_are_passed_and_is_told_the
 
 
 @pytest.mark.parametrize("passed", [(), ("HF_TOKEN",)])
-def test_an_inference_server_gets_no_secret_but_those_that_are_passed(judge, tmp_path, passed):
+def test_an_inference_server_gets_only_the_secrets_in_pass_secrets(judge, tmp_path, passed):
     server = SGLangServer(
         RolloutFleetConfig(pass_secrets=list(passed)),
         model_path="/nowhere",
@@ -86,7 +86,7 @@ def test_an_inference_server_gets_no_secret_but_those_that_are_passed(judge, tmp
     assert "PATH" in environment
 
 
-async def test_a_tool_that_misses_a_deadline_of_its_own_is_not_blamed_on_the_option():
+async def test_an_error_names_tool_timeout_s_only_if_the_tool_exceeded_it():
     async def searching(within_s):
         async with asyncio.timeout(within_s):
             await asyncio.sleep(60)
@@ -107,7 +107,7 @@ class CallingPolicy(Policy):
         return AssistantMessage(role="assistant", content="", tool_calls=[call])
 
 
-async def test_an_episode_whose_budget_ends_inside_a_tool_fails_with_its_own_kind_of_failure():
+async def test_an_overflow_inside_a_tool_is_an_overflow_and_not_a_tool_failure():
     async def call(name, arguments):
         raise EpisodeFailure(FailureKind.overflow, "the episode has used all its turns")
 

@@ -32,7 +32,7 @@ from rollout_fleet.episodes import EpisodeFailure, FailureKind, Outcome, ToolErr
 POOL = ThreadPoolExecutor(32)
 
 class Talker:
-    """Two turns; the reward is the number of letters."""
+    """An environment of two turns. The reward is the number of letters in the last answer."""
     replayable = False
 
     def __init__(self, rounds=2):
@@ -225,7 +225,7 @@ def assert_ended(pids: list[int]) -> None:
                 time.sleep(0.05)
 
 
-async def test_an_environment_runs_in_a_process_of_its_own_and_talks_to_the_policy(agents):
+async def test_an_environment_runs_in_a_child_process_and_calls_the_policy(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:Talker", options={"rounds": 3}) as environments:
         outcome = await environments.run(prompt(), endpoint.open(), sample=2)
         assert outcome == Outcome(reward=7.0, turn_rewards={3: 0.5}, metrics={"sample": 2.0}, answer="HELLO!!")
@@ -235,7 +235,7 @@ async def test_an_environment_runs_in_a_process_of_its_own_and_talks_to_the_poli
         assert await environments.is_replayable(f"{agents}:main") is True
 
 
-async def test_options_of_a_row_extend_those_of_the_run_and_a_row_names_another_environment(agents):
+async def test_a_data_row_can_override_environment_options_or_choose_another_environment(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:Talker", options={"rounds": 3}) as environments:
         outcome = await environments.run(prompt(), endpoint.open(), sample=0, options={"rounds": 1})
         assert outcome.reward == 5.0
@@ -245,7 +245,7 @@ async def test_options_of_a_row_extend_those_of_the_run_and_a_row_names_another_
         assert outcome.metrics, "another environment must not get the run's options"
 
 
-async def test_the_worker_hears_of_each_call_of_a_tool(agents):
+async def test_the_worker_gets_an_event_for_each_tool_call(agents):
     heard = []
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", tool_timeout_s=0.1) as environments:
         with pytest.raises(EpisodeFailure, match="tool search"):
@@ -255,7 +255,7 @@ async def test_the_worker_hears_of_each_call_of_a_tool(agents):
     assert heard == [(0, "search", True), (0, "search", False)]
 
 
-async def test_temporary_files_of_a_process_that_crashes_are_removed(agents, tmp_path, monkeypatch):
+async def test_temporary_files_of_a_crashed_process_are_removed(agents, tmp_path, monkeypatch):
     (scratch := tmp_path / "scratch").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
@@ -267,7 +267,7 @@ async def test_temporary_files_of_a_process_that_crashes_are_removed(agents, tmp
     assert [*scratch.iterdir()] == []
 
 
-async def test_files_and_programs_of_a_worker_that_was_killed_are_ended_by_the_next(agents, tmp_path, monkeypatch):
+async def test_a_new_worker_removes_the_files_and_programs_of_a_killed_worker(agents, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     left, held = (tmp_path / f"asyncrl-child-{name}" for name in ("left", "held"))
     for folder in (left, held):
@@ -288,7 +288,7 @@ async def test_files_and_programs_of_a_worker_that_was_killed_are_ended_by_the_n
         await held_program.wait()
 
 
-async def test_raw_tokens_are_sampled_below_a_turn(agents):
+async def test_an_environment_samples_raw_tokens_after_a_turn(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:Raw") as environments:
         outcome = await environments.run(prompt(), endpoint.open(), sample=0)
     assert (outcome.reward, outcome.metrics) == (5 + 6, {"turn": 2.0})
@@ -296,7 +296,7 @@ async def test_raw_tokens_are_sampled_below_a_turn(agents):
 
 
 @pytest.mark.parametrize("function", ["with_client", "in_a_thread"])
-async def test_a_function_with_an_unmodified_openai_client_is_an_environment(agents, function):
+async def test_a_function_with_an_unmodified_openai_client_works_as_an_environment(agents, function):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:{function}") as environments:
         assert (await environments.run(prompt(), endpoint.open(), sample=0)).answer == "HELLO"
 
@@ -321,7 +321,7 @@ async def test_a_function_with_an_unmodified_openai_client_is_an_environment(age
         ("huge", FailureKind.reward, "too large to convert to float.*one finite number"),
     ],
 )
-async def test_an_environment_that_fails_costs_its_episode_and_the_next_one_runs(agents, how, kind, words):
+async def test_a_failed_environment_fails_only_its_own_episode(agents, how, kind, words):
     limits = {
         "episode_timeout_s": 20.0 if how in ("block", "hog") else 2.0,
         "tool_timeout_s": 0.3,
@@ -335,7 +335,7 @@ async def test_an_environment_that_fails_costs_its_episode_and_the_next_one_runs
         assert (await environments.run(prompt(), endpoint.open(), sample=0)).reward == 1.0
 
 
-async def test_what_an_episode_leaves_behind_is_ended_and_its_process_goes_on(agents, tmp_path):
+async def test_leftover_processes_of_an_episode_are_ended_and_its_environment_process_is_reused(agents, tmp_path):
     path = tmp_path / "pids"
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
         pid = (await environments.run(prompt("other"), endpoint.open(), sample=0)).metrics["pid"]
@@ -347,14 +347,14 @@ async def test_what_an_episode_leaves_behind_is_ended_and_its_process_goes_on(ag
 
 
 @pytest.mark.parametrize("how", ["fork", "system", "spawn", "thread", "executor", "pool"])
-async def test_programs_of_an_episode_are_ended_however_they_were_started(agents, tmp_path, how):
+async def test_all_programs_that_an_episode_started_are_ended(agents, tmp_path, how):
     path = tmp_path / "pid"
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
         await environments.run(prompt(f"leak by {how}"), endpoint.open(), sample=0, options={"path": str(path)})
         await asyncio.to_thread(assert_ended, [int(path.read_text())])
 
 
-async def test_an_interrupt_in_one_episode_costs_no_other(agents):
+async def test_an_interrupt_in_one_episode_does_not_fail_another_episode(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
         other = asyncio.create_task(environments.run(prompt("slow"), endpoint.open(), sample=0))
         with pytest.raises(EpisodeFailure, match="raised KeyboardInterrupt"):
@@ -362,14 +362,14 @@ async def test_an_interrupt_in_one_episode_costs_no_other(agents):
         assert (await other).reward == 2.0
 
 
-async def test_an_answer_that_is_missing_or_not_valid_unicode_becomes_text(agents):
+async def test_a_missing_answer_or_invalid_unicode_becomes_text(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
         outcome = await environments.run(prompt("half a pair"), endpoint.open(), sample=0)
         assert (outcome.metrics, outcome.answer) == ({"tool_?": 1.0}, "a?b")
         assert (await environments.run(prompt("no answer"), endpoint.open(), sample=0)).answer == ""
 
 
-async def test_a_process_in_which_threads_pile_up_is_replaced(agents):
+async def test_an_environment_process_with_too_many_leftover_threads_is_replaced(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
         pid = (await environments.run(prompt("other"), endpoint.open(), sample=0)).metrics["pid"]
         for _ in range(17):
@@ -379,7 +379,7 @@ async def test_a_process_in_which_threads_pile_up_is_replaced(agents):
         await asyncio.to_thread(assert_ended, [int(pid)])
 
 
-async def test_a_process_keeps_the_idle_threads_of_a_pool(agents):
+async def test_an_environment_process_with_an_idle_thread_pool_is_not_replaced(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
         for _ in range(2):
             await environments.run(prompt("use a pool"), endpoint.open(), sample=0)
@@ -387,7 +387,7 @@ async def test_a_process_keeps_the_idle_threads_of_a_pool(agents):
 
 
 @pytest.mark.parametrize("what", ["hang", "fail at the end"])
-async def test_a_cancelled_episode_ends_at_once_gives_its_place_back_and_leaves_no_traceback(agents, capfd, what):
+async def test_a_cancelled_episode_frees_its_slot_and_prints_no_traceback(agents, capfd, what):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", episodes_per_process=1) as environments:
         running = asyncio.create_task(environments.run(prompt(what), endpoint.open(), sample=0))
         await asyncio.sleep(0.5)
@@ -398,7 +398,9 @@ async def test_a_cancelled_episode_ends_at_once_gives_its_place_back_and_leaves_
     assert "Traceback" not in capfd.readouterr().err
 
 
-async def test_a_secret_is_withheld_unless_it_is_passed_and_the_failure_names_the_option(agents, monkeypatch):
+async def test_an_environment_gets_only_the_secrets_in_pass_secrets_and_its_failure_names_the_option(
+    agents, monkeypatch
+):
     for name in ("JUDGE_API_KEY", "OTHER_API_KEY"):
         monkeypatch.setenv(name, "s3cret")
     environment = processes(f"{agents}:secrets", pass_secrets=("JUDGE_API_KEY",), threads=3)
@@ -411,7 +413,7 @@ async def test_a_secret_is_withheld_unless_it_is_passed_and_the_failure_names_th
 
 @pytest.mark.long
 @pytest.mark.parametrize("excluded", ["", "example.org", "*"])
-async def test_the_clients_of_an_agent_reach_the_endpoint_without_the_proxy(agents, monkeypatch, excluded):
+async def test_the_clients_of_an_agent_connect_to_the_endpoint_without_a_proxy(agents, monkeypatch, excluded):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", excluded)
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main") as environments:
@@ -420,7 +422,7 @@ async def test_the_clients_of_an_agent_reach_the_endpoint_without_the_proxy(agen
             assert outcome.answer == "HELLO"
 
 
-async def test_an_overflow_is_a_failure_of_its_own_kind_for_any_client(agents):
+async def test_any_client_reports_an_overflow_as_an_overflow_failure(agents):
     def overflows(body):
         return {"error": {"message": "episode 7-0-0 has used 4 of max_turns = 4", "code": "context_length_exceeded"}}
 
@@ -441,19 +443,19 @@ async def test_an_overflow_is_a_failure_of_its_own_kind_for_any_client(agents):
         ("{}:slow_tool", r"slow_tool\(\) must take \(prompt, policy\) or \(prompt, base_url, api_key\)"),
     ],
 )
-async def test_an_environment_that_cannot_be_loaded_is_refused_at_the_start(agents, name, words):
+async def test_a_worker_refuses_an_invalid_environment_at_the_start(agents, name, words):
     with pytest.raises(ValueError, match=words):
         async with processes(name.format(agents)):
             pass
 
 
-async def test_a_python_that_does_not_exist_is_refused_by_its_option(agents):
+async def test_an_error_names_the_option_of_a_python_that_does_not_exist(agents):
     with pytest.raises(ValueError, match=r"environment\.python must be .*, got '/no/py"):
         async with processes(f"{agents}:main", python="/no/python"):
             pass
 
 
-async def test_a_process_that_does_not_come_back_costs_the_episode_and_the_next_one_tries_again(agents, tmp_path):
+async def test_each_episode_fails_until_its_environment_process_can_restart(agents, tmp_path):
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} "$@"\n')
     python.chmod(0o700)
@@ -470,7 +472,7 @@ async def test_a_process_that_does_not_come_back_costs_the_episode_and_the_next_
         assert (await environments.run(prompt(), endpoint.open(), sample=0)).reward == 1.0
 
 
-async def test_closing_fails_the_episodes_that_run_and_none_begins_after_it(agents):
+async def test_running_episodes_fail_at_the_close_and_no_episode_begins_later(agents):
     async with PolicyEndpoint() as endpoint, processes(f"{agents}:main", episodes_per_process=1) as environments:
         runs = [asyncio.create_task(environments.run(prompt("hang"), endpoint.open(), sample=0)) for _ in range(2)]
         await asyncio.sleep(0.5)
@@ -483,7 +485,7 @@ async def test_closing_fails_the_episodes_that_run_and_none_begins_after_it(agen
 
 
 @pytest.mark.long
-async def test_of_200_episodes_each_has_one_outcome_or_one_failure_and_nothing_is_left(agents, tmp_path):
+async def test_each_of_200_episodes_has_one_outcome_or_one_failure_and_leaves_no_processes(agents, tmp_path):
     """Six of each 20 episodes have a fault, for example a leak. Four other faults, for example a crash, occur once."""
     kinds = ["hang in a tool", "leak", "wrong key", "cancel", "exit", "raise", *[""] * 14]
     limits = {"tool_timeout_s": 1.0, "blocked_timeout_s": 5.0, "memory_limit_gb": 0.4, "processes": 2}

@@ -36,7 +36,8 @@ class Died(Exception):
 class Engine:
     """An engine that writes at most ``most_at_once`` tokens per request and then aborts the request.
 
-    The engine dies after ``dies_after`` tokens. For each context, ``written`` has the versions of the tokens after it.
+    The engine dies after ``dies_after`` tokens. ``written`` maps each context to the policy versions of the
+    tokens that were sampled after this context.
     """
 
     version: int = 0
@@ -126,7 +127,9 @@ class Environment:
         for request in self.episode.next_requests():
             turn = int(request.id.split("-")[1])
             so_far = self.episode.turn(turn).token_ids.tolist()
-            assert request.prompt_ids.tolist() == [*self.paths[turn], *so_far], "prompt must be path and new tokens"
+            assert request.prompt_ids.tolist() == [*self.paths[turn], *so_far], (
+                "the prompt must be the path and new tokens"
+            )
             self.episode.take(request.id, self.engine.answer(request.prompt_ids, request.sampling.max_new_tokens))
             if not self.engine.dies_after:
                 raise Died
@@ -177,7 +180,7 @@ programs = st.lists(steps, max_size=20)
 
 
 @given(programs, st.integers(1, 4))
-def test_every_trained_token_of_an_episode_was_sampled_in_exactly_its_context(program, most_at_once):
+def test_every_trained_token_has_the_context_in_which_it_was_sampled(program, most_at_once):
     episode, engine = Episode("e", PROMPT_IDS, AMPLE), Engine(most_at_once=most_at_once)
     Environment(episode, engine).run(program)
     check(episode, engine)
@@ -214,7 +217,7 @@ def test_an_episode_never_exceeds_its_budget(program, budget):
 
 
 @given(programs, st.lists(st.integers(1, 12), max_size=5), st.integers(1, 4))
-def test_a_replayed_episode_equals_one_that_never_died_and_no_token_is_sampled_twice(program, lives, most_at_once):
+def test_a_replayed_episode_equals_an_uninterrupted_one_and_samples_no_token_twice(program, lives, most_at_once):
     whole, engine = Episode("e", PROMPT_IDS, AMPLE), Engine()
     Environment(whole, engine).run(program)
     engine, recorded = Engine(most_at_once=most_at_once), None
@@ -244,7 +247,7 @@ def paths_of(episode: Episode) -> list[list[int]]:
 
 
 @given(programs, programs, st.integers(1, 40))
-def test_recorded_tokens_of_another_course_are_dropped_or_left_and_all_are_counted(before, after, dies_after):
+def test_every_recorded_token_is_counted_as_replayed_dropped_or_waiting(before, after, dies_after):
     engine = Engine(dies_after=dies_after)
     first = Episode("e", PROMPT_IDS, AMPLE)
     with suppress(Died):
@@ -265,7 +268,7 @@ def sample_whole(episode: Episode, parent: int, new_tokens: list[int]) -> int:
     return turn
 
 
-def test_siblings_share_what_was_given_and_a_new_root_begins_without_the_prompt():
+def test_siblings_share_their_given_turn_and_a_new_root_does_not_contain_the_prompt():
     episode = Episode("4-0-1", PROMPT_IDS, AMPLE)
     call = sample_whole(episode, PROMPT, [])
     first, second = (sample_whole(episode, call, [30, 31]) for _ in range(2))
@@ -279,7 +282,7 @@ def test_siblings_share_what_was_given_and_a_new_root_begins_without_the_prompt(
     assert episode.trajectory(2.0, turn_rewards={second: 0.5}).turn_rewards == {4: 0.5}
 
 
-def test_given_turns_that_nothing_follows_are_left_out_unless_they_have_a_reward():
+def test_a_trajectory_contains_a_given_leaf_turn_only_if_it_has_a_reward():
     episode = Episode("e", PROMPT_IDS, AMPLE)
     call = sample_whole(episode, PROMPT, [])
     result = episode.give(call, [30])
@@ -287,7 +290,7 @@ def test_given_turns_that_nothing_follows_are_left_out_unless_they_have_a_reward
     assert episode.trajectory(0.0, turn_rewards={result: 1.0}).turn_rewards == {2: 1.0}
 
 
-def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branches_recorded():
+def test_a_changed_request_drops_the_recorded_turns_after_it_only_in_its_branch():
     first = Episode("e", PROMPT_IDS, AMPLE)
     left, right = (sample_whole(first, PROMPT, [token]) for token in (1, 2))
     for parent in (left, right):
@@ -315,11 +318,11 @@ def test_a_request_that_differs_drops_what_follows_it_and_not_what_other_branche
         (EpisodeBudget(max_turns=9, max_tokens=99, max_context=7), "used 7 of max_context = 7"),
         (
             EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=12),
-            "used 13 of max_tree_tokens = 12",  # the running turn's path has 6 tokens, the second path 7
+            "used 13 of max_tree_tokens = 12",  # the running path has 6 tokens, the new path 7
         ),
     ],
 )
-def test_a_request_beyond_the_budget_is_refused_by_name_before_it_is_sent(budget, message):
+def test_a_request_that_exceeds_the_budget_is_refused_before_it_is_sent(budget, message):
     episode = Episode("4-0-1", PROMPT_IDS, budget)
     episode.sample(PROMPT, [], SamplingConfig(max_new_tokens=4))
     with pytest.raises(EpisodeOverflow, match=message):
@@ -327,7 +330,7 @@ def test_a_request_beyond_the_budget_is_refused_by_name_before_it_is_sent(budget
     assert len(episode.next_requests()) == 1
 
 
-def test_a_given_turn_beyond_the_budget_is_refused_by_name():
+def test_a_given_turn_that_exceeds_the_budget_is_refused():
     episode = Episode("4-0-1", PROMPT_IDS, EpisodeBudget(max_turns=9, max_tokens=99, max_context=7))
     with pytest.raises(EpisodeOverflow, match="episode 4-0-1 would use 8 of max_context = 7"):
         episode.give(PROMPT, [1] * 6)
@@ -335,13 +338,13 @@ def test_a_given_turn_beyond_the_budget_is_refused_by_name():
     budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99, max_tree_tokens=10)
     episode = Episode("4-0-1", PROMPT_IDS, budget)
     first = episode.give(PROMPT, [1, 2])
-    assert episode.give(first, [3, 4]) == 2  # the same path now has 6 tokens
+    assert episode.give(first, [3, 4]) == 2  # the only path now has 6 tokens
     with pytest.raises(EpisodeOverflow, match="would use 11 of max_tree_tokens = 10"):
         episode.give(first, [5])
     assert episode.give(PROMPT, [5, 5]) == 3
 
 
-def test_a_single_path_may_use_the_whole_tree():
+def test_a_single_path_can_use_the_token_budget_of_the_whole_tree():
     episode, engine = Episode("e", PROMPT_IDS, replace(AMPLE, max_tree_tokens=24)), Engine()
     parent = PROMPT
     while len(episode.path(parent)) < 24:
@@ -351,7 +354,7 @@ def test_a_single_path_may_use_the_whole_tree():
         episode.sample(parent, [], SamplingConfig(max_new_tokens=4))
 
 
-def test_invalid_calls_of_an_episode_are_refused_by_name():
+def test_an_episode_refuses_invalid_calls_with_its_name():
     episode = Episode("4-0-1", PROMPT_IDS, AMPLE)
     running = episode.sample(PROMPT, [], SamplingConfig(max_new_tokens=4))
     for call, message in (

@@ -111,7 +111,7 @@ async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
         counters = await loop.stop()
     for group in buffer.groups:
         assert_by_context(group, next_token)
-        assert [len(branch.turns) for branch in group.branches] == [6, 6], "prompt, three answers and two tool results"
+        assert [len(branch.turns) for branch in group.branches] == [6, 6], "turns: prompt, 3 answers, 2 tool results"
         assert dict(group.summary.metrics)["turns"] == 3.0
         assert group.turn_sums.tolist() == [0.5, 0.5]
         assert group.summary.rewards == (1.5, 1.5), "the reward is 1 for the outcome plus 0.5 for a turn"
@@ -119,7 +119,7 @@ async def test_a_group_of_episodes_is_stored_with_all_its_turns(make_buffer):
     assert (counters.groups_finished, counters.tokens_in_flight) == (3, 0)
 
 
-async def test_a_reward_of_turns_sees_every_turn_and_the_outcome_counts_only_by_its_reward(make_buffer, monkeypatch):
+async def test_a_reward_function_sees_every_turn_and_replaces_the_rewards_of_the_environment(make_buffer, monkeypatch):
     def by_turn(prompt, rollout):
         assert rollout.outcome == Outcome(reward=1.0, turn_rewards={max(rollout.turns): 0.5}, metrics={"turns": 2.0})
         return Score(reward=float(rollout.num_tokens), turn_rewards=dict.fromkeys(rollout.turns, 0.25))
@@ -150,7 +150,7 @@ async def test_weights_change_in_the_middle_of_episodes(make_buffer, save_progre
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_turns_of_groups_that_were_not_aborted_in_time_for_an_update_are_continued(make_buffer):
+async def test_turns_that_an_engine_did_not_abort_before_an_update_are_continued(make_buffer):
     buffer = make_buffer(1, groups_per_step=1, max_lag=8)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -180,7 +180,7 @@ async def test_turns_of_groups_that_were_not_aborted_in_time_for_an_update_are_c
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_a_turn_that_the_engine_aborts_by_itself_is_continued(make_buffer):
+async def test_a_turn_that_the_engine_aborts_without_a_request_is_continued(make_buffer):
     buffer = make_buffer(1)
     cut_off: set[int] = set()
 
@@ -198,7 +198,7 @@ async def test_a_turn_that_the_engine_aborts_by_itself_is_continued(make_buffer)
     assert (buffer.released, counters.tokens_generated) == ([], buffer.num_tokens)
 
 
-async def test_an_engine_that_aborts_each_request_at_once_is_not_asked_without_a_pause(make_buffer):
+async def test_requests_to_an_engine_that_aborts_them_are_repeated_only_after_a_pause(make_buffer):
     buffer = make_buffer(1)
 
     def aborts_for_5_s(request, version) -> ScriptedAnswer:
@@ -212,7 +212,7 @@ async def test_an_engine_that_aborts_each_request_at_once_is_not_asked_without_a
     assert_by_context(buffer.groups[0], next_token)
 
 
-async def test_a_waiting_tool_holds_no_place(make_buffer):
+async def test_an_episode_that_waits_for_a_tool_uses_no_slot(make_buffer):
     buffer = make_buffer(3)
     player = Playing(turns(2, tool_s=8.0))
     async with running_loop(buffer, writes_by_context, player=player, groups_in_flight=1) as (_, engine, _):
@@ -222,7 +222,7 @@ async def test_a_waiting_tool_holds_no_place(make_buffer):
         await buffer.stored(3)
 
 
-async def test_the_places_of_episodes_in_tools_and_environments_are_noted(make_buffer, recorded):
+async def test_the_trace_counts_the_episodes_in_tools_and_environments(make_buffer, recorded):
     buffer = make_buffer(1)
     places: dict[int, list[str]] = {0: [], 1: []}
 
@@ -270,14 +270,16 @@ async def test_more_groups_wait_for_tools_if_the_option_allows_it(make_buffer):
         assert len(buffer.held) == 5
 
 
-async def test_another_worker_replays_the_episodes_of_a_stopped_one(make_buffer):
+async def test_another_worker_replays_the_episodes_of_a_stopped_worker(make_buffer):
     buffer = make_buffer(1)
     player = Playing(turns(3, tool_s=5.0))
     async with running_loop(buffer, writes_by_context, player=player) as (loop, _, _):
         await asyncio.sleep(7)
         first = await loop.stop()
     assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
-    assert FleetCounters.total([first, first]).episodes == {"failed_tool": 0, "lost_answers": 4}, "with zeros"
+    assert FleetCounters.total([first, first]).episodes == {"failed_tool": 0, "lost_answers": 4}, (
+        "the total must include zero counts"
+    )
     assert buffer.progress[0].summary.num_tokens == first.tokens_generated > 0
     prefixes = [trajectory.turns[1].token_ids.tolist() for trajectory in buffer.progress[0].trajectories()]
     async with running_loop(buffer, writes_by_context, player=player) as (loop, engine, _):
@@ -310,8 +312,8 @@ async def test_recorded_tokens_that_differ_from_the_new_attempt_are_dropped_and_
     assert buffer.num_tokens < first.tokens_generated + second.tokens_generated == buffer.num_accounted
 
 
-async def test_tokens_that_no_replay_needs_are_counted_once_if_the_next_attempt_stops_early(make_buffer):
-    """An environment without replay starts again. Its second attempt stops with fewer tokens than the first attempt."""
+async def test_tokens_of_an_attempt_without_replay_are_counted_once_if_the_next_one_stops_early(make_buffer):
+    """Each attempt starts without saved turns. The second attempt stops with fewer tokens than the first attempt."""
     buffer = make_buffer(1)
     generated = []
 
@@ -332,7 +334,7 @@ async def test_tokens_that_no_replay_needs_are_counted_once_if_the_next_attempt_
     assert buffer.num_tokens < sum(generated) == buffer.num_accounted
 
 
-async def test_only_groups_that_can_be_replayed_are_handed_on(make_buffer):
+async def test_only_groups_that_can_be_replayed_are_handed_over(make_buffer):
     buffer = make_buffer(2)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -349,7 +351,7 @@ async def test_only_groups_that_can_be_replayed_are_handed_on(make_buffer):
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
+async def test_a_revoked_group_ends_immediately_even_if_its_tools_hang(make_buffer):
     buffer = make_buffer(2)
     player = Playing(turns(2, tool_s=1000.0))
     async with running_loop(buffer, writes_by_context, player=player) as (_, _, _):
@@ -357,10 +359,10 @@ async def test_a_revoked_group_whose_tools_hang_ends_at_once(make_buffer):
         await buffer.revoke(0)
         await asyncio.sleep(0.1)
         assert sorted(player.cancelled) == ["0-0-0", "0-0-1"]
-        assert buffer.held == {(1, 0), (0, 1)}, "another attempt must begin"
+        assert buffer.held == {(1, 0), (0, 1)}, "a new attempt must begin"
 
 
-async def test_an_engine_that_fails_while_tools_run_leaves_the_turns_to_the_next_one(make_buffer):
+async def test_after_an_engine_failure_during_tools_the_next_engine_continues_the_turns(make_buffer):
     buffer = make_buffer(2)
     player = Playing(turns(2, tool_s=9.0))
     async with running_loop(buffer, writes_by_context, player=player) as (_, engine, run):
@@ -387,7 +389,7 @@ def failing(kind: FailureKind, *, fails: Callable[[EpisodeRun, int], bool]) -> P
     return environment
 
 
-async def test_a_failed_episode_costs_the_attempt_and_the_next_attempt_keeps_the_turns(make_buffer):
+async def test_a_failed_episode_ends_the_attempt_and_the_next_attempt_replays_its_turns(make_buffer):
     buffer = make_buffer(1)
     player = Playing(failing(FailureKind.tool, fails=lambda run, index: run.episode.name == "0-0-1"))
     async with running_loop(buffer, writes_by_context, player=player) as (loop, _, _):
@@ -399,7 +401,7 @@ async def test_a_failed_episode_costs_the_attempt_and_the_next_attempt_keeps_the
 
 
 @pytest.mark.parametrize("action", [OnFailure.score, OnFailure.drop])
-async def test_a_failed_episode_is_scored_or_left_out(make_buffer, action):
+async def test_the_option_on_failure_scores_or_omits_a_failed_episode(make_buffer, action):
     buffer = make_buffer(1)
     player = Playing(failing(FailureKind.tool, fails=lambda run, index: index == 2))
     environment = EnvironmentConfig(on_failure=OnFailureConfig(tool=action))
@@ -413,7 +415,7 @@ async def test_a_failed_episode_is_scored_or_left_out(make_buffer, action):
     assert counters.tokens_generated == buffer.num_accounted
 
 
-async def test_a_failed_episode_without_others_in_its_group_is_scored(make_buffer):
+async def test_a_failed_episode_in_a_group_of_one_is_scored(make_buffer):
     buffer = make_buffer(1)
     player = Playing(failing(FailureKind.overflow, fails=lambda run, index: True))
     options = {"player": player, "samples_per_prompt": 1, "reward": "environment"}
@@ -424,7 +426,7 @@ async def test_a_failed_episode_without_others_in_its_group_is_scored(make_buffe
     assert counters.groups_failed == {"episode_overflow_score": 1}
 
 
-async def test_a_group_whose_greedy_episode_has_no_turn_is_tried_again(make_buffer):
+async def test_a_group_whose_greedy_episode_has_no_turn_is_generated_again(make_buffer):
     buffer = make_buffer(1)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -439,7 +441,7 @@ async def test_a_group_whose_greedy_episode_has_no_turn_is_tried_again(make_buff
     assert buffer.groups[0].is_baseline.tolist() == [False, False, True]
 
 
-async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
+async def test_an_environment_that_never_calls_the_policy_fails(make_buffer):
     buffer = make_buffer(1)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -451,7 +453,7 @@ async def test_an_environment_that_never_asks_the_policy_fails(make_buffer):
 
 
 @pytest.mark.parametrize("answers_first", [False, True], ids=["abort_first", "answers_first"])
-async def test_a_turn_that_nobody_waits_for_is_dropped_and_counted(make_buffer, answers_first):
+async def test_the_tokens_of_a_cancelled_turn_are_dropped_and_counted(make_buffer, answers_first):
     """With ``answers_first``, the engine sends the tokens of an aborted request before it answers the abort."""
     buffer = make_buffer(1)
 
@@ -482,7 +484,7 @@ def refuses_long_prompts(request, version) -> ScriptedAnswer:
     return ScriptedAnswer(error="too long") if 99 in request.prompt_ids else writes_by_context(request, version)
 
 
-async def test_a_request_that_the_engine_refuses_costs_its_turn_only(make_buffer):
+async def test_a_refused_request_fails_only_its_own_turn(make_buffer):
     buffer = make_buffer(1)
     refused = []
 
@@ -505,7 +507,7 @@ async def test_a_request_that_the_engine_refuses_costs_its_turn_only(make_buffer
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_a_refused_request_costs_no_turn_that_was_asked_for_in_the_same_moment(make_buffer):
+async def test_a_refused_request_does_not_fail_a_turn_that_was_requested_at_the_same_time(make_buffer):
     buffer = make_buffer(1)
     refused = []
 
@@ -525,7 +527,7 @@ async def test_a_refused_request_costs_no_turn_that_was_asked_for_in_the_same_mo
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_a_request_that_is_refused_after_an_update_costs_no_turn_of_another_group(make_buffer):
+async def test_a_request_refused_after_an_update_does_not_fail_a_turn_of_another_group(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=8)
     refused = []
 
@@ -556,7 +558,7 @@ async def test_a_request_that_is_refused_after_an_update_costs_no_turn_of_anothe
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_branches_roots_and_parallel_turns(make_buffer):
+async def test_an_episode_can_have_branches_roots_and_parallel_turns(make_buffer):
     buffer = make_buffer(1, groups_per_step=1, max_lag=8)
 
     async def environment(run: EpisodeRun, index: int) -> Outcome:
@@ -582,7 +584,7 @@ async def test_branches_roots_and_parallel_turns(make_buffer):
     assert counters.tokens_generated == buffer.num_tokens == buffer.num_accounted
 
 
-async def test_the_device_is_released_while_tools_run_and_turns_wait_for_the_next_weights(make_buffer):
+async def test_the_device_is_released_during_tools_and_later_turns_wait_for_new_weights(make_buffer):
     buffer = make_buffer(1, groups_per_step=1, max_lag=2)
     options = {"player": Playing(turns(3, tool_s=1.0)), "drain_timeout_s": 0.5}
     async with running_loop(buffer, writes_by_context, **options) as (loop, engine, _):
@@ -597,7 +599,7 @@ async def test_the_device_is_released_while_tools_run_and_turns_wait_for_the_nex
     assert_by_context(buffer.groups[0], next_token)
 
 
-async def test_a_greedy_baseline_is_an_episode_too(make_buffer):
+async def test_the_greedy_baseline_is_also_an_episode(make_buffer):
     buffer = make_buffer(1)
     async with running_loop(buffer, writes_by_context, player=Playing(turns(2)), greedy_baseline=True) as (loop, _, _):
         await buffer.stored(1)
@@ -615,7 +617,7 @@ def held_out(engine, environment: Play) -> HeldOutAnswers:
     )
 
 
-async def test_held_out_prompts_are_played_too():
+async def test_held_out_prompts_are_also_answered_by_episodes():
     engine = ScriptedEngine(writes_by_context)
     await engine.start()
     answered = await held_out(engine, turns(2)).answer(make_prompts(3), version=0, num_samples=2)
@@ -625,11 +627,11 @@ async def test_held_out_prompts_are_played_too():
     assert [one.reward_failure for one in answered] == ["", "broken", ""]
     overflowing = failing(FailureKind.overflow, fails=lambda run, index: index == 1)
     answered = await held_out(engine, overflowing).answer(make_prompts(1), version=0, num_samples=2)
-    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "same rewards as in training"
+    assert [(one.sampled, one.greedy) for one in answered] == [((1.5, 0.0), 1.5)], "the rewards must be as in training"
     await engine.stop()
 
 
-async def test_a_refused_request_of_a_held_out_episode_costs_no_turn_that_runs_beside_it():
+async def test_a_refused_request_of_a_held_out_episode_does_not_fail_a_parallel_turn():
     engine = ScriptedEngine(refuses_long_prompts)
     await engine.start()
 
@@ -645,7 +647,7 @@ async def test_a_refused_request_of_a_held_out_episode_costs_no_turn_that_runs_b
     await engine.stop()
 
 
-async def test_an_engine_that_fails_in_the_middle_of_a_held_out_episode_fails_the_evaluation():
+async def test_an_engine_failure_during_a_held_out_episode_fails_the_evaluation():
     engine = ScriptedEngine(writes_by_context)
     await engine.start()
 
@@ -663,7 +665,7 @@ async def test_an_engine_that_fails_in_the_middle_of_a_held_out_episode_fails_th
     await engine.stop()
 
 
-async def test_too_many_failed_episodes_in_a_row_end_the_worker_with_the_failure(make_buffer):
+async def test_a_worker_ends_after_too_many_failed_episodes_in_a_row(make_buffer):
     buffer = make_buffer(2)
     player = Playing(failing(FailureKind.tool, fails=lambda run, index: True))
     options = {"player": player, "max_failures_in_a_row": 2, "max_attempts": 9}

@@ -35,7 +35,7 @@ from tests.support.trajectories import assert_by_context
 pytestmark = pytest.mark.timeout(900)
 GROUP_SIZE = 4
 BYTES = 256
-"""The tokenizer's tokens below this id are bytes and a few merges."""
+"""In the tokenizer, ids below this number are bytes and a few merged bytes."""
 AGENTS = '''
 import asyncio, json, os, subprocess
 from pathlib import Path
@@ -44,7 +44,7 @@ from urllib.parse import urlsplit
 FOLDER = Path(__file__).parent
 
 def is_first(name):
-    """Whether this has not happened before, in any process."""
+    """Return whether no process has called this function with ``name`` before."""
     try:
         os.close(os.open(FOLDER / name, os.O_CREAT | os.O_EXCL))
         return True
@@ -55,7 +55,7 @@ async def hang():
     await asyncio.sleep(600)
 
 async def vanish(policy, messages):
-    """Send a request and close the connection before the answer, as a client does that is killed."""
+    """Send a request and close the connection before the answer, like a client that is killed."""
     place, body = urlsplit(policy.base_url), json.dumps({"model": "policy", "messages": messages}).encode()
     _, writer = await asyncio.open_connection(place.hostname, place.port)
     writer.write(
@@ -112,7 +112,7 @@ def by_context(num_tokens: int, stop_id: int, calls: Sequence[int] = ()) -> Next
 
 
 def writes(next_token: Next, stop_id: int) -> Script:
-    """Return a script with which an engine writes the tokens of ``next_token`` up to the token ``stop_id``."""
+    """Return a script for the scripted engine: it writes the tokens of ``next_token`` until the token ``stop_id``."""
 
     def script(request: SampleRequest, version: int) -> ScriptedAnswer:
         context = request.prompt_ids.tolist()
@@ -159,7 +159,7 @@ async def playing(config: RolloutFleetConfig, buffer: Any, script: Script, model
 
 
 @pytest.mark.parametrize("num_episodes", [20, *(pytest.param(n, marks=pytest.mark.slow) for n in (120, 1000))])
-async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_balances(tmp_path, num_episodes):
+async def test_every_episode_becomes_one_trajectory_despite_faults_and_the_account_balances(tmp_path, num_episodes):
     """Five of each 20 episodes have a fault.
 
     The faults are: a hanging tool, a crashing reward, a leaking agent, a wrong key, and a client that disconnects.
@@ -197,7 +197,7 @@ async def test_of_faulty_episodes_each_becomes_one_trajectory_and_the_account_ba
     for group in buffer.groups:
         for index, trajectory in enumerate(group.trajectories()):
             is_vanishing = (GROUP_SIZE * group.group_id + index) * 7 % 20 == 4
-            assert len(trajectory.turns) in ((6, 7, 8) if is_vanishing else (6,)), "only a lost client may add turns"
+            assert len(trajectory.turns) in ((6, 7, 8) if is_vanishing else (6,)), "only a lost client can add turns"
     assert counters.tokens_generated == buffer.num_accounted > buffer.num_tokens
     assert (counters.tokens_in_flight, buffer.held) == (0, set())
     left = [int(path.read_text()) for path in tmp_path.glob("*.pid")]
@@ -228,7 +228,7 @@ async def main(prompt, policy):
 """
 
 
-async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they_had(tmp_path):
+async def test_episodes_of_a_killed_process_restart_with_their_saved_turns(tmp_path):
     """The engine's tokens are random. So an episode can get the same answers again only from its saved record."""
     model = save_chat_model(tmp_path / "model", "chatml")
     (tmp_path / "agent.py").write_text(MORTAL)
@@ -246,7 +246,7 @@ async def test_episodes_of_a_killed_process_begin_again_with_the_turns_that_they
     async with playing(config, buffer, script, model) as loop:
         await buffer.stored(3, within_s=60)
     assert loop.counters().groups_failed.keys() == {"episode_environment"}
-    assert loop.counters().tokens_generated == buffer.num_accounted, "turns that ran at the death must count"
+    assert loop.counters().tokens_generated == buffer.num_accounted, "tokens of killed turns must count"
     num_replayed = 0
     for path in tmp_path.glob("?-?"):
         lines = [line.split(" ", 1) for line in path.read_text().splitlines()]
@@ -264,7 +264,7 @@ import urllib.request
 
 
 def main(prompt, base_url, api_key):
-    "Send one request too many, with a client whose errors have no code."
+    "Exceed the turn limit with one request. The errors of this client have no code."
     for _ in range(3):
         body = json.dumps({"messages": prompt["messages"] if isinstance(prompt, dict) else prompt.messages}).encode()
         headers = {"Authorization": "Bearer " + api_key}
@@ -283,7 +283,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("agent", ["{}:main", "command"])
-async def test_an_episode_that_ends_by_an_overflow_is_scored_whatever_error_its_client_raises(tmp_path, agent):
+async def test_an_episode_with_an_overflow_is_scored_for_any_error_of_its_client(tmp_path, agent):
     model = save_chat_model(tmp_path / "model", "chatml")
     path = tmp_path / "agent.py"
     path.write_text(FULL)
@@ -349,7 +349,7 @@ search.AsyncOpenAI = client
 
 
 @pytest.mark.long
-async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_change(tmp_path):
+async def test_trained_tokens_of_the_search_agent_are_the_sampled_tokens_while_weights_change(tmp_path):
     """The agent makes branches, compacts its conversation and calls tools in parallel. Its client repeats requests.
 
     Decoding and encoding a sampled answer often gives different tokens.
@@ -388,7 +388,9 @@ async def test_the_search_agent_is_trained_on_what_was_sampled_while_weights_cha
         await buffer.stored(4, within_s=60)
     assert sum(assert_by_context(group, next_token) for group in buffer.groups) == buffer.num_tokens
     assert loop.counters().tokens_generated == buffer.num_tokens == buffer.num_accounted
-    assert len({*np.concatenate([group.versions for group in buffer.groups]).tolist()}) > 2, "two versions are needed"
+    assert len({*np.concatenate([group.versions for group in buffer.groups]).tolist()}) > 2, (
+        "there must be several versions"
+    )
     happened = Counter()
     for group in buffer.groups:
         happened.update(dict(group.summary.metrics))

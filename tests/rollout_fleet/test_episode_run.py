@@ -1,4 +1,4 @@
-"""A running episode: the engine's counts of cached prompt tokens, and the worker's counts of environments."""
+"""A running episode: cached prompt tokens, the description of the episode, refused tokens, and counts."""
 
 import asyncio
 import json
@@ -49,15 +49,17 @@ async def play(answers):
     return run
 
 
-async def test_prefix_hits_are_the_cached_tokens_of_the_prompts_after_the_first_turn():
+async def test_prefix_hits_count_cached_prompt_tokens_after_the_first_turn():
     first, second = answered(6, num_cached=10), answered(2, num_cached=15)
     cut_off, rest = answered(3, num_cached=0, is_aborted=True), answered(1, num_cached=29)
     run = await play([first, second, cut_off, rest])
-    assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), "10 + 6 + 4, and 20 + 2 + 4"
+    assert run.later_prompts == PromptTokens(num_tokens=20 + 26, num_cached=15 + 0), (
+        "prompts of 10+6+4 and 20+2+4 tokens"
+    )
     assert session_metrics(run, SessionCounts())["episode.prefix_hits"] == pytest.approx(15 / 46)
 
 
-async def test_an_episode_is_described_with_a_piece_of_text_per_version_and_the_reward_of_each_turn():
+async def test_the_description_of_an_episode_has_texts_per_policy_version_and_turn_rewards():
     mixed = answered(4, num_cached=None)
     mixed = replace(mixed, versions=np.array([3, 3, 4, 4], dtype=np.int32))
     run = await play([mixed, answered(2, num_cached=None), answered(1, num_cached=None)])
@@ -77,7 +79,7 @@ async def test_an_episode_is_described_with_a_piece_of_text_per_version_and_the_
     json.dumps(described)
 
 
-async def test_tokens_outside_the_vocabulary_are_neither_given_nor_sampled_after():
+async def test_an_episode_refuses_token_ids_outside_the_vocabulary():
     run = await play([answered(1, num_cached=None) for _ in range(3)])
     num_turns = len(run.episode.live)
     with pytest.raises(RequestRefused, match=r"token ids must be in 0\.\.99, got 5\.\.100;"):
@@ -88,12 +90,12 @@ async def test_tokens_outside_the_vocabulary_are_neither_given_nor_sampled_after
     assert run.episode.path(run.give(PROMPT, [5, 99])).tolist() == [*range(10), 5, 99]
 
 
-async def test_an_engine_that_does_not_report_its_cache_has_no_prefix_hits():
+async def test_an_episode_has_no_prefix_hits_if_the_engine_does_not_report_its_cache():
     run = await play([answered(6, num_cached=None) for _ in range(3)])
     assert "episode.prefix_hits" not in session_metrics(run, SessionCounts())
 
 
-async def test_an_environment_may_reward_finished_turns_only(monkeypatch):
+async def test_an_environment_can_reward_only_finished_turns(monkeypatch):
     budget = EpisodeBudget(max_turns=9, max_tokens=99, max_context=99)
     run = EpisodeRun(Episode("0-0-0", np.arange(10, dtype=np.int32), budget), ask=lambda: None, vocab_size=100)
     player = EpisodePlayer(RolloutFleetConfig(), model_path="", max_context=99)
@@ -121,7 +123,7 @@ async def test_an_environment_may_reward_finished_turns_only(monkeypatch):
     assert await first == 1
 
 
-async def test_the_player_counts_requests_with_a_wrong_key_and_all_other_counts_are_zero(monkeypatch):
+async def test_the_player_counts_a_request_with_a_wrong_key(monkeypatch):
     endpoint = Endpoint()
     monkeypatch.setattr("rollout_fleet.episodes.player.Endpoint", lambda: endpoint)
     player = EpisodePlayer(RolloutFleetConfig(), model_path="", max_context=99)

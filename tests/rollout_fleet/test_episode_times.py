@@ -19,7 +19,7 @@ def clock():
     return Clock()
 
 
-def test_the_times_of_an_episode_are_those_of_its_turns_and_tools(clock):
+def test_the_times_of_an_episode_come_from_its_turns_and_tools(clock):
     times = EpisodeTimes(clock)
     clock.now += 1.0
     times.asked(1)
@@ -44,7 +44,7 @@ def test_the_times_of_an_episode_are_those_of_its_turns_and_tools(clock):
     assert [asdict(tool) for tool in times.tools] == [{"name": "search, weather", "began_s": 3.25, "ended_s": 7.25}]
 
 
-def test_calls_that_the_policy_object_times_one_by_one_are_not_noted_twice(clock):
+def test_tool_calls_that_the_policy_object_times_are_recorded_only_once(clock):
     times = EpisodeTimes(clock)
     times.asked(1)
     times.ended(1)
@@ -64,7 +64,7 @@ def test_calls_that_the_policy_object_times_one_by_one_are_not_noted_twice(clock
     ]
 
 
-def test_a_tool_whose_episode_ends_has_the_end_of_the_episode(clock):
+def test_a_running_tool_ends_when_its_episode_ends(clock):
     times = EpisodeTimes(clock)
     times.called(["search"])
     clock.now += 3.0

@@ -47,7 +47,7 @@ async def test_an_environment_runs_under_a_python_without_any_package(bare_pytho
     assert outcome.answer == f"HELLO {Path(bare_python).parents[1]}"
 
 
-async def test_an_adapter_whose_package_the_python_lacks_names_package_and_python(bare_python):
+async def test_an_error_names_the_package_that_an_adapter_needs_and_the_python_without_it(bare_python):
     with pytest.raises(ValueError, match=rf"needs the package aiohttp in {bare_python}: .*install it there"):
         await play("openenv", {"url": "http://127.0.0.1:1"}, python=bare_python)
 
@@ -89,7 +89,7 @@ async def wait_for_port(port: int, timeout_s: float = 60.0) -> None:
 
 
 @pytest.mark.slow
-async def test_an_environment_of_verifiers_runs_unmodified(full_python, tmp_path, monkeypatch):
+async def test_an_unmodified_environment_of_verifiers_runs(full_python, tmp_path, monkeypatch):
     """The agent is a program. The package `verifiers` starts it with `uv`, which installs the program's packages."""
     (tmp_path / "addition.py").write_text(ADDITION)
     monkeypatch.chdir(tmp_path)

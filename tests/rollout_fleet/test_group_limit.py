@@ -31,19 +31,19 @@ def test_the_limit_doubles_until_the_engine_is_full_and_then_grows_by_one():
     assert limits(limit, ROOMY, ROOMY, FULL, FULL) == [25, 26, 26, 19]
 
 
-def test_a_single_full_reading_says_nothing_and_between_the_thresholds_the_limit_stays():
+def test_the_limit_does_not_change_after_one_full_reading_or_between_the_thresholds():
     limit = GroupLimit(8, 100)
     assert limits(limit, WAITING, TIGHT, FULL, TIGHT, WAITING) == [8] * 5
 
 
-def test_the_limit_stays_within_its_bounds_and_a_fixed_one_never_changes():
+def test_the_limit_stays_within_its_bounds_and_a_fixed_limit_never_changes():
     assert limits(GroupLimit(2, 5), *[ROOMY] * 3, *[FULL] * 8) == [4, 5, 5, 5, 3, 3, 2, 2, 2, 2, 2]
     fixed = GroupLimit(3, 3)
     assert fixed.is_fixed
     assert limits(fixed, ROOMY, FULL, FULL) == [3, 3, 3]
 
 
-def test_places_that_are_not_used_are_no_reason_for_more():
+def test_the_limit_does_not_grow_while_slots_are_unused():
     limit = GroupLimit(4, 100)
     assert not limit.note(ROOMY, num_held=3)
     assert limit.note(ROOMY, num_held=4)
@@ -51,14 +51,14 @@ def test_places_that_are_not_used_are_no_reason_for_more():
 
 
 @pytest.mark.parametrize("room", [3, 10, 37])
-def test_the_limit_settles_near_the_room_of_the_engine(room):
+def test_the_limit_settles_near_the_capacity_of_the_engine(room):
     limit = GroupLimit(1, 128)
     values = []
     for _ in range(200):
         num_waiting = max(0, limit.value - room)
         load = EngineLoad(num_running=min(room, limit.value), num_waiting=num_waiting, cache_use=0.5)
         values += limits(limit, load)
-    assert max(values) <= 2 * room, "the limit may exceed the room only by a factor of 2"
+    assert max(values) <= 2 * room, "the limit must be at most twice the capacity"
     settled = values[50:]
     assert max(settled) == room + 1
     assert min(settled) >= int(0.75 * (room + 1))
@@ -66,7 +66,7 @@ def test_the_limit_settles_near_the_room_of_the_engine(room):
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("virtual_time")
-async def test_a_loop_holds_as_many_groups_as_its_engine_has_room_for(make_buffer, recorded):
+async def test_a_loop_runs_as_many_groups_as_fit_into_its_engine(make_buffer, recorded):
     buffer = make_buffer(400, groups_per_step=400)
     in_flight = {"min": 1, "max": 50}
     async with running_loop(buffer, writes(5, 0.5), groups_in_flight=in_flight) as (_, engine, _):
@@ -82,7 +82,7 @@ async def test_a_loop_holds_as_many_groups_as_its_engine_has_room_for(make_buffe
 
 @pytest.mark.timeout(60)
 @pytest.mark.usefixtures("virtual_time")
-async def test_a_load_that_cannot_be_read_ends_the_first_reading_and_no_later_one(make_buffer, monkeypatch, caplog):
+async def test_an_unreadable_engine_load_ends_the_loop_only_at_the_first_reading(make_buffer, monkeypatch, caplog):
     async def no_load():
         raise EngineError("no load is reported here")
 

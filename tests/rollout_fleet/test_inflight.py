@@ -43,17 +43,19 @@ def saved(*outputs: SampleOutput):
     return group.progress()
 
 
-def test_a_new_group_asks_for_one_sample_per_request_of_its_prompt():
+def test_a_new_group_makes_one_request_per_sample():
     sampling = SamplingConfig(max_new_tokens=5, temperature=0.7)
     group = begin(3, sampling=sampling)
     requests = group.next_requests()
-    assert all(request.prompt_ids is LEASE.prompt.prompt_ids for request in requests), "one shared array"
+    assert all(request.prompt_ids is LEASE.prompt.prompt_ids for request in requests), (
+        "the requests must share one array"
+    )
     assert {request.sampling for request in requests} == {sampling}
     assert len({request.id for request in requests}) == 3
     assert group.outstanding == [request.id for request in requests]
 
 
-def test_each_sample_goes_on_from_where_it_was_and_finished_ones_stay():
+def test_unfinished_samples_continue_and_finished_samples_do_not_change():
     group = begin(3, progress=saved(written(5, 1), written(0, 1), written(4, 2, FinishReason.stop)))
     assert (group.num_tokens, group.num_own_tokens) == (9, 0)
     first, second = group.next_requests()
@@ -70,14 +72,14 @@ def test_each_sample_goes_on_from_where_it_was_and_finished_ones_stay():
     assert (group.num_tokens, group.num_own_tokens) == (20, 11)
 
 
-def test_a_sample_without_tokens_left_to_write_is_not_requested():
+def test_a_saved_sample_of_the_maximum_length_is_not_requested_again():
     progress = saved(written(6, 1), written(2, 1, FinishReason.stop))
     group = begin(2, progress=progress, sampling=SamplingConfig(max_new_tokens=6))
     assert group.next_requests() == []
     assert [episode.answer.finish_reason for episode in group.episodes] == [FinishReason.length, FinishReason.stop]
 
 
-def test_a_saved_sample_that_is_longer_than_the_options_allow_now_begins_again_and_stays_in_the_account():
+def test_a_saved_sample_that_exceeds_a_new_length_limit_restarts_and_its_tokens_still_count():
     group = begin(1, progress=saved(written(7, 1)), sampling=SamplingConfig(max_new_tokens=6))
     (request,) = group.next_requests()
     assert request.prompt_ids.tolist() == [3, 4]
@@ -86,7 +88,7 @@ def test_a_saved_sample_that_is_longer_than_the_options_allow_now_begins_again_a
     assert group.scored(Scores(total=np.zeros(1, dtype=np.float32)), [0]).summary.num_tokens == 2
 
 
-def test_a_group_that_was_cut_off_twice_asks_under_new_ids():
+def test_a_group_that_was_cut_off_twice_has_new_request_ids():
     group = begin(1)
     ids = []
     for _ in range(3):
@@ -98,7 +100,7 @@ def test_a_group_that_was_cut_off_twice_asks_under_new_ids():
     assert group.num_tokens == 6
 
 
-def test_ids_are_distinct_at_any_group_attempt_and_sample():
+def test_request_ids_differ_for_every_group_attempt_and_sample():
     ids = set()
     for group_id, attempt in [(1, 0), (1, 11), (11, 1), (10**12, 1000), (1, 1000), (1, 100)]:
         lease = Lease(
@@ -112,7 +114,7 @@ def test_ids_are_distinct_at_any_group_attempt_and_sample():
     assert len(ids) == 6 * 1100
 
 
-def test_the_greedy_baseline_is_the_last_sample_and_in_no_account():
+def test_the_greedy_baseline_is_the_last_sample_and_its_tokens_are_not_counted():
     sampling = SamplingConfig(temperature=0.7, top_p=0.9, top_k=5, min_p=0.1, max_new_tokens=9)
     group = begin(2, sampling=sampling, greedy_baseline=True)
     *sampled, greedy = group.next_requests()
@@ -131,7 +133,7 @@ def test_the_greedy_baseline_is_the_last_sample_and_in_no_account():
     assert group.progress().num_trajectories == 2
 
 
-def test_progress_comes_back_as_the_samples_that_it_was_made_of():
+def test_a_group_restores_its_samples_from_saved_progress():
     samples = (written(3, 1), written(0, 1), written(2, 4, FinishReason.stop))
     progress = saved(*samples)
     assert progress.summary.num_tokens == 5

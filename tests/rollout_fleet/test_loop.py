@@ -42,8 +42,8 @@ async def test_every_leased_group_is_generated_scored_and_stored(make_buffer):
     assert counters.tokens_in_flight == 0
 
 
-async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_never_runs(make_buffer):
-    """If a worker starts again while its run stops, several parts of the run stop the worker's loop."""
+async def test_a_loop_that_was_stopped_before_its_start_never_runs(make_buffer):
+    """If a worker restarts while its run stops, several parts of the run stop the worker's loop."""
     engine, buffer = ScriptedEngine(), make_buffer(4)
     await engine.start()
     loop = make_loop(buffer, engine)
@@ -55,7 +55,7 @@ async def test_a_loop_that_is_stopped_before_it_runs_may_be_stopped_again_and_ne
     await engine.stop()
 
 
-async def test_a_data_source_has_its_own_length_limit_and_names_its_groups(make_buffer):
+async def test_a_data_source_has_its_own_length_limit_and_its_groups_record_the_source(make_buffer):
     buffer, sources = make_buffer(4), []
     for group_id, prompt in buffer.prompts.items():
         buffer.prompts[group_id] = replace(prompt, data_source="short" if group_id % 2 else "long")
@@ -91,12 +91,12 @@ async def test_a_data_source_has_its_own_length_limit_and_names_its_groups(make_
         ({"max_new_tokens": 0}, "max_new_tokens must be >= 1"),
     ],
 )
-def test_sampling_of_a_source_that_training_cannot_use_is_refused_by_name(own, message):
+def test_sampling_options_of_a_source_that_training_cannot_use_are_refused(own, message):
     with pytest.raises(ValueError, match=message):
         RolloutFleetConfig(sampling=SamplingConfig(max_new_tokens=5), sampling_by_source={"short": own})
 
 
-async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
+async def test_a_loop_runs_at_most_groups_in_flight_groups(make_buffer):
     buffer = make_buffer(30)
     async with running_loop(buffer, writes(2), groups_in_flight=4) as (_, engine, _):
         await buffer.stored(30)
@@ -104,8 +104,8 @@ async def test_no_more_groups_are_held_than_the_config_allows(make_buffer):
     assert all(1 <= num_groups <= 4 for _, num_groups in buffer.leases_asked)
 
 
-async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_meanwhile(make_buffer, monkeypatch):
-    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # another turn takes the only free slot
+async def test_a_loop_never_requests_leases_for_zero_groups(make_buffer, monkeypatch):
+    free, answers = InflightGroups.num_free.fget, iter([1, 0])  # one free slot, then none
     monkeypatch.setattr(InflightGroups, "num_free", property(lambda groups: next(answers, free(groups))))
     buffer = make_buffer(2)
     async with running_loop(buffer):
@@ -113,19 +113,19 @@ async def test_a_lease_of_no_group_is_not_requested_when_the_places_are_taken_me
     assert all(num_groups > 0 for _, num_groups in buffer.leases_asked)
 
 
-async def test_groups_are_leased_at_the_version_of_the_engine_as_soon_as_it_changes(make_buffer):
+async def test_groups_are_leased_at_the_new_version_directly_after_a_load(make_buffer):
     buffer = make_buffer(8, groups_per_step=4, max_lag=0)
     async with running_loop(buffer) as (loop, _, _):
         await buffer.stored(4)
         await buffer.commit()
         await asyncio.sleep(0.05)
-        assert len(buffer.groups) == 4, "groups of version 0 must not be admitted any more"
+        assert len(buffer.groups) == 4, "no other groups of version 0 may be admitted"
         await loop.load_weights(bare_offer(1))
         await buffer.stored(8)
     assert [group.summary.oldest_version for group in buffer.groups] == [0] * 4 + [1] * 4
 
 
-async def test_tokens_written_after_a_load_carry_the_new_version(make_buffer):
+async def test_tokens_after_a_load_have_the_new_version(make_buffer):
     buffer = make_buffer(1, groups_per_step=1, max_lag=2)
     async with running_loop(buffer, writes(20)) as (loop, _, _):
         await asyncio.sleep(0.08)
@@ -136,7 +136,7 @@ async def test_tokens_written_after_a_load_carry_the_new_version(make_buffer):
     assert set(versions) == {0, 1}
 
 
-async def test_a_running_loop_takes_the_newest_offered_weights_by_itself_and_reports_them(make_buffer):
+async def test_a_running_loop_loads_the_newest_offered_weights_and_reports_the_version(make_buffer):
     buffer = make_buffer(0, groups_per_step=1, max_lag=4)
     for _ in range(3):
         await buffer.advance()
@@ -159,7 +159,7 @@ async def first_is_gone(offer):
     yield offer
 
 
-async def test_weights_that_have_left_are_skipped_for_newer_ones(make_buffer):
+async def test_a_loop_skips_removed_weights_and_loads_newer_ones(make_buffer):
     buffer = make_buffer(0, groups_per_step=1, max_lag=4)
     await buffer.advance()
 
@@ -172,7 +172,7 @@ async def test_weights_that_have_left_are_skipped_for_newer_ones(make_buffer):
         assert (await buffer.served(0, 1))[0] == 2
 
 
-async def test_weights_that_have_left_without_newer_ones_end_the_loop_by_name(make_buffer):
+async def test_a_loop_ends_if_its_offered_weights_were_removed_and_no_newer_weights_come(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(200, 0.1), stage=first_is_gone, load_timeout_s=2.0) as (_, _, run):
         await buffer.offer(bare_offer(1))
@@ -181,7 +181,7 @@ async def test_weights_that_have_left_without_newer_ones_end_the_loop_by_name(ma
     assert buffer.held == set()
 
 
-async def test_a_learner_restart_that_takes_longer_than_load_timeout_s_ends_no_worker(make_buffer, monkeypatch):
+async def test_a_learner_restart_longer_than_load_timeout_s_does_not_end_a_worker(make_buffer, monkeypatch):
     buffer = make_buffer(0, groups_per_step=1, max_lag=4)
     await buffer.advance()
     asked: asyncio.Queue[int] = asyncio.Queue()
@@ -196,14 +196,14 @@ async def test_a_learner_restart_that_takes_longer_than_load_timeout_s_ends_no_w
         await buffer.offer(bare_offer(1))
         assert [await asked.get(), await asked.get()] == [0, 1]
         await buffer.withdraw_offers()
-        assert await asyncio.wait_for(asked.get(), 5) == 0, "the loop must ask again after the deadline"
+        assert await asyncio.wait_for(asked.get(), 5) == 0, "the loop must request a new offer"
         assert (engine.version, run.done()) == (0, False)
         await buffer.advance()
         await buffer.offer(bare_offer(2))
         assert (await buffer.served(0, 1))[0] == 2
 
 
-async def test_a_version_that_could_not_be_published_ends_the_loop_by_name(make_buffer):
+async def test_a_failed_publish_ends_the_loop_and_the_error_names_the_version(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(200, 0.1)) as (_, _, run):
         await buffer.publish_failed("the publish of version 7 failed on rank 1: no space")
@@ -222,7 +222,7 @@ async def test_a_load_that_fails_ends_the_loop_with_the_engines_error(make_buffe
     assert buffer.held == set()
 
 
-async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
+async def test_a_stop_releases_every_lease_with_its_tokens(make_buffer):
     buffer = make_buffer(40)
     async with running_loop(buffer, writes(50, 0.005), groups_in_flight=8) as (loop, _, _):
         await asyncio.sleep(0.1)
@@ -235,7 +235,7 @@ async def test_stopping_gives_every_lease_back_with_its_tokens(make_buffer):
     assert counters.tokens_in_flight == 0
 
 
-async def test_a_load_that_has_begun_ends_before_a_stop_and_leaves_the_engine_whole(make_buffer):
+async def test_a_stop_waits_for_a_running_load_and_the_engine_stays_usable(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(300)) as (loop, engine, run):
         engine.load_delay_s = 0.5
@@ -247,7 +247,7 @@ async def test_a_load_that_has_begun_ends_before_a_stop_and_leaves_the_engine_wh
     assert buffer.held == set()
 
 
-async def test_a_load_that_does_not_end_holds_up_a_stop_for_its_deadline_only(make_buffer):
+async def test_a_stop_waits_for_a_hanging_load_only_until_its_deadline(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(300), stop_timeout_s=0.3) as (loop, engine, run):
         engine.load_delay_s = 60.0
@@ -272,7 +272,7 @@ async def test_a_revoked_group_is_aborted_and_its_tokens_reported(make_buffer):
     assert counters.tokens_generated == buffer.num_accounted
 
 
-async def test_a_refused_put_is_counted_and_does_not_end_the_loop(make_buffer):
+async def test_a_group_that_the_buffer_refuses_is_counted_and_does_not_end_the_loop(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(10)) as (loop, _, run):
         await asyncio.sleep(0.03)
@@ -285,14 +285,14 @@ async def test_a_refused_put_is_counted_and_does_not_end_the_loop(make_buffer):
     assert counters.tokens_in_flight == 0
 
 
-async def test_leases_are_renewed_while_they_run(make_buffer):
+async def test_leases_are_renewed_while_their_groups_run(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(20), renew_every_s=0.02):
         await buffer.stored(2)
     assert buffer.renewals >= 4
 
 
-async def test_the_death_of_the_engine_ends_the_run_with_its_cause_and_gives_leases_back(make_buffer):
+async def test_the_death_of_the_engine_ends_the_loop_with_its_cause_and_releases_the_leases(make_buffer):
     buffer = make_buffer(6)
     async with running_loop(buffer, writes(500)) as (_, engine, run):
         await asyncio.sleep(0.05)
@@ -310,7 +310,7 @@ def nan_for_the_first_prompt(prompt, response_text):
     return float("nan") if prompt.group_id == 0 else 1.0
 
 
-async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_run_goes_on(make_buffer, monkeypatch):
+async def test_a_group_whose_reward_fails_repeatedly_is_dropped_and_the_loop_continues(make_buffer, monkeypatch):
     undo_registrations(monkeypatch, REWARDS).register("not a number for the first prompt")(nan_for_the_first_prompt)
     buffer = make_buffer(5)
     async with running_loop(buffer, reward="not a number for the first prompt", max_attempts=3) as (loop, _, _):
@@ -324,10 +324,8 @@ async def test_a_reward_that_fails_costs_its_group_after_some_attempts_and_the_r
     assert counters.tokens_generated == buffer.num_accounted == 14
 
 
-async def test_a_response_on_which_the_reward_fails_may_cost_only_itself_and_its_tokens_are_dropped(
-    make_buffer, monkeypatch
-):
-    failing = {0: 1, 1: 3}  # group id: number of responses on which the reward fails
+async def test_the_option_drop_trajectory_drops_only_the_responses_whose_reward_failed(make_buffer, monkeypatch):
+    failing = {0: 1, 1: 3}  # group id -> number of responses whose reward fails
     scored: list[int] = []
 
     def reward(prompt, response_text):
@@ -366,7 +364,7 @@ async def test_evictions_do_not_count_as_failures(make_buffer, monkeypatch):
         assert loop.counters().groups_failed == {"reward": 1}
 
 
-async def test_places_that_fall_free_in_one_moment_are_leased_together(make_buffer):
+async def test_slots_that_become_free_at_the_same_time_are_leased_together(make_buffer):
     def script(request, version):
         group_id = int(request.id.split("-")[0])
         return ScriptedAnswer(response=[WRITTEN], token_delay_s=0.05 + 0.001 * (group_id % 8))
@@ -377,7 +375,7 @@ async def test_places_that_fall_free_in_one_moment_are_leased_together(make_buff
     assert len(buffer.leases_asked) <= 15
 
 
-async def test_an_engine_with_nothing_to_do_is_given_work_at_once(make_buffer):
+async def test_an_idle_engine_gets_new_groups_immediately(make_buffer):
     buffer = make_buffer(24)
     began_s = asyncio.get_running_loop().time()
     async with running_loop(buffer, writes(2), groups_in_flight=8):
@@ -387,7 +385,7 @@ async def test_an_engine_with_nothing_to_do_is_given_work_at_once(make_buffer):
     assert [num_groups for _, num_groups in buffer.leases_asked[:3]] == [8, 8, 8]
 
 
-async def test_a_group_that_is_scored_holds_no_place_on_the_engine_up_to_as_many_groups_again(make_buffer, monkeypatch):
+async def test_up_to_groups_in_flight_groups_can_be_scored_without_using_slots(make_buffer, monkeypatch):
     scored = asyncio.Event()
     score = WeightedRewards.score
 
@@ -404,7 +402,7 @@ async def test_a_group_that_is_scored_holds_no_place_on_the_engine_up_to_as_many
         await buffer.stored(12)
 
 
-async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make_buffer, monkeypatch):
+async def test_a_reward_that_fails_for_many_groups_in_a_row_ends_the_loop(make_buffer, monkeypatch):
     undo_registrations(monkeypatch, REWARDS).register("never a number")(nan_reward)
     buffer = make_buffer(20)
     async with running_loop(buffer, reward="never a number", max_failures_in_a_row=7) as (loop, _, run):
@@ -416,7 +414,7 @@ async def test_a_reward_that_fails_for_one_group_after_another_ends_the_run(make
     assert buffer.held == set()
 
 
-async def test_a_group_that_the_engine_keeps_aborting_is_dropped_and_counted(make_buffer):
+async def test_a_group_that_the_engine_always_aborts_is_dropped_and_counted(make_buffer):
     def script(request, version):
         is_first = request.id.startswith("0-")
         return ScriptedAnswer(response=[14] * 30, cut_off=2 if is_first else -1)
@@ -432,7 +430,7 @@ async def test_a_group_that_the_engine_keeps_aborting_is_dropped_and_counted(mak
     assert counters.tokens_generated == buffer.num_accounted
 
 
-async def test_one_renewal_that_fails_is_tried_again(make_buffer, monkeypatch):
+async def test_a_failed_lease_renewal_is_repeated(make_buffer, monkeypatch):
     buffer = make_buffer(1)
     renew, num_failures = buffer.renew, 0
 
@@ -450,7 +448,7 @@ async def test_one_renewal_that_fails_is_tried_again(make_buffer, monkeypatch):
     assert buffer.renewals >= 1
 
 
-async def test_renewals_that_keep_failing_end_the_run(make_buffer, monkeypatch):
+async def test_lease_renewals_that_always_fail_end_the_loop(make_buffer, monkeypatch):
     buffer = make_buffer(1)
 
     async def fail(leases):
@@ -462,7 +460,7 @@ async def test_renewals_that_keep_failing_end_the_run(make_buffer, monkeypatch):
             await asyncio.wait_for(run, 5)
 
 
-async def test_time_is_busy_or_waiting_but_never_both(make_buffer, monkeypatch):
+async def test_each_second_of_a_loop_is_either_busy_or_waiting(make_buffer, monkeypatch):
     monkeypatch.setattr("rollout_fleet.loop.FleetMeter", partial(FleetMeter, time.monotonic))
     buffer = make_buffer(2, groups_per_step=2, max_lag=0)
     async with running_loop(buffer, writes(10)) as (loop, _, _):
@@ -472,13 +470,13 @@ async def test_time_is_busy_or_waiting_but_never_both(make_buffer, monkeypatch):
     assert (counters.busy_s, counters.wait_s) == (pytest.approx(0.1), pytest.approx(0.1))
 
 
-async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buffer):
+async def test_no_group_runs_on_a_released_device_until_the_next_load(make_buffer):
     buffer = make_buffer(20)
     async with running_loop(buffer, writes(3), groups_in_flight=4) as (loop, engine, _):
         await buffer.stored(2)
         await loop.release_device()
         assert engine.released
-        assert buffer.held == set()  # requests must finish, not be aborted
+        assert buffer.held == set()  # the release must not abort requests
         assert buffer.released == []
         stored, asked = len(buffer.groups), len(buffer.leases_asked)
         await asyncio.sleep(0.05)
@@ -491,7 +489,7 @@ async def test_a_released_device_runs_nothing_and_a_load_takes_it_back(make_buff
         assert engine.released
 
 
-async def test_a_device_that_is_released_stays_released(make_buffer):
+async def test_several_releases_of_a_device_release_it_only_once(make_buffer):
     num_releases = []
     async with running_loop(make_buffer(20), writes(3)) as (loop, engine, _):
         release = engine.release_memory
@@ -507,7 +505,7 @@ async def test_a_device_that_is_released_stays_released(make_buffer):
     assert num_releases == [1]
 
 
-async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_its_old_offers(make_buffer):
+async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_old_offers(make_buffer):
     buffer = make_buffer(20, max_lag=4)
     async with running_loop(buffer, writes(3)) as (loop, engine, run):
         await buffer.stored(2)
@@ -519,7 +517,7 @@ async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_
         assert engine.released
         with pytest.raises(WeightsGone, match=r"policy version 2 is from the old incarnation 0 of the learner"):
             await loop.load_weights(bare_offer(2))
-        assert engine.released, "a pending offer must not take the device back"
+        assert engine.released, "an old offer must not end the release"
         await asyncio.sleep(0.05)
         num_asked = len(buffer.leases_asked)
         assert not run.done()
@@ -530,7 +528,7 @@ async def test_a_restarting_learner_waits_for_a_running_load_and_engines_refuse_
 
 
 @pytest.mark.parametrize("dies", [False, True])
-async def test_an_engine_without_weights_loads_them_before_the_learners_turn_unless_the_learner_died(make_buffer, dies):
+async def test_a_release_waits_for_the_first_load_unless_the_learner_restarts(make_buffer, dies):
     loop = make_loop(make_buffer(4), engine := ScriptedEngine())
     await engine.start()
     releasing = asyncio.create_task(loop.release_device())
@@ -544,7 +542,7 @@ async def test_an_engine_without_weights_loads_them_before_the_learners_turn_unl
     assert engine.released
 
 
-async def test_an_engine_that_has_never_loaded_loads_before_a_turn_of_the_learner_that_follows_a_restart(make_buffer):
+async def test_a_release_after_a_learner_restart_also_waits_for_the_first_load(make_buffer):
     loop = make_loop(make_buffer(4), engine := ScriptedEngine())
     await engine.start()
     await loop.release_device(1)
@@ -556,10 +554,10 @@ async def test_an_engine_that_has_never_loaded_loads_before_a_turn_of_the_learne
     assert engine.released
 
 
-async def test_a_group_that_outlives_the_drain_deadline_is_aborted_and_continued_after_the_next_load(make_buffer):
+async def test_a_group_that_exceeds_drain_timeout_s_is_aborted_and_continued_after_the_next_load(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     async with running_loop(buffer, writes(60), drain_timeout_s=0.1) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
         await loop.release_device()
         assert engine.released
         assert not buffer.groups
@@ -570,7 +568,7 @@ async def test_a_group_that_outlives_the_drain_deadline_is_aborted_and_continued
     assert buffer.num_tokens == 2 * 2 * 60
 
 
-async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request_was_withdrawn(make_buffer):
+async def test_no_wait_is_counted_after_a_stop_during_the_withdrawal_of_a_lease_request(make_buffer):
     buffer = make_buffer(4)
     engine = ScriptedEngine()
 
@@ -592,7 +590,7 @@ async def test_nobody_waits_for_admission_after_a_stop_that_came_while_a_request
     assert loop.counters().wait_s == loop.counters().wait_s
 
 
-async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_buffer):
+async def test_leases_granted_during_a_stop_are_released(make_buffer):
     buffer = make_buffer(4)
     grant = buffer.lease
 
@@ -613,11 +611,11 @@ async def test_leases_granted_at_the_very_moment_of_a_stop_are_given_back(make_b
     assert buffer.held == set()
 
 
-async def test_groups_that_an_engine_does_not_abort_continue_and_keep_the_device(make_buffer, monkeypatch, caplog):
+async def test_the_device_is_not_released_while_an_engine_ignores_aborts(make_buffer, monkeypatch, caplog):
     buffer = make_buffer(2, groups_per_step=1, max_lag=4)
     options = {"drain_timeout_s": 0.05, "load_timeout_s": 0.1, "stop_timeout_s": 0.1}
     async with running_loop(buffer, writes(60), **options) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
 
         async def ignore(request_ids):
             return
@@ -634,7 +632,7 @@ async def test_groups_that_an_engine_does_not_abort_continue_and_keep_the_device
 
 
 @pytest.mark.parametrize("how", ["hangs", "fails"])
-async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_buffer, caplog, how):
+async def test_a_buffer_that_accepts_no_releases_does_not_block_a_stop(make_buffer, caplog, how):
     buffer = make_buffer(2)
 
     async def release(lease, **_):
@@ -643,7 +641,7 @@ async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_
         await asyncio.Event().wait()
 
     async with running_loop(buffer, writes(300), stop_timeout_s=0.1) as (loop, _, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
         buffer.release = release
         await asyncio.wait_for(loop.stop(), 5)
         counters = await run
@@ -651,10 +649,10 @@ async def test_a_buffer_that_takes_no_lease_back_does_not_hold_up_the_stop(make_
     assert counters.groups_released == 0
 
 
-async def test_an_engine_that_fails_while_it_is_stopped_still_gives_the_leases_back(make_buffer, monkeypatch, caplog):
+async def test_leases_are_released_even_if_the_engine_fails_during_the_stop(make_buffer, monkeypatch, caplog):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(300)) as (loop, engine, run):
-        await asyncio.sleep(0.05)  # the groups begin meanwhile
+        await asyncio.sleep(0.05)  # wait until the groups have begun
 
         async def refuse(request_ids):
             raise EngineError("no aborts today")

@@ -155,7 +155,7 @@ MemberMachine.TestCase.settings = settings(max_examples=150, stateful_step_count
 test_a_member_keeps_its_promises_whatever_is_reported_when = MemberMachine.TestCase
 
 
-def test_a_member_serves_from_its_first_verified_weights_on():
+def test_a_member_serves_after_it_has_verified_its_first_weights():
     member = make_member()
     member.verified(0)
     assert (member.state, member.is_serving) == (MemberState.starting, False), "the member has not started yet"
@@ -165,7 +165,7 @@ def test_a_member_serves_from_its_first_verified_weights_on():
     assert (member.state, member.is_serving, member.may_release) == (MemberState.ready, True, True)
 
 
-def test_reports_of_an_older_life_have_no_effect():
+def test_reports_of_an_earlier_epoch_have_no_effect():
     member = up()
     member.fault(0, 1.0)
     member.stopped()
@@ -177,7 +177,7 @@ def test_reports_of_an_older_life_have_no_effect():
     assert (member.state, member.epoch) == (MemberState.starting, 1)
 
 
-def test_restarts_are_paused_longer_each_time_and_capped_within_a_window():
+def test_the_pause_before_a_restart_grows_and_the_restarts_per_window_are_limited():
     member, now, pauses = up(), 0.0, []
     while True:
         member.fault(member.epoch, now)
@@ -190,7 +190,7 @@ def test_restarts_are_paused_longer_each_time_and_capped_within_a_window():
     assert member.state is MemberState.failed
 
 
-def test_faults_that_are_older_than_the_window_are_forgotten():
+def test_faults_before_the_window_are_not_counted():
     member = up()
     for fault in range(10):
         member.fault(member.epoch, 101.0 * fault)
@@ -199,14 +199,14 @@ def test_faults_that_are_older_than_the_window_are_forgotten():
     assert member.epoch == 10
 
 
-def test_a_member_is_not_started_again_before_its_processes_have_ended():
+def test_a_member_restarts_only_after_its_processes_have_ended():
     member = up()
     member.fault(0, 1.0)
     member.restart()
     assert member.state is MemberState.fenced
 
 
-def test_a_member_without_a_place_waits_for_it_and_then_starts():
+def test_a_member_without_resources_waits_for_them_and_then_starts():
     member = make_member()
     member.unplaced(0)
     member.started(0)
@@ -215,7 +215,7 @@ def test_a_member_without_a_place_waits_for_it_and_then_starts():
     assert member.state is MemberState.starting
 
 
-def test_a_member_that_dies_while_it_leaves_has_left():
+def test_a_leaving_member_that_dies_is_in_the_state_left():
     member = up()
     member.drain()
     assert member.fault(0, 2.0)
@@ -224,7 +224,7 @@ def test_a_member_that_dies_while_it_leaves_has_left():
 
 
 @pytest.mark.parametrize("dies", [False, True])
-def test_a_member_that_is_asked_to_leave_takes_no_more_work_and_has_left_when_it_is_drained_or_killed(dies):
+def test_a_draining_member_gets_no_work_and_leaves_when_it_is_drained_or_dies(dies):
     member = up()
     member.drain()
     assert (member.state, member.is_serving, member.accepts(0)) == (MemberState.draining, False, True)

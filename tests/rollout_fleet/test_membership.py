@@ -1,4 +1,4 @@
-"""Joining and leaving a fleet: requests of commands to a run, the roster, and runs that do not answer."""
+"""Joining and leaving a fleet: requests from commands to a run, the roster, and runs that do not answer."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ from rollout_fleet.membership import (
 from tests.support.ray_cluster import ENVIRONMENT
 
 
-async def test_each_request_gets_its_own_answer_in_whatever_order_they_come():
+async def test_each_fleet_request_gets_its_own_answer_in_any_order():
     desk = FleetDesk()
     asked = [FleetRequest(action=Action.leave, member=member) for member in range(3)]
     waiting = [asyncio.create_task(desk.ask(request)) for request in asked]
@@ -54,12 +54,12 @@ async def test_an_answer_to_a_cancelled_fleet_request_is_dropped():
     assert (await waiting).words == "0: drains"
 
 
-def test_the_commands_read_how_to_authenticate_where_ray_does():
+def test_the_commands_read_the_same_authentication_variable_as_ray():
     assert AUTH_MODE == AUTH_MODE_ENV_VAR
 
 
 @pytest.mark.parametrize("command", [join.main, join.leave])
-def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, capsys, command):
+def test_the_error_for_a_run_that_does_not_answer_has_a_remedy(tmp_path, capsys, command):
     assert command(["--run", str(tmp_path)]) == 2
     assert f"--run {tmp_path} is not the folder of a run: there is no fleet.json; name a run" in capsys.readouterr().err
     (tmp_path / "config.yaml").touch()
@@ -73,7 +73,7 @@ def test_a_run_that_does_not_answer_is_refused_by_name_with_a_remedy(tmp_path, c
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "/no/such/folder"])
-def test_an_address_at_which_no_ray_cluster_listens_is_refused_at_once(capsys, address):
+def test_an_address_without_a_ray_cluster_is_refused_immediately(capsys, address):
     assert join.main(["--run", address]) == 2
     assert f"--run {address} must be the folder of a run, or the address" in capsys.readouterr().err
 
@@ -94,7 +94,7 @@ sys.stdin.read()
 
 @pytest.mark.long
 @pytest.mark.timeout(120)
-def test_a_command_says_that_the_cluster_of_its_run_died_before_the_answer():
+def test_a_command_reports_that_the_cluster_died_before_it_answered():
     piped = {"stdout": subprocess.PIPE, "text": True, "env": os.environ | ENVIRONMENT}
     with subprocess.Popen([sys.executable, "-c", CLUSTER], stdin=subprocess.PIPE, **piped) as cluster:
         family = []
@@ -120,7 +120,7 @@ ranks = st.integers(0, 12)
 
 
 class RosterMachine(RuleBasedStateMachine):
-    """Makes joins, arrivals, departures and deaths of workers in any order. Records every use of a rank."""
+    """Simulates joins, arrivals, departures and deaths of workers in any order. Records every use of a rank."""
 
     def __init__(self):
         super().__init__()
@@ -178,7 +178,7 @@ RosterMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=
 test_a_roster_keeps_its_promises_whoever_comes_and_goes_when = RosterMachine.TestCase
 
 
-def test_a_place_that_the_run_keeps_is_given_out_again_before_new_ones_are_asked_for():
+def test_a_join_reuses_a_free_reserved_rank_before_new_ranks():
     roster = Roster(fewest=2, most=4, needed=1)
     roster.leave(0)
     assert roster.num_free == 2
@@ -203,6 +203,6 @@ def test_a_place_that_the_run_keeps_is_given_out_again_before_new_ones_are_asked
         (lambda _: Roster(fewest=2, most=None, needed=1).leave(1), "engines can leave only an elastic fleet"),
     ],
 )
-def test_the_roster_refuses_with_a_remedy(ask, words):
+def test_the_error_of_a_refused_join_or_leave_names_the_cause(ask, words):
     with pytest.raises(MembershipRefused, match=words):
         ask(Roster(fewest=2, most=3, needed=1))

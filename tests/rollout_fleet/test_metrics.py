@@ -1,4 +1,4 @@
-"""A rollout worker's counters, and its records of the engine for the run's profile."""
+"""The counters of a rollout worker, and the profile events that it records about its engine."""
 
 import pytest
 
@@ -15,7 +15,7 @@ async def probe():
     raise AssertionError
 
 
-async def test_a_pause_that_loses_the_cache_is_followed_by_its_computation_until_the_next_token(recorded):
+async def test_a_re_prefill_is_recorded_from_the_end_of_a_pause_to_the_next_token(recorded):
     watch = SilenceWatch("engine", timeout_s=10, probe=probe)
     with watch.running(2):
         with watch.paused(recomputes=True) as stands_still:
@@ -28,14 +28,14 @@ async def test_a_pause_that_loses_the_cache_is_followed_by_its_computation_until
     assert not again.is_open
 
 
-async def test_an_engine_that_finishes_its_step_before_it_loads_does_not_stand_still_yet(recorded):
+async def test_no_pause_is_recorded_before_the_engine_stands_still(recorded):
     watch = SilenceWatch("engine", timeout_s=10, probe=probe)
     with watch.running(1), watch.paused():
         pass
     assert recorded().spans_of("pause") == ()
 
 
-async def test_no_re_prefill_is_recorded_if_no_sample_runs_or_the_cache_is_kept(recorded):
+async def test_no_re_prefill_is_recorded_if_no_sample_runs_or_the_cache_stays(recorded):
     watch = SilenceWatch("engine", timeout_s=10, probe=probe)
     with watch.paused(recomputes=True) as stands_still:
         stands_still()
@@ -44,7 +44,7 @@ async def test_no_re_prefill_is_recorded_if_no_sample_runs_or_the_cache_is_kept(
     assert recorded().spans_of("re_prefill") == ()
 
 
-async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_stored(recorded, make_buffer):
+async def test_the_trace_records_how_many_slots_of_an_engine_are_in_use(recorded, make_buffer):
     buffer = make_buffer(12)
     async with running_loop(buffer, writes(3), groups_in_flight=4, samples_per_prompt=3):
         await buffer.stored(12)
@@ -55,7 +55,7 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
     assert max(level.value for level in levels["settling"]) > 0
     for time in {level.time for level in trace.levels}:
         assert sum(trace.level_at(name, "engine-0", time) for name in ("running", "tail")) <= 12
-    for settling in levels["settling"]:  # at each time, "settling" is recorded after the other two
+    for settling in levels["settling"]:  # at each time, the worker records "settling" last
         assert sum(trace.level_at(name, "engine-0", settling.time) for name in ("running", "tail", "settling")) <= 12
     assert [level.value for name in ("running", "tail", "settling") for level in levels[name][-1:]] == [0, 0, 0]
     for group in range(12):
@@ -63,7 +63,7 @@ async def test_the_places_of_an_engine_are_noted_as_groups_begin_run_and_are_sto
     assert len(trace.spans_of("reward", "engine-0/reward")) == 12
 
 
-async def test_every_state_of_a_member_and_its_epochs_are_noted(recorded):
+async def test_the_trace_records_every_state_and_epoch_of_a_member(recorded):
     member = Member("engine-0", Faults(1))
     note_member(member, "engine-0/worker")
     member.started(0)
@@ -85,7 +85,7 @@ class Clock:
         return self.now
 
 
-def test_a_second_is_busy_while_anything_runs_and_waiting_only_when_nothing_does():
+def test_a_second_is_waiting_only_if_no_sample_runs():
     clock = Clock()
     meter = FleetMeter(clock)
     meter.asking(True)
@@ -102,7 +102,7 @@ def test_a_second_is_busy_while_anything_runs_and_waiting_only_when_nothing_does
     assert (counters.busy_s, counters.wait_s) == (4.0, 2.5)
 
 
-def test_the_time_of_a_weight_load_is_not_busy():
+def test_the_time_of_a_weight_load_does_not_count_as_busy():
     clock = Clock()
     meter = FleetMeter(clock)
     meter.running(1)
@@ -113,7 +113,7 @@ def test_the_time_of_a_weight_load_is_not_busy():
     assert (counters.busy_s, counters.load_s) == (3.5, (0.5,))
 
 
-def test_a_weight_load_of_an_idle_engine_takes_nothing_off():
+def test_a_weight_load_of_an_idle_engine_does_not_reduce_the_busy_time():
     clock = Clock()
     meter = FleetMeter(clock)
     meter.running(1)

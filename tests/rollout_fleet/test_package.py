@@ -29,12 +29,12 @@ def test_importing_the_fleet_loads_neither_torch_nor_ray_nor_sglang(module):
     assert answer.stdout.strip() == "[]"
 
 
-def test_the_public_face_is_sorted_and_real():
+def test_every_public_name_of_the_package_exists_and_the_list_is_sorted():
     assert rollout_fleet.__all__ == sorted(rollout_fleet.__all__)
     assert all(hasattr(rollout_fleet, name) for name in rollout_fleet.__all__)
 
 
-def test_sglang_that_is_not_installed_fails_with_the_remedy_and_never_falls_back(monkeypatch, model_path, tmp_path):
+def test_a_missing_sglang_is_an_error_with_a_remedy_and_no_other_engine_is_used(monkeypatch, model_path, tmp_path):
     real = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "sglang" else real(name))
     with pytest.raises(ValueError, match=r"rollout_fleet\.engine=transformers"):
@@ -48,12 +48,12 @@ def test_the_scripted_engine_takes_its_script_from_the_config(tmp_path):
 
 
 @pytest.mark.parametrize("engine", [EngineKind.sglang, EngineKind.transformers])
-def test_a_path_without_a_model_fails_before_anything_starts(engine, tmp_path):
+def test_a_path_without_a_model_is_refused_before_any_process_starts(engine, tmp_path):
     with pytest.raises(ValueError, match=r"must hold a config.json"):
         make_engine(RolloutFleetConfig(engine=engine), model_path=str(tmp_path), rank=0, log_dir="", seed=0)
 
 
-def test_end_of_sequence_and_padding_come_from_the_models_files(model_path, tmp_path):
+def test_the_end_of_sequence_and_padding_tokens_come_from_the_model_files(model_path, tmp_path):
     facts = read_model_facts(model_path)
     assert (facts.vocab_size, facts.eos_ids, facts.pad_id) == (19, (1,), 0)
     (tmp_path / "config.json").write_text('{"vocab_size": 50, "eos_token_id": [4, 9]}')
@@ -61,7 +61,7 @@ def test_end_of_sequence_and_padding_come_from_the_models_files(model_path, tmp_
     assert (facts.vocab_size, facts.eos_ids, facts.pad_id) == (50, (4, 9), 4)
 
 
-def test_sizes_that_transformers_did_not_write_are_the_defaults_of_the_family(tmp_path):
+def test_sizes_that_are_missing_in_a_config_are_the_defaults_of_the_model_family(tmp_path):
     """The published configuration of Gemma 3 (4B) has neither the vocabulary size nor the number of heads."""
     text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text, "eos_token_id": 1}))
@@ -75,7 +75,7 @@ def test_text_is_decoded_without_special_tokens(model_path):
     assert decode([1]) == ""
 
 
-def test_stop_deadlines_nest():
+def test_each_outer_stop_deadline_is_longer_than_the_inner_deadlines():
     config = RolloutFleetConfig(stop_timeout_s=3.0)
     assert config.stop_timeout_s < config.server_stop_timeout_s < config.worker_stop_timeout_s
     assert config.worker_stop_timeout_s > 2 * config.stop_timeout_s + config.server_stop_timeout_s
@@ -119,7 +119,7 @@ def test_stop_deadlines_nest():
         ),
     ],
 )
-def test_an_option_out_of_its_bounds_is_refused_by_name(make, message):
+def test_an_error_names_an_option_that_is_out_of_its_bounds(make, message):
     with pytest.raises(ValueError, match=f"rollout_fleet.*{message}"):
         make()
 

@@ -89,13 +89,13 @@ def start(tmp_path):
         one.end()
 
 
-def test_the_death_of_the_owner_kills_the_whole_group_and_removes_what_it_left(start):
+def test_the_death_of_the_owner_kills_the_whole_process_group_and_removes_its_files(start):
     started = start("stubborn", owner=True)
     os.kill(started.process.pid, signal.SIGKILL)
     assert started.nothing_is_left()
 
 
-def test_a_server_that_is_stopped_is_killed_and_leaves_nothing(start):
+def test_a_stopped_server_leaves_no_processes_or_files(start):
     started = start("stubborn")
     started.process.send_signal(signal.SIGUSR1)
     for name in ("child", "server"):
@@ -105,22 +105,24 @@ def test_a_server_that_is_stopped_is_killed_and_leaves_nothing(start):
     assert started.nothing_is_left()
 
 
-@pytest.mark.parametrize("words", [(), ("stubborn",)], ids=["", "a server that ignores SIGTERM"])
-def test_a_server_that_is_killed_leaves_no_child_either(start, words):
+@pytest.mark.parametrize("words", [(), ("stubborn",)], ids=["a normal server", "a server that ignores SIGTERM"])
+def test_a_killed_server_leaves_no_child_process(start, words):
     started = start(*words)
     started.process.send_signal(signal.SIGHUP)
     assert started.process.wait(10) == 128 + signal.SIGKILL
-    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), "a process is left, perhaps as a zombie"
+    assert not any(psutil.pid_exists(pid) for pid in started.pids.values()), (
+        "no process may exist, not even as a zombie"
+    )
     assert started.nothing_is_left()
 
 
-def test_a_server_that_ends_by_itself_passes_its_exit_status_on(start):
+def test_the_guard_exits_with_the_exit_status_of_the_server(start):
     started = start("brief")
     assert started.process.wait(10) == 7
     assert started.nothing_is_left() or not started.shared_memory.exists()
 
 
-def test_shared_memory_of_a_killed_server_is_remembered_from_when_it_was_up(start):
+def test_the_guard_removes_the_shared_memory_of_a_killed_server(start):
     started = start()
     started.process.send_signal(signal.SIGUSR1)
     asyncio.run(asyncio.sleep(0.3))
@@ -140,7 +142,7 @@ def test_the_guard_survives_many_output_signals_in_a_row(start):
     assert started.nothing_is_left()
 
 
-def test_a_guard_without_its_owner_starts_nothing_and_removes_the_scratch_folder(tmp_path):
+def test_a_guard_whose_owner_is_dead_starts_no_server_and_removes_the_scratch_folder(tmp_path):
     mark, scratch = tmp_path / "mark", tmp_path / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-I", "-S", str(GUARD), "1", str(scratch), "touch", str(mark)]

@@ -25,7 +25,7 @@ def writes_long_for_the_first_prompt(request, version):
     return writes(40 if request.id.startswith("0-") else 1)(request, version)
 
 
-async def test_the_next_worker_continues_the_groups_of_a_stopped_one(make_buffer):
+async def test_the_next_worker_continues_the_groups_of_a_stopped_worker(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=1)
     async with running_loop(buffer, writes_long_for_the_first_prompt) as (loop, _, _):
         await buffer.stored(1)
@@ -47,7 +47,7 @@ async def test_the_next_worker_continues_the_groups_of_a_stopped_one(make_buffer
     assert buffer.num_accounted == 82
 
 
-async def test_progress_is_dropped_where_the_config_says_so(make_buffer):
+async def test_progress_is_dropped_with_save_progress_never(make_buffer):
     buffer = make_buffer(1)
     async with running_loop(buffer, writes(40), save_progress=SaveProgress.never):
         await asyncio.sleep(0.1)
@@ -55,7 +55,7 @@ async def test_progress_is_dropped_where_the_config_says_so(make_buffer):
     assert buffer.ledger.account.tokens_dropped["stopped"] > 0
 
 
-async def test_at_an_update_running_groups_are_saved_and_continue_under_the_new_weights(make_buffer):
+async def test_running_groups_are_saved_at_an_update_and_continue_with_the_new_weights(make_buffer):
     buffer = make_buffer(3, groups_per_step=1, max_lag=6)
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, _):
         saved = []
@@ -72,10 +72,10 @@ async def test_at_an_update_running_groups_are_saved_and_continue_under_the_new_
         for versions in np.split(group.versions[len(group.prompt_ids) :], 2):
             assert versions.tolist() == sorted(versions)
             assert set(versions.tolist()) == {0, 1, 2}
-    assert len(engine.requests) == 3 * 6, "six samples need one request each, and one per update"
+    assert len(engine.requests) == 3 * 6, "each of 6 samples needs 3 requests"
 
 
-async def test_a_stop_or_a_revocation_while_weights_are_loaded_gives_cut_groups_back(make_buffer):
+async def test_a_stop_or_a_revocation_during_a_load_releases_the_groups_that_were_cut_off(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
         await asyncio.sleep(0.1)
@@ -94,7 +94,7 @@ async def test_a_stop_or_a_revocation_while_weights_are_loaded_gives_cut_groups_
     assert counters.tokens_generated == buffer.num_accounted
 
 
-async def test_an_abort_that_the_engine_ignored_is_repeated_until_the_group_is_cut_off(make_buffer, monkeypatch):
+async def test_an_ignored_abort_is_repeated_until_the_group_is_cut_off(make_buffer, monkeypatch):
     buffer = make_buffer(1)
     options = {"save_progress": SaveProgress.at_updates, "stop_timeout_s": 0.4}
     async with running_loop(buffer, writes(300), **options) as (loop, engine, _):
@@ -112,7 +112,7 @@ async def test_an_abort_that_the_engine_ignored_is_repeated_until_the_group_is_c
         assert loop.counters().tokens_generated > 0
 
 
-async def test_a_group_that_finds_no_room_for_its_progress_goes_on_all_the_same(make_buffer):
+async def test_a_group_continues_even_if_the_buffer_is_full_and_cannot_save_its_progress(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=6)
 
     async def refuse(lease, group):
@@ -127,7 +127,7 @@ async def test_a_group_that_finds_no_room_for_its_progress_goes_on_all_the_same(
     assert buffer.num_tokens == 120
 
 
-async def test_a_greedy_baseline_is_continued_after_an_update_and_in_no_account(make_buffer):
+async def test_a_greedy_baseline_continues_after_an_update_and_its_tokens_are_not_counted(make_buffer):
     buffer = make_buffer(1, groups_per_step=1, max_lag=6)
     options = {"save_progress": SaveProgress.at_updates, "greedy_baseline": True}
     async with running_loop(buffer, writes(40), **options) as (loop, engine, _):
@@ -142,7 +142,7 @@ async def test_a_greedy_baseline_is_continued_after_an_update_and_in_no_account(
     assert {request.sampling.temperature for request in engine.requests if request.id.split("-")[2] == "2"} == {0.0}
 
 
-async def test_after_a_failed_update_aborted_groups_are_released_and_not_continued(make_buffer):
+async def test_groups_that_were_aborted_for_a_failed_update_are_released(make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, run):
         await asyncio.sleep(0.1)
@@ -158,7 +158,7 @@ async def test_after_a_failed_update_aborted_groups_are_released_and_not_continu
     assert [buffer.progress[index].summary.num_tokens > 0 for index in range(2)] == [True, True]
 
 
-async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
+async def test_groups_are_handed_over_with_their_tokens(make_buffer):
     buffer = make_buffer(3)
     async with running_loop(buffer, writes(60, 0.01), groups_in_flight=3) as (loop, _, _):
         await asyncio.sleep(0.3)
@@ -175,7 +175,7 @@ async def test_groups_are_handed_on_with_their_tokens_so_far(make_buffer):
     assert counters.tokens_generated == 3 * 2 * 60 == buffer.num_accounted
 
 
-async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(make_buffer):
+async def test_a_group_that_is_being_cut_off_for_an_update_can_be_handed_over(make_buffer):
     buffer = make_buffer(2, groups_per_step=1, max_lag=6)
     async with running_loop(buffer, writes(60), save_progress=SaveProgress.at_updates) as (loop, engine, _):
         await asyncio.sleep(0.1)
@@ -200,7 +200,7 @@ async def test_a_group_that_is_cut_off_for_an_update_is_handed_on_all_the_same(m
     assert counters.tokens_generated == 2 * 2 * 60 == buffer.num_accounted
 
 
-async def test_a_leaving_worker_asks_for_no_more_work_and_hands_on_its_tokens(make_buffer):
+async def test_a_leaving_worker_requests_no_groups_and_saves_its_tokens(make_buffer):
     buffer = make_buffer(6)
     async with running_loop(buffer, writes(40), groups_in_flight=2) as (loop, _, _):
         await asyncio.sleep(0.1)
@@ -211,7 +211,7 @@ async def test_a_leaving_worker_asks_for_no_more_work_and_hands_on_its_tokens(ma
     assert sum(group.summary.num_tokens for group in buffer.progress.values()) == counters.tokens_generated > 0
 
 
-async def test_without_saved_progress_running_groups_may_end_before_their_worker_leaves(make_buffer):
+async def test_without_saved_progress_a_leaving_worker_finishes_its_running_groups(make_buffer):
     buffer = make_buffer(6)
     options = {"save_progress": SaveProgress.never, "groups_in_flight": 2}
     async with running_loop(buffer, writes(40), **options) as (loop, _, _):
@@ -222,7 +222,7 @@ async def test_without_saved_progress_running_groups_may_end_before_their_worker
     assert (buffer.held, buffer.released) == (set(), [])
 
 
-async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admission(make_buffer):
+async def test_a_leaving_worker_withdraws_its_waiting_lease_request(make_buffer):
     buffer = make_buffer(1)
     async with running_loop(buffer, writes(1)) as (loop, _, _):
         await buffer.stored(1)
@@ -235,7 +235,7 @@ async def test_a_worker_that_leaves_withdraws_the_request_that_waits_for_admissi
 
 @pytest.fixture
 def slow_rewards(monkeypatch):
-    """Make each reward take an hour. After the test calls the returned function, rewards are fast again."""
+    """Make each reward take an hour. The fixture returns a function that makes rewards fast again."""
     score, is_slow = WeightedRewards.score, [True]
 
     async def hour_long(self, *arguments, **options):
@@ -247,7 +247,7 @@ def slow_rewards(monkeypatch):
     return lambda: is_slow.__setitem__(0, False)
 
 
-async def test_finished_groups_that_are_still_scored_at_a_stop_are_saved_and_scored_by_the_next_worker(
+async def test_finished_groups_without_scores_are_saved_at_a_stop_and_scored_by_the_next_worker(
     slow_rewards, make_buffer
 ):
     buffer = make_buffer(3)
@@ -266,7 +266,7 @@ async def test_finished_groups_that_are_still_scored_at_a_stop_are_saved_and_sco
     assert buffer.num_accounted == first.tokens_generated
 
 
-async def test_groups_whose_engine_fails_while_they_are_scored_are_saved_too(slow_rewards, make_buffer):
+async def test_groups_that_are_being_scored_during_an_engine_failure_are_saved(slow_rewards, make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(20)) as (_, engine, run):
         await asyncio.sleep(5)
@@ -277,7 +277,7 @@ async def test_groups_whose_engine_fails_while_they_are_scored_are_saved_too(slo
     assert sum(buffer.ledger.account.tokens_dropped.values()) == 0
 
 
-async def test_where_nothing_is_saved_finished_groups_are_dropped_with_their_tokens_counted(slow_rewards, make_buffer):
+async def test_without_saved_progress_unscored_groups_are_dropped_and_their_tokens_counted(slow_rewards, make_buffer):
     buffer = make_buffer(2)
     async with running_loop(buffer, writes(20), save_progress=SaveProgress.never) as (loop, _, run):
         await asyncio.sleep(5)

@@ -49,7 +49,7 @@ def load(folder, style, *, template=None, **options):
         ("plain", "plain", set()),
     ],
 )
-def test_the_self_test_of_a_renderer_says_which_histories_branch(tmp_path, style, name, branches, caplog):
+def test_the_self_test_of_a_renderer_reports_which_histories_begin_a_branch(tmp_path, style, name, branches, caplog):
     renderer = load(tmp_path, style)
     assert renderer.name == name
     assert {kind for kind, appends in renderer.append_only.items() if not appends} == branches
@@ -59,18 +59,18 @@ def test_the_self_test_of_a_renderer_says_which_histories_branch(tmp_path, style
 
 
 @pytest.mark.parametrize("style", TEMPLATES)
-def test_a_renderer_that_keeps_reasoning_branches_for_none_that_its_template_accepts(tmp_path, style):
+def test_a_renderer_that_keeps_reasoning_begins_no_branch_in_its_self_test(tmp_path, style):
     renderer = load(tmp_path, style, keep_reasoning=True)
     verdicts = renderer.self_test()
     assert all("branches" not in verdict for verdict in verdicts.values())
 
 
-def test_a_renderer_of_the_library_is_taken_only_if_it_renders_what_the_template_renders(tmp_path):
+def test_a_library_renderer_is_used_only_if_its_output_equals_the_template(tmp_path):
     assert load(tmp_path / "a", "qwen3").name == "qwen3"
     other = TEMPLATES["qwen3"].replace("You may call one or more functions", "You may call functions")
     assert load(tmp_path / "b", "qwen3", template=other).name == "template"
     assert load(tmp_path / "c", "qwen3", template=CHATML).name == "template"
-    assert load(tmp_path / "d", "qwen3", template=other, name="qwen3").name == "qwen3", "the name must count"
+    assert load(tmp_path / "d", "qwen3", template=other, name="qwen3").name == "qwen3", "a configured name has priority"
     assert load(tmp_path / "e", "qwen3", name="template").name == "template"
 
 
@@ -82,12 +82,12 @@ def test_a_renderer_of_the_library_is_taken_only_if_it_renders_what_the_template
         ({"name": "template", "tool_parser": "xml"}, r"tool_parser must be one of json, .*, got 'xml'"),
     ],
 )
-def test_a_renderer_that_does_not_exist_or_fit_is_named(tmp_path, options, message):
+def test_an_error_names_an_unknown_renderer_or_tool_parser(tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
         load(tmp_path, "chatml", **options)
 
 
-def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_path):
+def test_a_template_that_concatenates_call_arguments_gets_them_as_text(tmp_path):
     """DeepSeek's templates need the arguments of a call as text. Most other templates need them as an object."""
     call = """'{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments + '}'"""
     renderer = load(tmp_path, "chatml", template=CHATML.replace("call.function | tojson", call))
@@ -98,7 +98,7 @@ def test_a_template_that_joins_the_arguments_of_a_call_gets_them_as_text(tmp_pat
     assert parsed.calls == (("weather", {"city": "Rom\u00e9"}, ""),)
 
 
-def test_a_template_that_ends_a_whole_conversation_with_a_token_is_continued(tmp_path):
+def test_a_conversation_whose_template_appends_a_final_token_can_be_continued(tmp_path):
     """Phi's templates write an additional token after the last message of a finished conversation."""
     renderer = load(tmp_path, "chatml", template=CHATML + "{{- eos_token if not add_generation_prompt }}")
     assert renderer.append_only["a message after an answer"]
@@ -108,7 +108,7 @@ def test_a_template_that_ends_a_whole_conversation_with_a_token_is_continued(tmp
     assert [*prompt, *sampled, *suffix] == renderer.render([USER, answer, USER], [])
 
 
-def test_a_model_without_a_template_needs_tokens_for_the_markers_of_roles(tmp_path):
+def test_a_model_without_a_template_needs_tokens_for_the_role_markers(tmp_path):
     path = tmp_path / "plain"
     save_chat_model(path, "plain")
     stored = json.loads((path / "tokenizer.json").read_text())
@@ -143,7 +143,7 @@ def test_a_text_argument_of_a_call_in_xml_is_read_as_text(tmp_path):
     assert (parsed.calls, parsed.num_malformed) == ((("weather", {"city": "Rome", "days": 2}, ""),), 0)
 
 
-def test_calls_of_a_template_that_the_parser_does_not_read_are_named(tmp_path, caplog):
+def test_a_warning_names_a_template_whose_tool_calls_the_parser_cannot_read(tmp_path, caplog):
     written = "'<invoke=' + call.function.name + '></invoke>'"
     template = CHATML.replace("call.function | tojson", written)
     load(tmp_path, "chatml", template=template)
@@ -154,7 +154,7 @@ def test_calls_of_a_template_that_the_parser_does_not_read_are_named(tmp_path, c
     assert "does not read tool calls" not in caplog.text
 
 
-def test_the_parser_that_reads_the_calls_of_a_template_is_found(tmp_path):
+def test_a_renderer_finds_the_parser_for_the_tool_calls_of_its_template(tmp_path):
     """The template writes tool calls in the format of Qwen3.5, but the library has no renderer for this template."""
     parameters = "{%- for name in call.function.arguments %}{{- '<parameter=' + name + '>\n' }}"
     parameters += "{{- call.function.arguments[name] + '\n</parameter>\n' }}{%- endfor %}"
@@ -166,7 +166,7 @@ def test_the_parser_that_reads_the_calls_of_a_template_is_found(tmp_path):
     assert parsed.calls == (("weather", {"city": "Oslo"}, ""),)
 
 
-def test_a_parser_of_sglang_is_found_if_no_other_reads_the_calls_of_a_template(tmp_path):
+def test_a_parser_of_sglang_is_used_if_no_other_parser_reads_the_tool_calls(tmp_path):
     pytest.importorskip("sglang")
     renderer = load(tmp_path, "llama")
     assert renderer.reads_calls
@@ -187,7 +187,7 @@ def test_the_ids_that_a_policy_of_mistral_writes_are_read(tmp_path):
     ]
 
 
-def test_a_renderer_of_the_library_must_render_the_calls_of_a_template_that_joins_arguments(tmp_path):
+def test_a_library_renderer_must_also_match_a_template_that_concatenates_arguments(tmp_path):
     joined = TEMPLATES["qwen3"].replace("call.function.arguments | tojson", "call.function.arguments")
     assert load(tmp_path / "same", "qwen3", template=joined).name == "qwen3"
     other = joined.replace("{{- '}\\n</tool_call>' }}", "{{- '}</tool_call>' }}")
@@ -195,7 +195,7 @@ def test_a_renderer_of_the_library_must_render_the_calls_of_a_template_that_join
     assert load(tmp_path / "other", "qwen3", template=other).name == "template"
 
 
-def test_text_after_a_call_is_read(tmp_path):
+def test_text_after_a_tool_call_is_read(tmp_path):
     renderer = load(tmp_path, "chatml")
     call = '<tool_call>{"name": "weather", "arguments": {}}</tool_call>'
     sampled = renderer.tokenizer.encode(f"I ask.\n{call}\n{call}\nAnd wait.<|im_end|>")
@@ -218,14 +218,12 @@ def test_a_turn_ends_at_every_end_token_of_the_model(tmp_path):
     assert renderer.tokenizer.decode(suffix).startswith("<|start_header_id|>user")
 
 
-def test_a_call_whose_name_is_no_text_is_malformed():
+def test_a_tool_call_whose_name_is_not_a_string_is_malformed():
     calls = [ParsedToolCall(raw=str(name), name=name, arguments={}) for name in (5, {"a": 1}, "", None, "weather")]
     assert split_calls(calls) == ([("weather", {}, "")], ["5", "{'a': 1}", "", "None"])
 
 
-def test_only_a_model_with_channels_makes_the_renderer_of_gpt_oss_download_its_vocabulary(
-    tmp_path, monkeypatch, caplog
-):
+def test_the_gpt_oss_vocabulary_is_downloaded_only_for_a_model_with_channels(tmp_path, monkeypatch, caplog):
     asked = []
 
     def download(name):
@@ -255,7 +253,7 @@ def test_a_tool_call_that_cannot_be_read_stays_in_the_content(tmp_path, style):
     assert "{oops}" in parsed.content
 
 
-def test_reasoning_that_the_prompt_opens_or_that_does_not_end_is_read(tmp_path):
+def test_reasoning_that_the_prompt_begins_or_that_has_no_end_is_read(tmp_path):
     renderer = load(tmp_path, "deepseek")
     prompt = renderer.render([USER], [])
     ended = renderer.parse(prompt, renderer.tokenizer.encode("it is warm</think>So.<|endoftext|>"), [])
@@ -264,7 +262,7 @@ def test_reasoning_that_the_prompt_opens_or_that_does_not_end_is_read(tmp_path):
     assert (unended.reasoning.strip(), unended.content) == ("it is warm", "")
 
 
-def test_a_turn_that_ended_with_another_marker_of_a_role_is_not_continued(tmp_path):
+def test_a_turn_that_ended_with_the_wrong_role_marker_is_not_continued(tmp_path):
     renderer = load(tmp_path, "glm")
     encode = renderer.tokenizer.encode
     history = [USER, {"role": "assistant", "content": "21"}]
@@ -274,7 +272,7 @@ def test_a_turn_that_ended_with_another_marker_of_a_role_is_not_continued(tmp_pa
         assert (suffix is not None) == continues
 
 
-def test_a_template_that_moves_with_the_history_is_not_continued(tmp_path):
+def test_a_template_that_renders_the_last_message_differently_is_not_append_only(tmp_path):
     moving = CHATML.replace("{{- '<|im_start|>' +", "{{- 'last: ' if loop.last }}{{- '<|im_start|>' +")
     renderer = load(tmp_path, "chatml", template=moving)
     assert not renderer.append_only["a message after an answer"]
@@ -282,9 +280,7 @@ def test_a_template_that_moves_with_the_history_is_not_continued(tmp_path):
 
 @pytest.mark.parametrize("style", ["chatml", "llama", "glm", "plain"])
 @pytest.mark.parametrize(("more", "num_short"), [("", 0), (" ", 2)], ids=["as-the-template", "with-a-space"])
-def test_a_renderer_renders_the_history_once_per_turn_and_appends_what_a_new_renderer_appends(
-    tmp_path, style, more, num_short
-):
+def test_a_reused_renderer_appends_the_same_tokens_as_a_new_one_and_renders_less(tmp_path, style, more, num_short):
     renderer, new = (load(tmp_path / name, style, name="template") for name in ("one", "other"))
     rendered, render = [], renderer.tokenizer.render
 
@@ -308,7 +304,7 @@ def test_a_renderer_renders_the_history_once_per_turn_and_appends_what_a_new_ren
         prompt = [*prompt, *sampled, *suffix]
 
 
-def test_a_template_that_changes_an_earlier_message_is_not_continued_on_a_known_prompt(tmp_path):
+def test_a_prompt_is_not_continued_if_the_template_changes_an_earlier_message(tmp_path):
     moving = CHATML.replace("{{- '<|im_start|>' +", "{{- 'long: ' if messages | length > 4 }}{{- '<|im_start|>' +")
     renderer = load(tmp_path, "chatml", template=moving)
     answer = {"role": "assistant", "content": "21"}
@@ -329,7 +325,7 @@ def test_tool_parsers_of_sglang_are_found_by_name(tmp_path):
         load(tmp_path / "other", "chatml", tool_parser="sglang:klingon")
 
 
-def test_the_tokenizer_encodes_and_renders_as_that_of_transformers(tmp_path):
+def test_the_tokenizer_encodes_and_renders_like_the_transformers_tokenizer(tmp_path):
     from transformers import PreTrainedTokenizerFast
 
     path = save_chat_model(tmp_path / "qwen3")

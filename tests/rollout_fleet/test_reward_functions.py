@@ -48,17 +48,17 @@ async def score(reward, truth, text, *, options=None, **extra):
         ("5", "1e999", 0.0),
     ],
 )
-async def test_numbers_are_compared_with_a_tolerance_by_the_reward_numeric(truth, text, reward):
+async def test_the_reward_numeric_compares_numbers_with_a_tolerance(truth, text, reward):
     assert await score("numeric", truth, text) == reward
 
 
-async def test_the_tolerance_of_the_reward_numeric_is_an_option_and_a_truth_without_number_a_failure():
+async def test_the_reward_numeric_has_a_tolerance_option_and_needs_a_number_as_ground_truth():
     assert await score("numeric", "100", "104", options={"relative": 0.05}) == 1.0
     assert "the ground truth must be a number, got 'many'" in await score("numeric", "many", "3")
 
 
 @pytest.mark.parametrize(("num_tokens", "reward"), [(0, 0), (80, 0), (90, -0.5), (100, -1), (500, -1)])
-async def test_the_reward_length_is_the_soft_overlong_punishment(num_tokens, reward):
+async def test_the_reward_length_equals_the_soft_overlong_punishment(num_tokens, reward):
     options = {"max_tokens": 100, "buffer_tokens": 20}
     assert await score("length", None, Rollout.answer("", num_tokens=num_tokens), options=options) == reward
 
@@ -78,7 +78,7 @@ async def test_the_reward_format_matches_the_whole_response():
         BoundReward("format", {"pattern": "("})
 
 
-async def test_a_regular_expression_that_takes_for_ever_costs_its_deadline_only():
+async def test_a_regular_expression_that_never_ends_is_stopped_at_the_reward_deadline():
     """This reward runs in a separate process. In the rollout worker it would block the event loop of all groups."""
     assert "format" in FUNCTIONS_IN_PROCESSES
     config = RolloutFleetConfig(reward="format", reward_options={"format": {"pattern": "(a+)+b"}}, reward_timeout_s=1.0)
@@ -102,12 +102,12 @@ async def test_a_regular_expression_that_takes_for_ever_costs_its_deadline_only(
         ("7", "no idea", 0.0),
     ],
 )
-async def test_equal_expressions_are_equal_to_the_reward_math_verify(truth, text, reward):
+async def test_the_reward_math_verify_accepts_equal_expressions(truth, text, reward):
     pytest.importorskip("math_verify", reason="the extra `math` is not installed")
     assert await score("math_verify", truth, text) == reward
 
 
-def test_without_its_package_the_reward_math_verify_is_refused_by_name(monkeypatch):
+def test_the_reward_math_verify_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr("rollout_fleet.reward_functions.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"math_verify: the package math-verify must be installed.*asyncrl\[math\]"):
         WeightedRewards(RolloutFleetConfig(reward="math_verify"))
@@ -128,7 +128,7 @@ def test_the_code_of_a_response_is_its_last_fenced_block():
 
 
 @pytest.mark.parametrize("text", ["```" + "a" * 150_000, "```" * 50_000])
-def test_the_code_of_a_long_line_that_begins_a_block_takes_no_quadratic_time(text):
+def test_the_code_after_a_very_long_line_is_found_in_linear_time(text):
     """A regular expression would need half a minute to find the code in this text, longer than a reward's deadline."""
     assert code_of(text) == text
 
@@ -158,12 +158,12 @@ PAIRS = [{"stdin": "1 2\n", "stdout": "3\n"}, {"input": "2 2", "output": "4"}]
     ],
 )
 @pytest.mark.usefixtures("can_isolate")
-async def test_programs_are_run_against_their_tests_by_the_reward_code(tests, text, reward):
+async def test_the_reward_code_runs_programs_against_their_tests(tests, text, reward):
     assert await score("code", tests, text) == reward
 
 
 @pytest.mark.usefixtures("can_isolate")
-async def test_the_reward_code_may_count_passed_tests_and_read_them_from_a_column():
+async def test_the_reward_code_can_count_passed_tests_and_read_tests_from_a_column():
     options = {"partial": True, "tests": "cases", "limits": {"wall_time_s": 5.0}}
     assert await score("code", None, "print(3)", options=options, cases=PAIRS) == 0.5
     assert "must have tests in column 'cases'" in await score("code", None, "print(3)", options=options)
@@ -174,7 +174,7 @@ NO_PAIRS = [[{"stdin": None, "stdout": "3"}], {"inputs": "12", "outputs": "34"},
 
 @pytest.mark.parametrize("tests", [None, "", [], [{"stdin": "1"}], {"inputs": ["1"], "outputs": []}, 3, *NO_PAIRS])
 @pytest.mark.usefixtures("can_isolate")
-async def test_rows_without_tests_fail_the_reward_code_by_name(tests):
+async def test_the_reward_code_fails_for_rows_without_tests(tests):
     assert "the tests must be Python asserts or a list of {stdin, stdout}, got" in await score("code", tests, "")
 
 
@@ -186,13 +186,13 @@ async def test_rows_without_tests_fail_the_reward_code_by_name(tests):
         ({"at_once": 0}, "at_once"),
     ],
 )
-def test_wrong_options_of_the_reward_code_are_refused(options, words):
+def test_the_reward_code_refuses_invalid_options(options, words):
     with pytest.raises(ValueError, match=words):
         BoundReward("code", options)
 
 
 @pytest.mark.usefixtures("can_isolate")
-async def test_the_reward_code_runs_in_a_scoring_process_and_an_endless_program_has_no_reward():
+async def test_the_reward_code_scores_zero_for_an_endless_or_hostile_program():
     config = RolloutFleetConfig(reward="code", reward_options={"code": {"limits": {"cpu_time_s": 1.0}}})
     rewards = WeightedRewards(config)
     await rewards.start()
@@ -206,7 +206,7 @@ async def test_the_reward_code_runs_in_a_scoring_process_and_an_endless_program_
 
 @pytest.mark.long
 @pytest.mark.usefixtures("can_isolate")
-async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
+async def test_programs_are_killed_with_a_scoring_process_that_missed_its_deadline():
     options = {"code": {"limits": {"wall_time_s": 600.0}}}
     rewards = WeightedRewards(RolloutFleetConfig(reward="code", reward_options=options, reward_timeout_s=8.0))
     await rewards.start()
@@ -226,7 +226,7 @@ async def test_programs_end_with_the_scoring_process_that_missed_its_deadline():
     assert (len(programs), alive) == (1, [])
 
 
-async def test_a_machine_that_cannot_isolate_refuses_the_reward_code_before_the_first_score(monkeypatch):
+async def test_the_reward_code_is_refused_at_the_start_on_a_machine_without_isolation(monkeypatch):
     async def refuse(self):
         raise SandboxError("this machine must isolate code that the policy wrote")
 
@@ -235,7 +235,7 @@ async def test_a_machine_that_cannot_isolate_refuses_the_reward_code_before_the_
         await Code().start()
 
 
-async def test_the_reward_environment_needs_an_outcome_unless_the_episode_failed():
+async def test_the_reward_environment_needs_the_reward_of_an_outcome_or_a_failed_episode():
     assert "the environment returned no reward" in await score("environment", None, "text")
     empty = Rollout(text="", outcome=Outcome())
     assert "the environment returned no reward" in await score("environment", None, empty)
@@ -244,5 +244,5 @@ async def test_the_reward_environment_needs_an_outcome_unless_the_episode_failed
     assert await score("environment", None, failed, options={"failed": -1.0}) == -1.0
 
 
-def test_every_built_in_reward_says_where_it_runs():
+def test_only_some_built_in_rewards_run_in_scoring_processes():
     assert set(REWARDS.names()) > FUNCTIONS_IN_PROCESSES

@@ -70,7 +70,7 @@ async def test_a_judge_gets_question_reference_and_answer_and_its_last_score_cou
         assert part in body["messages"][0]["content"]
 
 
-async def test_a_judge_is_asked_again_after_errors_and_answers_without_score(judge):
+async def test_a_judge_request_is_repeated_after_errors_and_after_answers_without_a_score(judge):
     scripted, options = await judge(429, 503, "no score", "Score: 11", "Score: 10")
     assert await answers(options, ["a"]) == [1.0]
     assert len(scripted.requests) == 5
@@ -88,27 +88,29 @@ async def test_a_judge_is_asked_again_after_errors_and_answers_without_score(jud
         ([{"type": "text", "text": "Score: 5"}], "message must be a text, got", 3),
     ],
 )
-async def test_a_judge_without_a_score_at_last_fails_by_name(judge, script, words, num_requests):
+async def test_a_response_is_a_failure_if_the_judge_gives_no_score_after_all_retries(
+    judge, script, words, num_requests
+):
     scripted, options = await judge(script)
     (failure,) = await answers({**options, "retries": 2}, ["a"])
     assert words.split(".*")[-1].strip("\\") in failure
     assert len(scripted.requests) == num_requests
 
 
-async def test_a_score_that_the_first_group_of_the_pattern_does_not_have_is_no_score(judge):
+async def test_only_the_first_group_of_the_pattern_is_a_score_of_the_judge(judge):
     _, options = await judge("Grade: good")
     (failure,) = await answers({**options, "pattern": r"Score: (\d+)|Grade: (\w+)", "retries": 0}, ["a"])
     assert "must give a score from 0 to 10, got 'Grade: good'" in failure
 
 
-async def test_one_response_without_a_verdict_does_not_cost_the_others_theirs(judge):
+async def test_responses_get_their_scores_even_if_the_judge_fails_for_another_response(judge):
     _, options = await judge(lambda request: 400 if "bad" in request.split("<answer>")[1] else "Score: 5")
     first, second, third = await answers(options, ["fine", "bad", "fine"])
     assert (first, third) == (0.5, 0.5)
     assert "answered 400" in second
 
 
-async def test_a_judge_that_is_not_there_or_does_not_answer_is_a_failure(unused_tcp_port_of_loopback):
+async def test_a_judge_that_cannot_be_reached_is_a_failure(unused_tcp_port_of_loopback):
     url = f"http://127.0.0.1:{unused_tcp_port_of_loopback}/v1"
     (failure,) = await answers({"url": url, "model": "m", "retries": 0}, ["a"])
     assert "gave no answer: ClientConnectorError: Cannot connect to host 127.0.0.1" in failure
@@ -123,7 +125,7 @@ def unused_tcp_port_of_loopback():
         return one.getsockname()[1]
 
 
-async def test_the_key_of_a_judge_is_a_variable_that_reward_processes_get(judge, monkeypatch):
+async def test_a_judge_key_must_be_in_an_environment_variable_of_pass_secrets(judge, monkeypatch):
     scripted, options = await judge("Score: 10")
     monkeypatch.setenv("GRADER_API_KEY", "s3cret")
     options = {"judge": {**options, "api_key": "GRADER_API_KEY"}}
@@ -138,7 +140,7 @@ async def test_the_key_of_a_judge_is_a_variable_that_reward_processes_get(judge,
     assert [key for _, key in scripted.requests] == ["Bearer s3cret"]
 
 
-async def test_a_judge_elsewhere_is_asked_through_a_proxy_and_one_on_this_host_directly(judge, monkeypatch):
+async def test_only_requests_to_a_judge_on_another_host_use_the_proxy(judge, monkeypatch):
     proxy, options = await judge("Score: 10")
     monkeypatch.setenv("http_proxy", options["url"].removesuffix("/v1/"))
     here, own = await judge("Score: 5")
@@ -153,7 +155,7 @@ async def test_a_judge_elsewhere_is_asked_through_a_proxy_and_one_on_this_host_d
     assert ([body["model"] for body, _ in proxy.requests], len(here.requests)) == (["far"], 1)
 
 
-async def test_the_template_of_a_judge_may_name_columns_and_plain_text_needs_a_question(judge):
+async def test_a_judge_template_can_use_data_columns_and_missing_columns_are_failures(judge):
     scripted, options = await judge("Score: 3")
     own = {**options, "template": "{extra[rubric]}: {response} {low} {high}", "low": 1, "high": 5}
     assert await answers(own, ["a"], prompt_of(extra={"rubric": "be kind"})) == [0.5]
@@ -180,7 +182,7 @@ async def test_the_template_of_a_judge_may_name_columns_and_plain_text_needs_a_q
         ({"temperature": 0}, r"reward_options.judge must fit the options \['url', 'model'"),
     ],
 )
-def test_wrong_options_of_a_judge_are_refused_by_name(options, words):
+def test_an_error_names_an_invalid_option_of_a_judge(options, words):
     with pytest.raises(ValueError, match=words):
         BoundReward("judge", {"url": "http://localhost/v1", "model": "m", **options})
 
@@ -196,12 +198,12 @@ def test_wrong_options_of_a_judge_are_refused_by_name(options, words):
         ({"judge_model": "m"}, "judge_model must be empty without the reward judge, got 'm'; add judge"),
     ],
 )
-def test_a_judge_needs_a_server_of_its_own_or_one_of_the_run(fields, words):
+def test_a_judge_needs_an_external_server_or_a_server_of_the_run(fields, words):
     with pytest.raises(ValueError, match=words):
         RolloutFleetConfig(**fields)
 
 
-async def test_a_judge_of_the_run_has_the_url_and_the_key_that_the_worker_gives(judge, monkeypatch):
+async def test_a_judge_of_the_run_uses_the_url_and_the_key_from_the_worker(judge, monkeypatch):
     scripted, options = await judge("Score: 10")
     rewards = WeightedRewards(RolloutFleetConfig(reward="judge", judge_model="m"))
     await rewards.start({URL_VARIABLE: options["url"], KEY_VARIABLE: "k3y"})

@@ -1,4 +1,4 @@
-"""Arguments and results of the user's reward functions, through real scoring processes."""
+"""Arguments and results of user reward functions in real scoring processes."""
 
 import numpy as np
 import pytest
@@ -99,7 +99,7 @@ async def scorer(tmp_path, monkeypatch):
 ROLLOUTS = [Rollout(text="done", turns={1: "ab", 3: "done"}), Rollout.answer("d")]
 
 
-async def test_rewards_of_turns_are_weighted_and_add_to_the_rewards_of_trajectories(scorer):
+async def test_turn_rewards_are_weighted_and_added_to_the_trajectory_reward(scorer):
     rewards = await scorer("0.5*odd_rewards:by_turn", "odd_rewards:shortest")
     scores = await rewards.score(prompt_of(), ROLLOUTS)
     assert scores.total.tolist() == [0.5, 1.5]
@@ -110,7 +110,7 @@ async def test_rewards_of_turns_are_weighted_and_add_to_the_rewards_of_trajector
     assert (second.total.tolist(), second.turn_rewards) == ([1.5], [{1: 0.25}])
 
 
-async def test_a_group_relative_reward_sees_all_rollouts_and_returns_one_score_each(scorer):
+async def test_a_group_relative_reward_gets_all_rollouts_and_returns_one_score_per_rollout(scorer):
     rewards = await scorer("odd_rewards:shortest")
     assert (await rewards.score(prompt_of(), ["aa", "a", "bbb", "b"])).total.tolist() == [0, 1, 0, 1]
     rewards = await scorer("odd_rewards:too_few")
@@ -126,7 +126,7 @@ async def test_a_group_relative_reward_returns_its_scores_in_order(scorer, kind)
 
 
 @pytest.mark.parametrize(("text", "words"), [("a", "raised KeyError"), ("exit", "ended its process")])
-async def test_a_group_relative_reward_that_fails_leaves_no_rollout_scored(scorer, text, words):
+async def test_if_a_group_relative_reward_fails_no_rollout_of_the_group_has_a_score(scorer, text, words):
     rewards = await scorer("odd_rewards:group_fails")
     with pytest.raises(RewardError, match=words):
         await rewards.score(prompt_of(), [text, "b"])
@@ -135,19 +135,19 @@ async def test_a_group_relative_reward_that_fails_leaves_no_rollout_scored(score
     assert [words in failure for failure in scores.failures] == [True] * 3
 
 
-async def test_an_async_reward_scores_all_rollouts_at_once(scorer):
+async def test_an_async_reward_scores_all_rollouts_concurrently(scorer):
     rewards = await scorer("odd_rewards:waits", reward_options={"waits": {"others": 4}})
     assert (await rewards.score(prompt_of(), ["a", "b", "c", "d"])).total.tolist() == [1.0] * 4
     scores = await rewards.score(prompt_of(), ["a", "fail", "c"], may_fail=True)
     assert np.isnan(scores.total).tolist() == [False, True, False]
 
 
-async def test_a_reward_that_is_not_async_may_make_an_event_loop_of_its_own(scorer):
+async def test_a_synchronous_reward_can_create_its_own_event_loop(scorer):
     rewards = await scorer("odd_rewards:has_its_own_loop")
     assert (await rewards.score(prompt_of(), ["a", "b"])).total.tolist() == [1.0, 1.0]
 
 
-async def test_a_class_is_made_once_with_its_options_and_started(scorer):
+async def test_a_reward_class_is_constructed_once_with_its_options_and_then_started(scorer):
     rewards = await scorer("odd_rewards:Counts", reward_options={"Counts": {"start": 1.0, "step": 2.0}})
     assert (await rewards.score(prompt_of(), ["a", "b"])).total.tolist() == [103.0, 105.0]
     assert (await rewards.score(prompt_of(), ["a"])).total.tolist() == [107.0]
@@ -165,7 +165,7 @@ async def test_a_reward_that_cannot_be_called_is_refused_before_the_first_score(
         await scorer(f"odd_rewards:{name}")
 
 
-async def test_rewards_of_turns_must_be_finite_and_of_turns_that_exist(scorer):
+async def test_turn_rewards_must_be_finite_numbers_for_existing_turns(scorer):
     rewards = await scorer("odd_rewards:bad_turns")
     with pytest.raises(RewardError, match=r"must return one finite number"):
         await rewards.score(prompt_of(), ["nan"])
@@ -173,13 +173,13 @@ async def test_rewards_of_turns_must_be_finite_and_of_turns_that_exist(scorer):
         await rewards.score(prompt_of(), ["a"])
 
 
-async def test_the_index_of_a_rewarded_turn_may_be_a_number_of_any_type(scorer):
+async def test_the_index_of_a_rewarded_turn_can_be_a_number_of_any_type(scorer):
     rewards = await scorer("odd_rewards:turns_of_any_type")
     scores = await rewards.score(prompt_of(), ["float", "bool", "numpy"])
     assert scores.turn_rewards == [{1: 0.5}] * 3
 
 
-async def test_rewards_are_chosen_by_the_data_source_of_the_prompt(scorer):
+async def test_the_data_source_of_a_prompt_selects_the_rewards(scorer):
     by_source = {"code": ["2*odd_rewards:shortest"], "math": ["exact_match", "0.5*last_number"]}
     rewards = await scorer(rewards_by_source=by_source)
     texts = ["42", "it is 42"]
@@ -207,7 +207,7 @@ async def test_rewards_are_chosen_by_the_data_source_of_the_prompt(scorer):
         ({"rewards_by_source": {"a": ["x.py:f"], "b": ["y.py:f"]}}, "must have different names"),
     ],
 )
-def test_wrong_options_of_rewards_are_refused(options, words):
+def test_invalid_reward_options_are_refused(options, words):
     with pytest.raises(ValueError, match=rf"rollout_fleet\.{words}" if words.startswith("re") else words):
         WeightedRewards(RolloutFleetConfig(**options))
 
@@ -220,12 +220,12 @@ def test_wrong_options_of_rewards_are_refused(options, words):
         ("exact_match", {"prompt": 1}, r"reward_options\.exact_match must fit"),
     ],
 )
-def test_options_that_a_reward_does_not_have_are_refused_by_name(name, options, words):
+def test_an_error_names_options_that_a_reward_does_not_have(name, options, words):
     with pytest.raises(ValueError, match=words):
         WeightedRewards(RolloutFleetConfig(reward=name, reward_options={name: options}))
 
 
-async def test_scores_of_an_outcome_with_turns_are_those_of_the_environment():
+async def test_the_reward_environment_returns_the_turn_rewards_of_the_outcome():
     outcome = Outcome(reward=0.5, turn_rewards={2: 0.25})
     (score,) = [
         one async for one in BoundReward("environment").answers(prompt_of(), [Rollout(text="", outcome=outcome)])

@@ -82,7 +82,7 @@ class TextScorer(RewardProcesses):
 
 @pytest.fixture(autouse=True)
 def own_names(monkeypatch):
-    """Undo each test's registrations of rewards."""
+    """Remove the rewards that the test registered."""
     undo_registrations(monkeypatch, REWARDS)
     monkeypatch.delitem(sys.modules, "user_rewards", raising=False)
 
@@ -147,7 +147,7 @@ def test_answers_to_problems_are_compared_as_numbers_or_as_text(name, truth, tex
     assert REWARDS.get(name)(prompt, text) == reward
 
 
-async def test_a_users_function_scores_in_a_process_of_its_own(user_rewards):
+async def test_a_user_function_runs_in_a_scoring_process(user_rewards):
     scorer = await user_rewards("length")
     assert (await scorer.score(PROMPT, ["abc", ""])).tolist() == [1.5, 0.0]
 
@@ -160,9 +160,7 @@ async def test_a_users_function_scores_in_a_process_of_its_own(user_rewards):
         ("text", "returned 'high'; it must return one finite number per response"),
     ],
 )
-async def test_a_reward_that_fails_is_named_with_group_and_remedy_and_the_next_group_is_scored(
-    user_rewards, text, words
-):
+async def test_the_error_of_a_failed_reward_names_the_group_and_the_next_group_is_scored(user_rewards, text, words):
     scorer = await user_rewards("by_kind")
     for _ in range(2):
         with pytest.raises(RewardError, match=f"'user_rewards:by_kind' on prompt group 7 {words}"):
@@ -170,7 +168,7 @@ async def test_a_reward_that_fails_is_named_with_group_and_remedy_and_the_next_g
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0]
 
 
-async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_is_killed(user_rewards):
+async def test_a_reward_that_exceeds_its_deadline_is_an_error_and_its_process_is_killed(user_rewards):
     scorer = await user_rewards("by_kind", timeout_s=0.5)
     (child,) = [p for p in psutil.Process().children() if "rollout_fleet.rewards" in " ".join(p.cmdline())]
     with pytest.raises(RewardError, match=r"group 7 .*within rollout_fleet\.reward_timeout_s = 0\.5 s"):
@@ -179,7 +177,7 @@ async def test_a_reward_that_hangs_is_an_error_by_its_deadline_and_its_process_i
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "another process must score the text"
 
 
-async def test_with_may_fail_only_the_failed_responses_have_no_reward(user_rewards):
+async def test_if_scoring_may_fail_only_the_failed_responses_have_no_reward(user_rewards):
     scorer = await user_rewards("by_kind", timeout_s=1.0)
     texts = ["raise", "fine", "exit", "text", "hang", "fine"]
     rewards = await scorer.score(PROMPT, texts, may_fail=True)
@@ -189,7 +187,7 @@ async def test_with_may_fail_only_the_failed_responses_have_no_reward(user_rewar
     assert (await scorer.score(PROMPT, ["fine", "fine"])).tolist() == [1.0, 1.0]
 
 
-async def test_a_response_for_which_one_of_several_rewards_has_no_number_has_none(monkeypatch):
+async def test_a_response_has_no_total_reward_if_one_of_its_rewards_failed(monkeypatch):
     undo_registrations(monkeypatch, REWARDS).register("no_a")(lambda prompt, text: float("nan") if text == "a" else 1.0)
     rewards = WeightedRewards(RolloutFleetConfig(rewards=["exact_match", "no_a"]))
     scores = await rewards.score(PROMPT, ["a", "42"], may_fail=True)
@@ -217,7 +215,7 @@ async def test_a_reward_and_the_programs_that_it_starts_have_an_empty_standard_i
 @pytest.mark.parametrize(
     ("how", "words"), [("exit", "ended its process"), ("hang", "did not score it within"), ("return", "")]
 )
-async def test_children_of_a_reward_end_with_its_process(user_rewards, tmp_path, how, words):
+async def test_child_processes_of_a_reward_end_with_its_scoring_process(user_rewards, tmp_path, how, words):
     scorer = await user_rewards("starts", timeout_s=2.0)
     text = f"{how} {tmp_path / 'pid'}"
     if words:
@@ -237,9 +235,7 @@ def _await_end(pid):
             time.sleep(0.05)
 
 
-async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_not_come_back_costs_the_attempt(
-    user_rewards, tmp_path
-):
+async def test_a_cancelled_scoring_process_ends_and_a_failed_restart_is_a_reward_error(user_rewards, tmp_path):
     scorer, processes = await user_rewards("by_kind"), children()
     (tmp_path / "user_rewards.py").write_text("raise RuntimeError('half saved')")
     scoring = asyncio.create_task(scorer.score(PROMPT, ["hang"]))
@@ -255,14 +251,14 @@ async def test_a_score_that_is_cancelled_ends_at_once_and_a_process_that_does_no
     assert (await scorer.score(PROMPT, ["fine"])).tolist() == [1.0], "the corrected module must be used"
 
 
-async def test_a_process_that_does_not_come_up_at_the_start_is_an_error(user_rewards, tmp_path):
+async def test_a_scoring_process_that_cannot_start_is_an_error(user_rewards, tmp_path):
     scorer = await user_rewards("by_kind")
     (tmp_path / "user_rewards.py").write_text("raise RuntimeError('half saved')")
     with pytest.raises(WorkerDiedError, match="exit status 1 before it was ready"):
         await scorer.start()
 
 
-async def test_a_reward_of_ours_that_raises_costs_the_attempt_as_a_users_does():
+async def test_an_exception_in_a_built_in_reward_is_a_reward_error():
     """A built-in reward runs in the rollout worker, where an uncaught exception would end the loop."""
 
     @REWARDS.register("overflows")
@@ -274,7 +270,7 @@ async def test_a_reward_of_ours_that_raises_costs_the_attempt_as_a_users_does():
         await scorer.score(PROMPT, ["42"])
 
 
-async def test_a_name_that_a_module_registers_is_known_to_its_process_too(user_rewards):
+async def test_a_scoring_process_knows_a_reward_name_that_a_module_registered(user_rewards):
     scorer = await user_rewards("by another name")
     np.testing.assert_array_equal(await scorer.score(PROMPT, ["four"]), [2.0])
 
@@ -289,19 +285,19 @@ async def test_a_name_that_a_module_registers_is_known_to_its_process_too(user_r
         ("none", "None"),
     ],
 )
-async def test_anything_but_one_finite_number_per_response_is_an_error(user_rewards, text, what):
+async def test_a_reward_must_return_one_finite_number_per_response(user_rewards, text, what):
     scorer = await user_rewards("odd")
     with pytest.raises(RewardError, match=rf"group 7 returned {what}.*; .*one finite number"):
         await scorer.score(PROMPT, [text])
 
 
-async def test_numbers_of_every_kind_are_rewards_and_prints_do_no_harm(user_rewards):
+async def test_a_reward_can_return_any_number_type_and_can_print(user_rewards):
     scorer = await user_rewards("odd")
     assert (await scorer.score(PROMPT, ["int", "float32", "bool", "print"])).tolist() == [2.0, 0.5, 1.0, 3.0]
 
 
-async def test_several_rewards_add_up_by_their_weights_and_each_is_told(user_rewards):
-    await user_rewards("length")  # makes the module
+async def test_the_total_is_the_weighted_sum_of_the_rewards_and_each_reward_is_reported(user_rewards):
+    await user_rewards("length")  # write the module
     rewards = WeightedRewards(RolloutFleetConfig(rewards=["exact_match", "0.5*user_rewards:length"]))
     await rewards.start()
     try:
@@ -321,12 +317,12 @@ async def test_several_rewards_add_up_by_their_weights_and_each_is_told(user_rew
         (["a.py:f", "2*b.py:f"], r"must have different names, got \['f', 'f'\]"),
     ],
 )
-def test_rewards_that_cannot_be_weighed_are_refused(rewards, words):
+def test_rewards_with_invalid_weights_or_duplicate_names_are_refused(rewards, words):
     with pytest.raises(ValueError, match=rf"rollout_fleet\.rewards {words}"):
         RolloutFleetConfig(rewards=rewards)
 
 
-async def test_several_groups_are_scored_at_once_by_as_many_processes(user_rewards):
+async def test_several_scoring_processes_score_groups_in_parallel(user_rewards):
     scorer = await user_rewards("own_pid", num_processes=2)
     first, second = await asyncio.gather(scorer.score(PROMPT, ["x"]), scorer.score(PROMPT, ["x"]))
     assert first[0] != second[0]
@@ -387,6 +383,6 @@ async def test_closing_ends_the_scoring_processes(user_rewards):
         (":f", r"must be one of \[.*'exact_match'.*\], or file.py:function"),
     ],
 )
-def test_an_unknown_reward_fails_by_name(name, message):
+def test_an_error_names_an_unknown_reward(name, message):
     with pytest.raises(ValueError, match=message):
         REWARDS.get(name)

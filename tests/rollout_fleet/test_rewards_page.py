@@ -20,7 +20,7 @@ FUNCTIONS, SANDBOX = re.findall(r"```python\n(.*?)```", PAGE, flags=re.DOTALL)
 PROMPT = Prompt(group_id=0, prompt_ids=np.asarray([3], dtype=np.int32), ground_truth="42")
 
 
-def test_the_rewards_page_names_every_built_in_reward_with_its_options():
+def test_rewards_md_names_every_built_in_reward_with_its_options():
     rows = {row.split("`")[1]: row for row in PAGE.splitlines() if re.match(r"\| `\w+` \| .* \| .*\|$", row)}
     for name in REWARDS.names():
         options = [*inspect.signature(REWARDS.get(name)).parameters]
@@ -30,7 +30,7 @@ def test_the_rewards_page_names_every_built_in_reward_with_its_options():
     assert [kind for kind in SandboxKind if kind != "auto" and f"\n| `{kind}` | " not in PAGE] == []
 
 
-async def test_the_functions_of_the_rewards_page_work(tmp_path):
+async def test_the_functions_in_rewards_md_work(tmp_path):
     (tmp_path / "mine.py").write_text(FUNCTIONS)
 
     async def scores(name, *rollouts, **options):
@@ -46,14 +46,14 @@ async def test_the_functions_of_the_rewards_page_work(tmp_path):
     assert (by_turn.reward, by_turn.turn_rewards) == (1.0, {1: 0.1})
 
 
-def test_the_sandbox_of_the_rewards_page_works():
+def test_the_sandbox_in_rewards_md_works():
     try:
         exec(compile(SANDBOX, "docs/rewards.md", "exec"), {})
     except SandboxError as error:
         pytest.skip(f"this machine cannot isolate programs: {error}")
 
 
-def test_the_options_of_the_rewards_page_compose(tmp_path):
+def test_the_options_in_rewards_md_compose(tmp_path):
     (text,) = re.findall(r"```yaml\n(.*?)```", PAGE, flags=re.DOTALL)
     experiment = tmp_path / "by_source.yaml"
     experiment.write_text(f"# @package _global_\nexperiment: by_source\n{text}")

@@ -1,4 +1,4 @@
-"""Decoded samples: the choice of samples, and the saved columns."""
+"""The log of decoded samples: the choice of samples, and the columns of the files."""
 
 import logging
 
@@ -32,7 +32,7 @@ def group(group_id, *versions):
     return prompt, samples, [f"text {index}" for index in range(len(samples))], Scores(total=rewards, parts=parts)
 
 
-async def test_the_first_groups_of_each_interval_of_versions_are_kept_with_their_rewards(tmp_path):
+async def test_the_sample_log_stores_the_first_groups_of_each_interval_with_their_rewards(tmp_path):
     log = log_in(tmp_path / "samples", every_steps=10, num_groups=2)
     for group_id, version in enumerate((0, 1, 2, 9, 12, 13, 19, 20)):
         await log.add(*group(group_id, [version], [max(0, version - 1), version]))
@@ -48,13 +48,13 @@ async def test_the_first_groups_of_each_interval_of_versions_are_kept_with_their
     }  # fmt: skip
 
 
-async def test_nothing_of_training_is_kept_where_that_is_switched_off(tmp_path):
+async def test_the_sample_log_stores_no_training_samples_if_it_is_switched_off(tmp_path):
     log = log_in(tmp_path / "samples", every_steps=0)
     await log.add(*group(0, [0]))
     assert not (tmp_path / "samples").exists()
 
 
-async def test_a_text_that_is_not_valid_unicode_is_kept_with_replacements(tmp_path):
+async def test_the_sample_log_stores_invalid_unicode_with_replacement_characters(tmp_path):
     log = log_in(tmp_path, num_groups=1)
     prompt, samples, _, scores = group(0, [0])
     await log.add(prompt, samples, ["a\ud800b"], scores)
@@ -62,7 +62,7 @@ async def test_a_text_that_is_not_valid_unicode_is_kept_with_replacements(tmp_pa
     assert pq.read_table(file).to_pylist()[0]["response"] == "a?b"
 
 
-async def test_a_file_that_cannot_be_written_costs_a_warning(tmp_path, caplog):
+async def test_a_sample_file_that_cannot_be_written_causes_only_a_warning(tmp_path, caplog):
     (tmp_path / "file").touch()
     log = log_in(tmp_path / "file", num_groups=1)
     with caplog.at_level(logging.WARNING):

@@ -34,7 +34,7 @@ def _sandbox(kind: SandboxKind, **options) -> Sandbox:
 
 @pytest.fixture(params=list(ISOLATING), scope="module")
 def isolating(request):
-    """Return a kind of sandbox that hides files and processes. Skips the test if it does not work here."""
+    """Return a kind of sandbox that hides files and processes. Skips the test if this kind does not work."""
     return _or_skip(request.param)
 
 
@@ -61,7 +61,7 @@ async def run(kind, code, **options):
     return result
 
 
-def test_the_kind_of_sandbox_that_is_chosen_isolates_and_is_told(caplog):
+def test_the_default_sandbox_isolates_and_logs_its_kind(caplog):
     caplog.set_level("INFO", logger="rollout_fleet.sandbox")
     sandbox = Sandbox()
     try:
@@ -83,13 +83,13 @@ async def test_a_program_in_a_sandbox_has_its_input_files_and_a_clean_environmen
     assert 0 < result.seconds < 20
 
 
-async def test_a_program_in_a_sandbox_may_be_a_shell_script_and_may_start_programs(kind):
+async def test_a_program_in_a_sandbox_can_be_a_shell_script_that_starts_programs(kind):
     result = await run(kind, "read word; echo $word | tr a-z A-Z; ls | wc -l", stdin="abc\n", language="bash")
     assert result.stdout.split() == ["ABC", "1"], result.stderr
     assert result.is_success
 
 
-async def test_a_fork_bomb_in_a_sandbox_gets_no_more_processes_than_its_limit(kind):
+async def test_a_fork_bomb_in_a_sandbox_cannot_exceed_the_process_limit(kind):
     code = """
 import os, time
 count = 0
@@ -127,7 +127,7 @@ except RuntimeError:
     assert (await run(kind, code, limits=SandboxLimits(processes=8))).stdout == "refused\n"
 
 
-async def test_memory_of_a_sandbox_is_limited_per_process_and_over_all_of_them(kind):
+async def test_the_memory_of_a_sandbox_is_limited_per_process_and_in_total(kind):
     limits = SandboxLimits(memory_bytes=256 << 20)
     result = await run(kind, "x = bytearray(1 << 30)", limits=limits)
     assert "MemoryError" in result.stderr
@@ -145,13 +145,13 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("name", ["memfd_create", "shmget"])
-async def test_memory_that_no_limit_counts_is_refused_in_a_sandbox(kind, name):
+async def test_a_sandbox_refuses_memory_that_the_limits_do_not_count(kind, name):
     calls = {"memfd_create": "libc.memfd_create(b'x', 0)", "shmget": "libc.shmget(0, 1 << 20, 0o1600)"}
     code = f"import ctypes; libc = ctypes.CDLL(None, use_errno=True); print({calls[name]}, ctypes.get_errno())"
     assert (await run(kind, code)).stdout.split() == ["-1", "1"]
 
 
-async def test_a_disk_in_a_sandbox_can_be_filled_and_the_rest_of_the_machine_is_not(kind):
+async def test_a_program_in_a_sandbox_can_fill_only_the_disk_of_its_sandbox(kind):
     before = shutil.disk_usage(tempfile.gettempdir()).used
     code = """
 import os
@@ -166,7 +166,7 @@ for number in range(1000):
     assert result.ended_by is EndedBy.disk or "No space left" in result.stderr
 
 
-async def test_a_system_in_a_sandbox_is_read_only(isolating):
+async def test_the_system_folders_in_a_sandbox_are_read_only(isolating):
     code = """
 import os
 for folder in ("/", "/usr", "/usr/lib", "/etc", "/dev", "/run", "/proc", "/proc/sys", os.path.dirname(os.__file__)):
@@ -184,7 +184,7 @@ print("done")
     assert "asyncrl-test-x" not in os.listdir("/tmp")
 
 
-async def test_no_socket_reaches_the_network_or_this_run_from_a_sandbox(kind, tmp_path):
+async def test_sockets_in_a_sandbox_cannot_connect_to_the_network_or_the_run(kind, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as unix:
         path = f"/tmp/asyncrl-test-{os.getpid()}.sock"
         unix.bind(path)
@@ -214,8 +214,8 @@ print(b.recv(100).decode())
             os.unlink(path)
 
 
-async def test_a_pair_of_sockets_in_a_sandbox_cannot_send_to_others(kind):
-    """Outside a sandbox, a datagram socket of a socket pair can send to any address, even an abstract one."""
+async def test_a_socket_pair_in_a_sandbox_cannot_send_to_other_sockets(kind):
+    """Outside a sandbox, a datagram socket of a socket pair can send to the address of any other socket."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as server:
         server.bind(f"\0asyncrl-test-{os.getpid()}")
         server.setblocking(False)
@@ -236,7 +236,7 @@ print(b.recv(100).decode())
             server.recv(100)
 
 
-async def test_the_buffers_of_sockets_and_standard_input_hold_no_memory_of_a_sandbox(kind):
+async def test_a_program_in_a_sandbox_cannot_store_data_in_socket_buffers_or_standard_input(kind):
     code = """
 import os, socket
 try:
@@ -278,7 +278,7 @@ print("done")
     assert (await run(isolating, code)).stdout == "done\n"
 
 
-async def test_processes_outside_a_sandbox_are_neither_seen_nor_signalled(isolating):
+async def test_a_program_in_a_sandbox_cannot_see_or_signal_outside_processes(isolating):
     code = f"""
 import os, signal
 print(len([name for name in os.listdir("/proc") if name.isdecimal()]))
@@ -301,7 +301,7 @@ print("alive")
     assert result.is_success
 
 
-def test_without_namespaces_a_sandbox_of_root_cannot_signal_others():
+def test_a_sandbox_of_root_without_namespaces_cannot_signal_other_processes():
     if os.geteuid() != 0:
         pytest.skip("only root can give a program another user id")
     code = f"import os\ntry: os.kill({os.getpid()}, 0)\nexcept OSError: print('no')"
@@ -309,14 +309,14 @@ def test_without_namespaces_a_sandbox_of_root_cannot_signal_others():
     assert result.stdout == "no\n"
 
 
-async def test_no_descriptor_of_the_owner_is_open_in_a_sandbox(kind):
+async def test_file_descriptors_of_the_owner_are_closed_in_a_sandbox(kind):
     with tempfile.TemporaryFile() as secret:
         os.set_inheritable(secret.fileno(), True)
         result = await run(kind, "import os; print(sorted(map(int, os.listdir('/proc/self/fd'))))")
     assert result.stdout == "[0, 1, 2, 3]\n"  # listdir itself opens descriptor 3
 
 
-async def test_a_daemonised_grandchild_ends_with_its_sandbox(kind):
+async def test_a_daemon_that_a_program_started_ends_with_its_sandbox(kind):
     name = f"daemon{os.getpid()}"  # a process name that is unique on this machine
     code = f"""
 import ctypes, os, time
@@ -348,7 +348,7 @@ def _is_in(process, word):
         return False
 
 
-async def test_output_of_a_sandbox_is_limited_and_ends_it(kind):
+async def test_a_sandbox_ends_when_its_output_exceeds_the_limit(kind):
     limits = SandboxLimits(output_bytes=10_000)
     result = await run(kind, "while True: print('x' * 1000)", limits=limits)
     assert result.ended_by is EndedBy.output
@@ -357,14 +357,14 @@ async def test_output_of_a_sandbox_is_limited_and_ends_it(kind):
     assert (len(whole.stdout), whole.ended_by) == (10_000, EndedBy.exit)
 
 
-async def test_a_program_in_a_sandbox_that_closes_its_output_and_hangs_is_ended_by_wall_time(kind):
+async def test_a_program_in_a_sandbox_that_closes_its_output_and_hangs_ends_at_the_time_limit(kind):
     code = "import os, time; os.write(1, b'first'); os.close(1); os.close(2); time.sleep(600)"
     result = await run(kind, code, limits=SandboxLimits(wall_time_s=1.0))
     assert (result.stdout, result.ended_by, result.exit_status) == ("first", EndedBy.wall_time, -9)
     assert 1.0 <= result.seconds < 30
 
 
-async def test_processor_time_of_a_sandbox_counts_over_all_processes(kind):
+async def test_the_processor_time_of_a_sandbox_counts_all_its_processes(kind):
     code = "import os\nos.fork(); os.fork()\nwhile True: pass"
     result = await run(kind, code, limits=SandboxLimits(cpu_time_s=1.0))
     assert result.ended_by is EndedBy.cpu_time
@@ -373,18 +373,18 @@ async def test_processor_time_of_a_sandbox_counts_over_all_processes(kind):
     assert result.ended_by is EndedBy.cpu_time
 
 
-async def test_a_program_in_a_sandbox_that_dies_of_a_signal_says_which(kind):
+async def test_the_result_of_a_sandbox_has_the_signal_that_killed_the_program(kind):
     result = await run(kind, "import os; os.kill(os.getpid(), 11)")
     assert (result.exit_status, result.ended_by) == (-11, EndedBy.signal)
 
 
-async def test_invalid_text_of_the_policy_does_no_harm_to_a_sandbox(kind):
+async def test_invalid_unicode_in_code_or_output_does_not_break_a_sandbox(kind):
     result = await run(kind, "print('\ud800')\0")
     assert result.exit_status == 1
     assert (await run(kind, "import os; os.write(1, b'\\xff')")).stdout == "\ufffd"
 
 
-async def test_many_sandboxes_run_at_once_and_each_has_its_own_limit_of_processes(kind):
+async def test_sandboxes_run_in_parallel_and_each_has_its_own_process_limit(kind):
     code = """
 import os, time
 pids = [os.fork() for _ in range(1)]
@@ -396,7 +396,7 @@ time.sleep(0.2)
     sandbox = _sandbox(kind)
     results = await asyncio.gather(*(sandbox.run(code, limits=SandboxLimits(processes=8)) for _ in range(8)))
     if kind is SandboxKind.limits and os.geteuid() != 0:
-        return  # the limit covers all programs of a user, so some can fail
+        return  # all programs of a user share one limit, so some can fail
     assert [(result.exit_status, result.stderr) for result in results] == [(0, "")] * 8
 
 
@@ -467,7 +467,7 @@ asyncio.run(main())
 '''
 
 
-def test_sandboxes_of_an_ordinary_user_isolate_as_well():
+def test_sandboxes_of_an_ordinary_user_also_isolate():
     if os.geteuid() != 0:
         pytest.skip("this user is not root, so other tests cover this case")
     source = Path(sandbox_module.__file__)
@@ -485,7 +485,7 @@ def test_sandboxes_of_an_ordinary_user_isolate_as_well():
         assert line.split()[1] == "refused" or line.split()[1:] == ["1000-5"] * 4, lines
 
 
-async def test_a_machine_that_cannot_isolate_is_refused_by_name_and_a_weaker_kind_must_be_asked_for(monkeypatch):
+async def test_a_machine_without_isolation_is_refused_and_the_error_names_the_weaker_kind(monkeypatch):
     monkeypatch.setattr(sandbox_module, "_INIT", "/nowhere/sandbox_init.py")
     monkeypatch.setattr(sandbox_module.shutil, "which", lambda name: None)
     with pytest.raises(SandboxError) as failure:
@@ -501,7 +501,7 @@ async def test_a_machine_that_cannot_isolate_is_refused_by_name_and_a_weaker_kin
         await Sandbox().start()
 
 
-def test_a_probe_that_finds_a_hole_refuses_the_kind_of_sandbox(monkeypatch, isolating):
+def test_a_kind_of_sandbox_is_refused_if_its_probe_can_read_files_of_the_machine(monkeypatch, isolating):
     entries = sandbox_module._root_entries
     hole = ("ro-bind", tempfile.gettempdir() + "-hole", tempfile.gettempdir())
     monkeypatch.setattr(sandbox_module, "_root_entries", lambda python: [*entries(python), hole])
@@ -519,12 +519,12 @@ def test_a_probe_that_finds_a_hole_refuses_the_kind_of_sandbox(monkeypatch, isol
         ({"files": {"/etc/x": ""}}, "relative paths"),
     ],
 )
-async def test_wrong_calls_of_a_sandbox_are_refused(options, words):
+async def test_a_sandbox_refuses_invalid_calls(options, words):
     with pytest.raises(ValueError, match=words):
         await Sandbox().run("", **options)
 
 
-def test_wrong_options_of_a_sandbox_are_refused():
+def test_a_sandbox_refuses_invalid_options():
     with pytest.raises(ValueError, match=r"must be one of .*'bubblewrap'.*, got 'chroot'"):
         Sandbox(kind="chroot")
     with pytest.raises(ValueError, match="memory_bytes of a sandbox must be > 0, got 0"):

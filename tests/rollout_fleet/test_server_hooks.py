@@ -26,7 +26,7 @@ from rollout_fleet.engines.server_hooks import (
 )
 
 
-def test_sglang_finds_the_hooks_on_the_import_path_of_the_server_alone(tmp_path, monkeypatch):
+def test_only_the_import_path_of_a_server_contains_the_sglang_hooks(tmp_path, monkeypatch):
     write_plugin(tmp_path / "plugins")
     assert not [entry for entry in importlib.metadata.entry_points(group="sglang.srt.plugins") if entry.name == PLUGIN]
     monkeypatch.syspath_prepend(str(tmp_path / "plugins"))
@@ -38,9 +38,7 @@ def test_sglang_finds_the_hooks_on_the_import_path_of_the_server_alone(tmp_path,
 @pytest.mark.parametrize(
     ("on_cpu", "num_threads", "expected"), [("1", 1, ["fork"]), ("1", 2, []), ("0", 1, []), ("", 1, [])]
 )
-def test_the_processes_of_a_server_are_forked_on_a_cpu_and_before_there_are_threads(
-    monkeypatch, on_cpu, num_threads, expected
-):
+def test_a_server_forks_its_processes_only_on_a_cpu_and_without_threads(monkeypatch, on_cpu, num_threads, expected):
     chosen = []
     monkeypatch.setenv("SGLANG_USE_CPU_ENGINE", on_cpu)
     monkeypatch.setattr(server_hooks.os, "listdir", lambda path: [str(n) for n in range(num_threads)])
@@ -56,7 +54,7 @@ def test_a_paused_scheduler_sleeps_if_it_has_an_idle_sleeper():
     assert naps == [1]
 
 
-def test_an_arrangement_of_experts_changes_when_experts_or_ranks_move_and_may_be_unknown(monkeypatch):
+def test_the_arrangement_of_experts_changes_when_experts_or_ranks_move(monkeypatch):
     maps = [None]
     module = SimpleNamespace(get_global_expert_location_metadata=lambda: maps[-1])
     monkeypatch.setitem(sys.modules, "sglang.srt.eplb.expert_location", module)
@@ -78,13 +76,13 @@ def retracted(*, prompt: int, written: int, start: int) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(("start", "expected"), [(5, 12), (9, 12), (0, 0), (4, 4), (-1, -1)])
-def test_a_retracted_request_asks_for_log_probs_of_its_prompt_alone_and_only_where_it_did(start, expected):
+def test_a_retracted_request_skips_the_log_probs_that_it_already_has(start, expected):
     request = retracted(prompt=5, written=7, start=start)
     skip_known_logprobs(None, request)
     assert request.logprob_start_len == expected
 
 
-def test_the_installed_sglang_then_computes_the_log_probs_of_one_position():
+def test_the_installed_sglang_skips_known_log_probs_with_the_hook():
     module, _, method = RETRACTED.partition(".Req.")
     source = source_of(module)
     assert f"    def {method}(self)" in source
@@ -105,7 +103,7 @@ def test_the_installed_sglang_then_computes_the_log_probs_of_one_position():
     assert skipped(0, 12) == 5, "without the hook, only the prompt is skipped"
     skip_known_logprobs(None, request)
     assert skipped(0, 12) == 12
-    assert [skipped(0, 8), skipped(8, 4)] == [8, 4], "chunks must be skipped too"
+    assert [skipped(0, 8), skipped(8, 4)] == [8, 4], "known log-probs must also be skipped in chunks"
 
 
 def source_of(module: str) -> str:
@@ -117,13 +115,13 @@ def source_of(module: str) -> str:
     )
 
 
-def test_the_installed_sglang_calls_the_hooked_method_in_each_turn_of_a_paused_loop():
+def test_both_loops_of_the_installed_sglang_call_the_hooked_method_while_paused():
     module, _, method = PAUSED.partition(".Scheduler.")
     loops = re.findall(rf"if self\._engine_paused:\n\s+self\.{method}\(\)\n\s+continue", source_of(module))
     assert len(loops) == 2, "the scheduler must have a plain and an overlapping loop"
 
 
-def test_the_installed_sglang_chooses_how_processes_start_in_the_hooked_function():
+def test_the_hooked_function_of_the_installed_sglang_sets_the_process_start_method():
     module, _, function = PREPARED.rpartition(".")
     body = source_of(module).partition(f"def {function}(")[2].partition("\ndef ")[0]
     assert "mp.set_start_method(" in body

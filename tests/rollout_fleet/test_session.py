@@ -38,7 +38,7 @@ def renderers(tmp_path_factory):
     return load
 
 
-async def test_a_session_continues_the_prompt_if_the_messages_render_to_it(renderers):
+async def test_a_session_continues_the_prompt_if_the_rendered_messages_equal_it(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
     (answer,) = await talk.chat(USER)
     assert answer.message == {"role": "assistant", "content": "Warm."}
@@ -55,7 +55,7 @@ async def test_a_session_starts_a_new_root_for_messages_that_are_not_the_prompt(
     assert talk.session.counts.branches == {"new_root": 1}
 
 
-def test_results_of_different_calls_differ_even_if_an_id_was_used_twice():
+def test_results_of_different_tool_calls_differ_even_if_two_calls_have_the_same_id():
     calls = [{"id": name, "type": "function", "function": {"name": "f", "arguments": "{}"}} for name in "aab"]
     called = [{"role": "assistant", "content": "", "tool_calls": calls}]
     first, second = (chain([*called, {"role": "tool", "tool_call_id": name, "content": "21"}]) for name in "ab")
@@ -66,7 +66,7 @@ def test_results_of_different_calls_differ_even_if_an_id_was_used_twice():
 async def test_a_session_appends_only_the_tokens_of_new_messages(renderers):
     talk = Talk(renderers("chatml"), "it is warm<|im_end|>", "also<|im_end|>")
     (first,) = await talk.chat(USER)
-    assert first.token_ids.tolist() != talk.renderer.tokenizer.encode("it is warm<|im_end|>"), "same tokens"
+    assert first.token_ids.tolist() != talk.renderer.tokenizer.encode("it is warm<|im_end|>"), "the tokens must differ"
     (second,) = await talk.chat(USER, first.message, MORE)
     context = talk.turns.episode.turn(talk.turns.episode.turn(second.turn).parent)
     assert context.parent == first.turn
@@ -97,7 +97,7 @@ async def test_a_session_appends_only_the_tokens_of_new_messages(renderers):
         lambda m: {**m, "reasoning_content": None},
     ],
 )
-async def test_a_session_knows_its_answer_however_a_client_writes_it(renderers, sent_back):
+async def test_a_session_recognizes_its_answer_in_any_notation_of_a_client(renderers, sent_back):
     talk = Talk(renderers("qwen3"), "<think>\nhm\n</think>\n\n" + CALL, "<think>\n\n</think>\n\n21.<|im_end|>")
     (call,) = await talk.chat(USER, tools=[TOOL])
     assert call.finish_reason == "tool_calls"
@@ -119,7 +119,7 @@ async def test_a_session_knows_its_answer_however_a_client_writes_it(renderers, 
         (lambda ms: [ms[0], {"role": "user", "content": "Be quick."}, ms[1], ms[2]], "edited", True),
     ],
 )
-async def test_a_session_branches_by_cause_when_the_history_changes(renderers, edit, cause, is_given_back):
+async def test_a_session_counts_branches_by_their_cause_when_the_history_changes(renderers, edit, cause, is_given_back):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
     (first,) = await talk.chat(USER)
     (second,) = await talk.chat(*edit([USER, first.message, MORE]))
@@ -174,7 +174,7 @@ async def test_a_session_branches_when_the_template_drops_the_reasoning(renderer
 
 
 @pytest.mark.parametrize("style", ["qwen3", "chatml", "llama", "glm", "plain"])
-async def test_a_turn_without_its_end_gets_the_close_of_the_template(renderers, style):
+async def test_a_turn_without_an_end_token_gets_the_end_of_the_template(renderers, style):
     renderer = renderers(style, keep_reasoning=True)
     talk = Talk(renderer, "Warm and", "x" + renderer.tokenizer.decode([renderer.stop_ids[0]]), most=8)
     (first,) = await talk.chat(USER)
@@ -187,7 +187,7 @@ async def test_a_turn_without_its_end_gets_the_close_of_the_template(renderers, 
     talk.check()
 
 
-async def test_a_stop_string_ends_a_turn_and_its_tokens_stay(renderers):
+async def test_a_stop_string_ends_a_turn_and_its_tokens_stay_in_the_turn(renderers):
     talk = Talk(renderers("chatml"), "Warm. STOP", "Yes.<|im_end|>")
     (first,) = await talk.chat(USER, stop=("STOP",))
     assert first.message["content"] == "Warm. "
@@ -199,7 +199,7 @@ async def test_a_stop_string_ends_a_turn_and_its_tokens_stay(renderers):
     talk.check()
 
 
-async def test_an_answer_with_a_call_that_cannot_be_read_is_continued(renderers):
+async def test_an_answer_with_a_malformed_tool_call_can_be_continued(renderers):
     talk = Talk(renderers("qwen3", keep_reasoning=True), "<tool_call>\n{oops</tool_call><|im_end|>", "Sorry.<|im_end|>")
     (first,) = await talk.chat(USER, tools=[TOOL])
     assert "tool_calls" not in first.message
@@ -209,7 +209,7 @@ async def test_an_answer_with_a_call_that_cannot_be_read_is_continued(renderers)
     talk.check()
 
 
-async def test_the_same_request_while_the_first_runs_gets_the_same_turn(renderers):
+async def test_a_repeated_request_gets_the_running_turn_of_the_first_request(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
     talk.turns.gate.clear()
     first, second = asyncio.create_task(talk.chat(USER)), asyncio.create_task(talk.chat(dict(USER)))
@@ -219,7 +219,7 @@ async def test_the_same_request_while_the_first_runs_gets_the_same_turn(renderer
     assert (talk.session.counts.requests, talk.session.counts.repeated) == (1, 1)
 
 
-async def test_an_equal_request_after_the_first_is_another_sample(renderers):
+async def test_an_equal_request_after_the_first_answer_gets_a_new_sample(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>")
     (first,), (second,) = await talk.chat(USER), await talk.chat(USER)
     parents = {talk.turns.episode.turn(turn).parent for turn in (first.turn, second.turn)}
@@ -236,7 +236,7 @@ async def test_a_retry_after_a_lost_answer_gets_the_same_turn(renderers):
     assert (await talk.chat(USER))[0].turn != first.turn, "a new request must get a new answer"
 
 
-async def test_requests_with_one_key_get_one_turn_and_other_keys_other_turns(renderers):
+async def test_requests_with_the_same_idempotency_key_get_the_same_turn(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>")
     (first,), (again,), (other,) = [(await talk.chat(USER, key=key)) for key in "aab"]
     assert first.turn == again.turn != other.turn
@@ -244,7 +244,7 @@ async def test_requests_with_one_key_get_one_turn_and_other_keys_other_turns(ren
         await talk.chat(MORE, key="a")
 
 
-async def test_a_turn_goes_on_when_its_client_is_gone(renderers):
+async def test_a_turn_continues_after_its_client_has_disconnected(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
     talk.turns.gate.clear()
     gone = asyncio.create_task(talk.chat(USER))
@@ -257,7 +257,7 @@ async def test_a_turn_goes_on_when_its_client_is_gone(renderers):
     assert len(talk.turns.requests) == 1
 
 
-async def test_n_answers_are_siblings_and_each_is_continued(renderers):
+async def test_n_answers_are_siblings_and_each_can_be_continued(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Cold.<|im_end|>", "So.<|im_end|>", "No.<|im_end|>")
     answers = await talk.chat(USER, n=2, seed=5)
     assert [sampling.seed for sampling in talk.turns.samplings] == [5, 6]
@@ -268,7 +268,7 @@ async def test_n_answers_are_siblings_and_each_is_continued(renderers):
     talk.check()
 
 
-async def test_siblings_that_say_the_same_are_told_apart_by_the_ids_of_their_calls(renderers):
+async def test_the_ids_of_tool_calls_distinguish_siblings_with_equal_texts(renderers):
     talk = Talk(renderers("qwen3"), CALL, CALL, "a<|im_end|>", "b<|im_end|>")
     answers = await talk.chat(USER, tools=[TOOL], n=2)
     for answer in answers:
@@ -278,7 +278,7 @@ async def test_siblings_that_say_the_same_are_told_apart_by_the_ids_of_their_cal
         assert episode.turn(episode.turn(after.turn).parent).parent == answer.turn
 
 
-async def test_the_ids_of_calls_are_of_the_form_that_the_templates_of_mistral_need(tmp_path):
+async def test_tool_call_ids_have_the_nine_characters_that_mistral_templates_need(tmp_path):
     check = """{%- if m.role == 'tool' and m.tool_call_id | length != 9 %}{{- raise_exception('not 9') }}{%- endif %}"""
     template = CHATML.replace("{%- for m in messages %}", "{%- for m in messages %}" + check)
     renderer = load_renderer(save_chat_model(tmp_path, "chatml", template=template), RendererConfig())
@@ -299,7 +299,7 @@ KIMI = (
 )
 
 
-async def test_a_call_keeps_the_id_that_the_policy_wrote_if_it_is_the_only_one(tmp_path):
+async def test_a_tool_call_has_the_id_that_the_policy_wrote_if_the_id_is_unique(tmp_path):
     """Kimi K2's policies write the ids of tool calls. The chat template repeats each id before the tool's result."""
     path = save_chat_model(tmp_path, "chatml")
     tokenizer = Tokenizer.from_file(f"{path}/tokenizer.json")
@@ -319,10 +319,10 @@ async def test_a_call_keeps_the_id_that_the_policy_wrote_if_it_is_the_only_one(t
     (repeated,) = second.message["tool_calls"]
     assert repeated["id"] != "functions.weather:0", "two calls of a conversation must have different ids"
     (sibling,) = await talk.chat(USER, tools=[TOOL])
-    assert sibling.message["tool_calls"][0]["id"] != "functions.weather:0", "two answers need different ids"
+    assert sibling.message["tool_calls"][0]["id"] != "functions.weather:0", "two answers must have different call ids"
 
 
-async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path):
+async def test_tool_calls_of_a_replayed_session_have_the_same_ids(tmp_path):
     """Some chat templates render the ids of tool calls, so a replay must use the same ids.
 
     The first attempt has a turn that is not saved. So later turns have other indices in the replay.
@@ -344,7 +344,7 @@ async def test_calls_of_a_session_have_the_same_ids_when_it_is_replayed(tmp_path
     assert again.turns.episode.num_dropped == 0
 
 
-async def test_sampling_options_that_the_learner_cannot_follow_are_overridden_and_counted(renderers, caplog):
+async def test_sampling_options_that_training_cannot_use_are_overridden_and_counted(renderers, caplog):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>")
     await talk.chat(USER, max_tokens=4096, other={"temperature": 0.2, "top_p": 1.0, "presence_penalty": 0.5})
     assert talk.session.counts.overridden == {"temperature": 1, "presence_penalty": 1, "max_tokens": 1}
@@ -352,7 +352,7 @@ async def test_sampling_options_that_the_learner_cannot_follow_are_overridden_an
     assert "asks for temperature=0.2; its turns are sampled with the run's 1.0" in caplog.text
 
 
-async def test_sampling_options_are_refused_if_the_run_says_so(renderers):
+async def test_sampling_options_of_a_request_are_refused_if_the_run_refuses_them(renderers):
     talk = Talk(renderers("chatml"))
     session = Session(
         talk.turns, talk.renderer, sampling=SamplingConfig(temperature=0.7), prompt=talk.prompt, refuses=True
@@ -361,7 +361,7 @@ async def test_sampling_options_are_refused_if_the_run_says_so(renderers):
         await session.chat(ChatRequest(messages=[USER], options=SampleOptions(other={"temperature": 0.2})))
 
 
-async def test_an_overflow_is_raised_and_a_later_request_is_tried_again(renderers):
+async def test_every_request_after_an_overflow_raises_the_overflow(renderers):
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", max_turns=1)
     await talk.chat(USER)
     for _ in range(2):
@@ -385,12 +385,12 @@ async def test_an_overflow_is_raised_and_a_later_request_is_tried_again(renderer
         ([{"role": "assistant", "function_call": {"name": "f"}}], "function_call is not supported; use tool_calls"),
     ],
 )
-async def test_a_session_names_the_message_that_it_cannot_read(renderers, messages, message):
+async def test_an_error_names_the_message_that_a_session_cannot_read(renderers, messages, message):
     with pytest.raises(ValueError, match=message):
         await Talk(renderers("chatml")).chat(*messages)
 
 
-async def test_texts_are_continued_by_their_tokens(renderers):
+async def test_a_text_request_continues_the_tokens_of_an_earlier_text(renderers):
     talk = Talk(renderers("chatml"), "it is warm", "so it is")
     (first,) = await talk.session.complete(TextRequest(prompt="say:", options=SampleOptions(max_tokens=10)))
     (second,) = await talk.session.complete(TextRequest(prompt="say:it is warm; again:"))
@@ -401,7 +401,7 @@ async def test_texts_are_continued_by_their_tokens(renderers):
 
 
 async def test_a_text_with_the_end_token_of_an_answer_continues_the_answer(renderers):
-    """A client applies the chat template itself. Its text contains the end token, which the last answer lacked."""
+    """A client applies the chat template itself. Its text contains the end token that the last answer did not have."""
     talk = Talk(renderers("chatml"), "Warm.<|im_end|>", "Yes.<|im_end|>")
     text = talk.renderer.tokenizer.decode(talk.prompt.prompt_ids.tolist())
     (first,) = await talk.session.complete(TextRequest(prompt=text))
@@ -428,7 +428,7 @@ async def test_a_text_is_continued_without_the_space_that_a_tokenizer_adds_at_th
     assert talk.renderer.tokenizer.decode(talk.turns.requests[1][0].tolist()) == "say: a, and so"
 
 
-async def test_an_equal_text_after_an_empty_answer_is_another_sample(renderers):
+async def test_an_equal_text_after_an_empty_answer_gets_a_new_sample(renderers):
     talk = Talk(renderers("chatml"), "<|im_end|>", "it is warm<|im_end|>")
     for _ in range(2):
         await talk.session.complete(TextRequest(prompt="say:"))
@@ -444,7 +444,7 @@ async def test_an_equal_text_after_an_empty_answer_is_another_sample(renderers):
         ({"max_tree_tokens": 97}, 3, "used 40 of max_tree_tokens = 97, and has no room for 3 answers"),
     ],
 )
-async def test_more_answers_than_the_episode_has_room_for_are_refused_before_any_is_sampled(
+async def test_a_request_for_more_answers_than_the_budget_allows_samples_no_tokens(
     renderers, limit, num_answers, message
 ):
     talk = Talk(renderers("chatml"), *["Warm.<|im_end|>"] * 3, most=20, **limit)
@@ -455,14 +455,14 @@ async def test_more_answers_than_the_episode_has_room_for_are_refused_before_any
     assert len(await talk.chat(USER, n=2)) == 2
 
 
-async def test_several_answers_to_token_ids_are_refused(renderers):
+async def test_a_request_with_token_ids_for_several_answers_is_refused(renderers):
     talk = Talk(renderers("chatml"))
     with pytest.raises(ValueError, match="n must be 1 in a request with token ids, got 2"):
         await talk.session.sample(0, [5], SampleOptions(n=2))
     assert talk.turns.requests == []
 
 
-async def test_raw_tokens_are_sampled_and_given_below_any_turn(renderers):
+async def test_a_session_samples_and_gives_raw_tokens_after_any_turn(renderers):
     talk = Talk(renderers("chatml"), "ab", "cd")
     answer = await talk.session.sample(0, [5, 6], SampleOptions(max_tokens=2))
     given = talk.session.give(answer.turn, [9])
@@ -473,7 +473,7 @@ async def test_raw_tokens_are_sampled_and_given_below_any_turn(renderers):
         await talk.session.sample(99, [1], SampleOptions())
 
 
-async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_request(renderers):
+async def test_a_session_fails_if_the_prompt_of_a_turn_differs_from_the_request(renderers):
     talk = Talk(renderers("chatml"), "one<|im_end|>", "two<|im_end|>", "three<|im_end|>")
     sample = talk.turns.sample
 
@@ -505,7 +505,7 @@ async def test_a_session_refuses_a_turn_whose_prompt_is_not_the_tokens_of_its_re
         ("true", None),
     ],
 )
-async def test_a_call_whose_arguments_are_no_object_is_text(renderers, style, arguments, read):
+async def test_a_tool_call_whose_arguments_are_not_an_object_is_text(renderers, style, arguments, read):
     """The arguments of a tool call must be a JSON object that maps argument names to values."""
     text = f'<tool_call>\n{{"name": "weather", "arguments": {arguments}}}\n</tool_call>'
     talk = Talk(renderers(style), text + "<|im_end|>")
@@ -522,7 +522,9 @@ NESTED = '{"name": "weather", "arguments": {"city": %s}}'
 @pytest.mark.parametrize(
     "arguments", ["[" * 3000, "[" * 3000 + "]" * 3000, "[" * 300 + "]" * 300, r'"\ud83d"', "9" * 5000]
 )
-async def test_a_call_with_deep_or_invalid_arguments_is_text_and_the_session_goes_on(renderers, style, arguments):
+async def test_a_tool_call_with_deep_or_invalid_arguments_is_text_and_the_session_continues(
+    renderers, style, arguments
+):
     text = f"<tool_call>\n{NESTED % arguments}\n</tool_call>"
     style, _, parser = style.partition("/")
     options = {"name": "template", "tool_parser": parser} if parser else {}

@@ -81,7 +81,7 @@ class Agent:
         self.conversations += [[*messages, answer.message] for answer in outcomes[0]]
 
     def check(self):
-        """Check that the trained tokens are those of the script, and that each prompt is the path to its turn."""
+        """Check that the trained tokens are the scripted tokens, and that each prompt is the path to its turn."""
         talk, episode = self.talk, self.talk.turns.episode
         talk.check()
         trajectory = episode.trajectory(1.0)
@@ -100,7 +100,7 @@ class Agent:
     seed=st.integers(0, 1 << 30),
     steps=st.lists(st.sampled_from(STEPS), min_size=3, max_size=14),
 )
-def test_whatever_an_agent_does_a_session_trains_what_was_sampled(renderers, style, keeps, seed, steps):
+def test_a_session_trains_the_sampled_tokens_for_any_agent_behavior(renderers, style, keeps, seed, steps):
     agent = Agent(renderers[style, keeps], seed)
 
     async def run():
@@ -108,13 +108,13 @@ def test_whatever_an_agent_does_a_session_trains_what_was_sampled(renderers, sty
             try:
                 await agent.step(step)
             except ValueError as error:
-                assert "refuses" in str(error), "only a template may refuse what an agent sends"  # noqa: PT017
+                assert "refuses" in str(error), "only a template may refuse messages of an agent"  # noqa: PT017
 
     asyncio.run(run())
     agent.check()
 
 
-def test_the_sampled_texts_of_the_agents_are_not_their_tokens_again(renderers):
+def test_decoding_and_encoding_the_answers_of_the_agents_usually_changes_their_tokens(renderers):
     renderer = renderers["chatml", False]
     agent = Agent(renderer, 3)
     agent.talk.turns.requests.clear()

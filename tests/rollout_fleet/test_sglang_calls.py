@@ -1,4 +1,4 @@
-"""Which calls the SGLang engine makes to its server, and in which order. The server only records the calls."""
+"""The calls of the SGLang engine to its server, and the order of the calls. The server only records the calls."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from tests.support.offers import bare_offer
 pytestmark = [pytest.mark.timeout(30), pytest.mark.usefixtures("virtual_time")]
 LOAD = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update", "/update_weight_version"]
 SENT_WITH = {"/end_weight_update": ["/update_weight_version"]}
-"""For a call, the calls that the engine sends before it has the answer.
+"""Maps a call to the calls that the engine sends before it has the answer to this call.
 
-It sends `/continue_generation` after all answers.
+The engine sends `/continue_generation` after it has all answers.
 """
 
 
 class RecordedServer:
-    """Stands in for `SGLangServer` and `SGLangClient`. Records every call and answers it at once."""
+    """Stands in for `SGLangServer` and `SGLangClient`. Records and answers every call immediately."""
 
     name = "sglang-0"
     url = "http://127.0.0.1:1"
@@ -134,7 +134,7 @@ async def answers_of(engine, num_requests):
     return [answer async for answer in engine.generate(requests_of(num_requests))]
 
 
-async def test_an_engine_generates_as_training_does_before_it_is_ready(server, tmp_path):
+async def test_an_engine_generates_with_the_training_options_before_it_is_ready(server, tmp_path):
     sampling = SamplingConfig(temperature=0.7, top_p=0.9, max_new_tokens=4096)
     engine = new_engine(server, tmp_path, vocab_size=7, sampling=sampling)
     server.events = [[{"meta_info": {}}]]
@@ -172,7 +172,9 @@ async def test_an_engine_that_does_not_generate_does_not_start(server, tmp_path,
         ([{"num_values": 3}, {"order": "older", "num_values": 3}], "rank 1 did not load .*is from an earlier load"),
     ],
 )
-async def test_a_version_may_be_named_only_after_every_rank_has_verified_it(engine, server, reports, message):
+async def test_an_engine_changes_its_version_only_after_every_rank_verified_the_weights(
+    engine, server, reports, message
+):
     server.reports = reports
     with pytest.raises(EngineError, match=message):
         await engine.load_weights(bare_offer(1))
@@ -181,7 +183,7 @@ async def test_a_version_may_be_named_only_after_every_rank_has_verified_it(engi
 
 
 @pytest.mark.parametrize("refused", ["/pause_generation", *LOAD, "/continue_generation"])
-async def test_a_refusal_at_any_step_of_a_load_fails_the_engine(engine, server, refused):
+async def test_a_refused_call_at_any_step_of_a_load_fails_the_engine(engine, server, refused):
     server.refused = refused
     with pytest.raises(EngineError, match=f"{refused} was refused"):
         await engine.load_weights(bare_offer(1))
@@ -203,7 +205,7 @@ async def test_a_step_of_a_load_that_the_server_does_not_confirm_fails_the_engin
 @pytest.mark.parametrize(
     ("on_update", "mode", "flush_cache"), [(OnUpdate.recompute, "retract", True), (OnUpdate.keep, "in_place", False)]
 )
-async def test_an_update_recomputes_or_keeps_the_kv_cache_of_running_samples(
+async def test_an_update_recomputes_or_retains_the_kv_cache_of_running_samples(
     server, tmp_path, on_update, mode, flush_cache
 ):
     async with started_engine(server, tmp_path, sglang=SGLangConfig(on_update=on_update)) as engine:
@@ -213,7 +215,7 @@ async def test_an_update_recomputes_or_keeps_the_kv_cache_of_running_samples(
     assert calls["/update_weights_from_tensor"]["flush_cache"] is flush_cache
 
 
-async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
+async def test_a_load_calls_pause_update_verify_and_continue_in_this_order(engine, server):
     await engine.load_weights(bare_offer(1))
     assert engine.version == 1
     assert server.paths == ["/pause_generation", *LOAD, "/continue_generation"]
@@ -221,7 +223,7 @@ async def test_a_load_pauses_updates_verifies_and_continues(engine, server):
     assert (load["flush_cache"], len(load["serialized_named_tensors"])) == (True, 2)
 
 
-async def test_after_a_load_tokens_of_the_verified_versions_are_accepted_and_of_others_refused(server, tmp_path):
+async def test_an_engine_accepts_only_tokens_of_verified_versions(server, tmp_path):
     async with started_engine(server, tmp_path) as engine:
         await engine.load_weights(bare_offer(1))
         for version in ("0", "1", "2"):
@@ -235,7 +237,7 @@ async def test_after_a_load_tokens_of_the_verified_versions_are_accepted_and_of_
                 assert output.versions.tolist() == [int(version)] * 2
 
 
-async def test_after_a_release_the_weights_come_back_before_the_kv_cache(engine, server):
+async def test_a_load_after_a_release_allocates_the_weights_before_the_kv_cache(engine, server):
     await engine.release_memory()
     server.calls.clear()
     await engine.load_weights(bare_offer(1))
@@ -250,7 +252,7 @@ async def test_after_a_release_the_weights_come_back_before_the_kv_cache(engine,
     assert "kv_cache" in server.calls[6][1]["tags"]
 
 
-async def test_the_load_is_that_of_all_ranks_and_the_fullest_cache(engine, server):
+async def test_the_engine_load_has_the_sum_of_all_ranks_and_the_fullest_cache(engine, server):
     counts = {"num_running_reqs": 3, "num_waiting_reqs": 2}
     server.loads = [{**counts, "token_usage": 0.25}, {**counts, "token_usage": 0.5}]
     assert await engine.read_load() == EngineLoad(num_running=6, num_waiting=4, cache_use=0.5)
@@ -260,7 +262,7 @@ async def test_the_load_is_that_of_all_ranks_and_the_fullest_cache(engine, serve
     assert not engine.has_failed
 
 
-async def test_aborting_everything_is_one_call(engine, server):
+async def test_an_abort_of_all_requests_is_one_call(engine, server):
     running = asyncio.create_task(answers_of(engine, 5))
     await asyncio.sleep(0)
     server.calls.clear()
@@ -282,7 +284,7 @@ async def test_aborts_of_several_requests_are_sent_at_the_same_time(engine, serv
     running.cancel()
 
 
-async def test_a_server_that_hangs_during_a_load_is_reported_with_the_deadline_of_the_load(server, tmp_path):
+async def test_the_error_of_a_load_that_hangs_names_load_timeout_s(server, tmp_path):
     async with started_engine(server, tmp_path, silence_timeout_s=0.05, load_timeout_s=0.3) as engine:
         running = asyncio.create_task(answers_of(engine, 5))
         await asyncio.sleep(0)
@@ -311,14 +313,14 @@ async def test_the_deadline_of_a_load_grows_with_its_bytes(engine, server):
         ("release_memory", r"did not release its memory within rollout_fleet.load_timeout_s = 0.05 s. Last lines of"),
     ],
 )
-async def test_a_call_that_hangs_is_reported_with_the_option_that_bounds_it(server, tmp_path, call, want):
+async def test_the_error_of_a_call_that_hangs_names_the_option_of_its_deadline(server, tmp_path, call, want):
     async with started_engine(server, tmp_path, start_timeout_s=0.05, load_timeout_s=0.05) as engine:
         server.answers.clear()
         with pytest.raises(DeadlineError, match=want):
             await getattr(engine, call)()
 
 
-async def test_samples_travel_in_requests_of_the_configured_size(engine, server):
+async def test_samples_are_sent_in_requests_of_the_configured_size(engine, server):
     running = asyncio.create_task(answers_of(engine, 5))
     await asyncio.sleep(0.01)
     sent = [body["rid"] for path, body in server.calls if path == "/generate"]
@@ -328,7 +330,7 @@ async def test_samples_travel_in_requests_of_the_configured_size(engine, server)
     running.cancel()
 
 
-async def test_a_load_that_is_cancelled_leaves_an_engine_that_has_failed(engine, server):
+async def test_a_cancelled_load_fails_the_engine(engine, server):
     server.answers.clear()
     loading = asyncio.create_task(engine.load_weights(bare_offer(1)))
     await asyncio.sleep(0)
@@ -341,7 +343,7 @@ async def test_a_load_that_is_cancelled_leaves_an_engine_that_has_failed(engine,
             await asyncio.wait_for(asked, 5)
 
 
-async def test_an_engine_that_was_never_started_says_so(tmp_path):
+async def test_an_engine_that_was_never_started_raises_an_error_with_its_name(tmp_path):
     (tmp_path / "config.json").write_text('{"vocab_size": 50}')
     options = {"model_path": str(tmp_path), "device": EngineDevice.cuda, "rank": 1, "log_dir": "", "seed": 0}
     engine = SGLangEngine(RolloutFleetConfig(), **options)
@@ -360,9 +362,7 @@ async def test_memory_is_not_released_while_samples_run(engine, server):
     running.cancel()
 
 
-async def test_a_server_without_a_memory_saver_stands_still_and_says_once_that_it_keeps_its_memory(
-    engine, server, caplog
-):
+async def test_a_server_without_a_memory_saver_logs_once_that_it_does_not_release_memory(engine, server, caplog):
     server.saves_memory = False
     await engine.release_memory()
     await engine.load_weights(bare_offer(1))
@@ -393,7 +393,7 @@ def finished(index, token_ids):
     return chunk(token_ids, len(token_ids), reason="stop", spans=[span(0, len(token_ids))]) | {"index": index}
 
 
-async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
+async def test_samples_that_end_in_one_batch_of_events_are_answered_in_order(engine, server):
     server.events = [[finished(1, [5, 1]), finished(0, [1])]]
     answers = await answers_of(engine, 2)
     told = [(request.id, output.token_ids.tolist()) for request, output in answers]
@@ -403,7 +403,7 @@ async def test_samples_that_end_in_one_read_are_answered_in_it(engine, server):
     assert [options["max_new_tokens"] for options in body["sampling_params"]] == [4, 4]
 
 
-async def test_the_rest_of_a_response_ends_at_a_stop_text_that_its_earlier_tokens_began(server, tmp_path, monkeypatch):
+async def test_a_continued_response_ends_at_a_stop_text_that_its_earlier_tokens_began(server, tmp_path, monkeypatch):
     sampling = SamplingConfig(max_new_tokens=4, stop=("5><6",))
     engine = new_engine(server, tmp_path, sampling=sampling)
     monkeypatch.setattr(engine, "decoder", lambda: lambda ids: "".join(f"<{token}>" for token in ids))
@@ -429,13 +429,13 @@ async def test_the_rest_of_a_response_ends_at_a_stop_text_that_its_earlier_token
         ([[finished(0, [50])]], "sampled ids must be in 0..49, got 50..50"),
     ],
 )
-async def test_an_answer_against_the_contract_ends_the_request_with_its_fault(engine, server, events, want):
+async def test_a_server_answer_that_violates_the_contract_raises_an_engine_error(engine, server, events, want):
     server.events = events
     with pytest.raises(EngineError, match=want):
         await answers_of(engine, 2)
 
 
-async def test_nothing_is_answered_after_the_engine_has_failed(engine, server):
+async def test_a_failed_engine_returns_no_answers(engine, server):
     ready = asyncio.Event()
 
     async def stream(path, body):
@@ -451,7 +451,7 @@ async def test_nothing_is_answered_after_the_engine_has_failed(engine, server):
         await running
 
 
-def test_chunks_are_put_together_with_the_versions_of_the_last():
+def test_a_sample_has_the_tokens_of_all_chunks_and_the_versions_of_the_last_chunk():
     sample = StreamedSample(requests_of(1)[0], 3)
     assert sample.add(chunk([5], 1)) is None
     assert sample.add(chunk([6, 7], 3)) is None
@@ -465,7 +465,7 @@ def test_chunks_are_put_together_with_the_versions_of_the_last():
     assert output.finish_reason is FinishReason.stop
 
 
-def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_them_once():
+def test_tokens_that_an_abort_in_the_queue_repeats_are_counted_once():
     sample = StreamedSample(requests_of(1)[0], 3)
     sample.add(chunk([5, 6], 2))
     repeated = [[-0.5, 5, None], [-0.5, 6, None]]
@@ -479,7 +479,7 @@ def test_a_sample_that_is_aborted_in_the_queue_repeats_its_tokens_and_counts_the
 @pytest.mark.parametrize(
     ("ids", "reason"), [([5, 1], "stop"), ([5, 9], "stop"), ([5, 2, 3], "stop"), ([5, 2], None), ([], None)]
 )
-async def test_a_sample_that_stops_in_the_step_of_its_abort_has_stopped(server, tmp_path, ids, reason):
+async def test_a_sample_that_ends_in_the_step_of_its_abort_has_a_finish_reason(server, tmp_path, ids, reason):
     """The server reports an abort although the sample has ended. The engine must not continue the sample."""
     engine = new_engine(server, tmp_path, sglang=SGLangConfig(tokenizer=True))
     server.events = []
@@ -495,12 +495,12 @@ async def test_a_sample_that_stops_in_the_step_of_its_abort_has_stopped(server, 
 
 
 @pytest.mark.parametrize("wrong", [chunk([5], 3), chunk([5], 1, triples=[[-0.5, 6, None]])])
-def test_a_chunk_that_lacks_tokens_or_names_others_is_refused(wrong):
+def test_a_chunk_with_missing_or_inconsistent_tokens_is_refused(wrong):
     with pytest.raises(ValueError, match=r"log-probs|output_ids"):
         StreamedSample(requests_of(1)[0], 3).add(wrong)
 
 
-async def test_tokens_so_far_are_answered_as_aborted_when_the_server_dies(engine, server):
+async def test_unfinished_samples_are_returned_as_aborted_when_the_server_dies(engine, server):
     async def stream(path, body):
         yield [chunk([5], 1, version="0") | {"index": 0}]
         yield [chunk([6, 7], 3, version="0") | {"index": 0}, finished(1, [4, 1])]
@@ -517,7 +517,7 @@ async def test_tokens_so_far_are_answered_as_aborted_when_the_server_dies(engine
     assert engine.has_failed
 
 
-async def test_a_sample_that_the_server_loses_fails_the_engine_once_no_other_runs(engine, server):
+async def test_a_sample_that_the_server_loses_fails_the_engine_when_no_other_sample_runs(engine, server):
     async def stream(path, body):
         yield [chunk([5], 1, version="0") | {"index": 0}, finished(1, [4, 1])]
         await asyncio.Event().wait()
@@ -534,12 +534,12 @@ async def test_a_sample_that_the_server_loses_fails_the_engine_once_no_other_run
     ("later", "kept"),
     [
         ([chunk([6], 2)], [5, 6]),
-        ([chunk([6], 2, version="4")], [5]),  # the versions of these tokens (3 or 4) are not certain
+        ([chunk([6], 2, version="4")], [5]),  # the version of the second token can be 3 or 4
         ([chunk([6], 2, version="4"), chunk([7], 3, version="4")], [5]),
         ([chunk([6], 2), chunk([1], 3, reason="stop", spans=[{"version": "3", "start": 0, "end": 3}])], [5, 6]),
     ],
 )
-def test_of_a_sample_that_did_not_end_only_tokens_whose_version_is_certain_are_kept(later, kept):
+def test_an_unfinished_sample_keeps_only_tokens_with_a_certain_policy_version(later, kept):
     sample = StreamedSample(requests_of(1)[0], 3)
     sample.add(chunk([5], 1))
     for more in later:
@@ -549,14 +549,14 @@ def test_of_a_sample_that_did_not_end_only_tokens_whose_version_is_certain_are_k
     assert output.finish_reason is None
 
 
-async def test_a_refused_request_is_not_a_failure_of_the_engine(engine, server):
+async def test_a_refused_request_does_not_fail_the_engine(engine, server):
     server.events = [[{"error": {"message": "too long"}}]]
     with pytest.raises(RequestRefused, match="too long"):
         await answers_of(engine, 1)
     assert not engine.has_failed
 
 
-async def test_options_of_a_request_reach_the_server_beside_the_stop_tokens_of_the_model(server, tmp_path):
+async def test_the_server_gets_the_options_of_a_request_and_the_stop_tokens_of_the_model(server, tmp_path):
     engine = new_engine(server, tmp_path, sglang=SGLangConfig(tokenizer=True))
     own = SamplingConfig(stop=("END",), stop_token_ids=(9, 2), seed=5, json_schema="{}")
     for sampling in (own, SamplingConfig()):
@@ -571,7 +571,7 @@ async def test_options_of_a_request_reach_the_server_beside_the_stop_tokens_of_t
         assert sent["stop_token_ids"] == sorted({*engine.facts.eos_ids, *sampling.stop_token_ids})
 
 
-async def test_a_stop_text_or_a_schema_is_refused_by_a_server_without_a_tokenizer(engine):
+async def test_a_server_without_a_tokenizer_refuses_stop_texts_and_schemas(engine):
     for option in ({"stop": ("END",)}, {"json_schema": "{}"}):
         request = SampleRequest(id="a", prompt_ids=np.array([3]), sampling=SamplingConfig(**option))
         with pytest.raises(

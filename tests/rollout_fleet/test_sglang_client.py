@@ -67,13 +67,13 @@ async def client(server, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/update_weights_from_disk", "/weights_checker", "/pause_generation"])
-async def test_a_call_is_sent_again_when_an_idle_connection_was_reset(client, server, path):
+async def test_the_client_repeats_a_call_after_an_idle_connection_was_reset(client, server, path):
     assert await client.call("POST", "/continue_generation", {}) == {}
     assert await client.call("POST", path, {}) == {}
     assert server.requests == ["/continue_generation", path, path]
 
 
-async def test_generation_is_not_repeated_by_itself(client, server):
+async def test_the_client_does_not_repeat_a_failed_generation_request(client, server):
     await client.call("POST", "/continue_generation", {})
     with pytest.raises(EngineError, match="sglang-0 could not be reached for POST /generate"):
         await anext(client.stream("/generate", {}))
@@ -112,7 +112,7 @@ class StreamingServer:
         writer.close()
 
 
-async def test_one_connection_carries_one_batch_of_samples_after_another(client, tmp_path, monkeypatch):
+async def test_several_batches_of_samples_reuse_one_connection(client, tmp_path, monkeypatch):
     streaming = StreamingServer()
     async with await asyncio.start_server(streaming.serve, "127.0.0.1", 0) as server:
         monkeypatch.setattr(SGLangServer, "url", f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
@@ -175,7 +175,7 @@ async def answering(client, monkeypatch):
         server.close()
 
 
-async def test_a_refused_call_is_an_error_with_status_and_text(answering):
+async def test_the_error_of_a_refused_call_has_status_and_text(answering):
     client = await answering(b"too long", status=400)
     with pytest.raises(EngineError, match=r"sglang-0 answered POST /generate with 400: b'too long'"):
         await anext(client.stream("/generate", {}))
@@ -183,7 +183,7 @@ async def test_a_refused_call_is_an_error_with_status_and_text(answering):
         await client.call("POST", "/pause_generation", {})
 
 
-async def test_an_answer_that_is_not_json_is_an_error_of_the_engine(answering):
+async def test_an_answer_that_is_not_json_is_an_engine_error(answering):
     client = await answering(b"data: {oh no}\n\n")
     with pytest.raises(EngineError, match=r"answered POST /generate with .* not JSON .*oh no"):
         await anext(client.stream("/generate", {}))
@@ -197,19 +197,19 @@ async def test_an_empty_answer_is_none(answering):
 
 
 @pytest.mark.parametrize("part_bytes", [1, 7, 1 << 20])
-async def test_events_are_whole_however_the_network_cuts_them(answering, part_bytes):
+async def test_the_client_reads_whole_events_from_any_network_fragments(answering, part_bytes):
     client = await answering(b'data: {"a": 1}\n\ndata: {"b": [2]}\n\ndata: [DONE]\n\n', part_bytes=part_bytes)
     events = [event async for together in client.stream("/generate", {}) for event in together]
     assert events == [{"a": 1}, {"b": [2]}]
 
 
-async def test_a_client_that_was_closed_says_which_call_was_not_sent(client):
+async def test_a_closed_client_names_the_call_that_it_did_not_send(client):
     await client.close()
     with pytest.raises(EngineError, match="sglang-0 is not running; POST /pause_generation cannot be sent"):
         await client.call("POST", "/pause_generation", {})
 
 
-async def test_the_death_of_the_server_is_raised_instead_of_a_broken_connection(client, server, monkeypatch):
+async def test_the_client_reports_the_death_of_the_server_and_not_a_broken_connection(client, server, monkeypatch):
     async def died() -> None:
         raise WorkerDiedError("sglang-0 died with exit status 9")
 

@@ -121,16 +121,16 @@ async def test_logprobs_are_those_of_the_sampling_temperature_before_truncation(
             np.testing.assert_allclose(sample.logprobs, expected, atol=1e-3)
 
 
-async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(engine):
+async def test_a_response_ends_with_the_end_of_sequence_exactly_if_its_finish_reason_is_stop(engine):
     assert_ends(await answer(engine, requests_of(1, num_samples=100)), least=5)
 
 
-async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_on(engine):
+async def test_aborted_samples_return_their_tokens_and_other_samples_continue(engine):
     keep = requests_of(1, num_samples=20, name="keep", max_new_tokens=250, top_k=3)
     cut = requests_of(1, num_samples=40, name="cut", max_new_tokens=250, top_k=3)
     running = asyncio.create_task(answer(engine, [*cut, *keep]))
     await until_writing(engine)
-    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - no event exists
+    while not (load := await engine.read_load()).num_running:  # noqa: ASYNC110 - no event to wait for
         await asyncio.sleep(0.01)
     assert load.num_running + load.num_waiting <= 60
     assert 0 < load.cache_use <= 1
@@ -143,7 +143,7 @@ async def test_aborted_samples_are_cut_off_with_their_tokens_and_the_others_go_o
     assert max(len(sample.token_ids) for sample in aborted) < 250
 
 
-async def test_an_abort_hits_no_id_that_begins_with_the_aborted_one(engine):
+async def test_an_abort_does_not_abort_ids_that_begin_with_the_aborted_id(engine):
     requests = [
         SampleRequest(id=name, prompt_ids=np.array([3, 4], dtype=np.int32), sampling=SamplingConfig(max_new_tokens=100))
         for name in ("7-1-1-0", "7-1-1-00", "7-1-1-0-1")
@@ -157,14 +157,14 @@ async def test_an_abort_hits_no_id_that_begins_with_the_aborted_one(engine):
 
 
 @pytest.mark.long
-async def test_a_finished_sample_does_not_wait_for_the_others_of_its_request(engine):
+async def test_a_finished_sample_does_not_wait_for_other_samples_of_its_request(engine):
     short = requests_of(1, num_samples=4, name="short", max_new_tokens=2)
     long = requests_of(1, num_samples=4, name="long", max_new_tokens=400, top_k=3)
     order = [request.id.split("-")[0].rstrip("0123456789") async for request, _ in engine.generate([*long, *short])]
     assert sorted(order[:4]) == ["short"] * 4
 
 
-async def test_a_refused_request_says_why_and_the_server_lives(engine):
+async def test_a_refused_request_names_the_cause_and_the_server_continues(engine):
     (request,) = requests_of(1, num_samples=1, max_new_tokens=600)
     with pytest.raises(EngineError, match=r"sglang-0 answered POST /generate with .*context length"):
         await answer(engine, [request])
@@ -173,7 +173,7 @@ async def test_a_refused_request_says_why_and_the_server_lives(engine):
     assert len((await answer(engine, requests_of(1)))[0].token_ids) > 0
 
 
-async def test_a_prompt_may_use_all_positions_but_those_that_sglang_reserves_and_one(engine):
+async def test_a_prompt_can_use_all_positions_except_one_and_those_that_sglang_reserves(engine):
     (request,) = requests_of(1, num_samples=1, name="whole", max_new_tokens=1)
     longest = np.resize(request.prompt_ids, 512 - SGLANG_RESERVED_POSITIONS - 1)
     with pytest.raises(RequestRefused, match="refuses a request: Input length"):
@@ -224,7 +224,7 @@ async def assert_failed(engine, running, match):
         ("hangs", DeadlineError, r"(?s)load_timeout_s = 0.3 s. Last lines of .*sglang-0.log"),
     ],
 )
-async def test_an_engine_whose_load_differs_or_fails_or_hangs_never_answers_again(
+async def test_an_engine_never_answers_again_after_a_load_that_differs_fails_or_hangs(
     failing_engine, publish, monkeypatch, how, error, match
 ):
     call = failing_engine.client.call
@@ -294,7 +294,7 @@ def signal_server(engine, signum):
 
 
 @pytest.mark.long
-async def test_a_server_that_stands_still_for_a_while_ends_nothing(engine):
+async def test_an_engine_survives_a_server_that_pauses_for_a_short_time(engine):
     running = asyncio.create_task(answer(engine, requests_of(2, name="paused", max_new_tokens=300, top_k=3)))
     await until_writing(engine)
     signal_server(engine, signal.SIGSTOP)
@@ -305,7 +305,7 @@ async def test_a_server_that_stands_still_for_a_while_ends_nothing(engine):
     assert len(await running) == 8
 
 
-async def test_a_server_that_stands_still_for_good_is_found_within_the_deadline(engine, failing_engine, monkeypatch):
+async def test_a_server_that_never_continues_is_detected_within_the_deadline(engine, failing_engine, monkeypatch):
     monkeypatch.setattr(failing_engine.silence, "timeout_s", 2.0)
     running = asyncio.create_task(answer(failing_engine, requests_of(2, name="silent", max_new_tokens=400, top_k=3)))
     await until_writing(failing_engine)
@@ -319,7 +319,7 @@ async def test_a_server_that_stands_still_for_good_is_found_within_the_deadline(
         signal_server(engine, signal.SIGCONT)
 
 
-async def test_a_server_listens_on_loopback_alone_and_in_folders_of_its_user(engine):
+async def test_a_server_listens_only_on_loopback_and_its_sockets_refuse_other_users(engine):
     sockets = [each for process in server_processes(engine) for each in process.net_connections("all")]
     ports = {each.laddr.ip for each in sockets if each.status == psutil.CONN_LISTEN}
     assert ports == {"127.0.0.1"}
@@ -327,12 +327,12 @@ async def test_a_server_listens_on_loopback_alone_and_in_folders_of_its_user(eng
     assert not [path for path, error in as_stranger(lambda: refusals(paths)).items() if not error]
 
 
-async def test_the_port_answers_only_who_holds_the_key(engine):
+async def test_a_server_answers_only_requests_with_the_key(engine):
     async with aiohttp.ClientSession(engine.server.url) as stranger, stranger.get("/model_info") as response:
         assert response.status == 401
 
 
-async def test_a_killed_server_is_noticed_at_once_and_nothing_of_it_is_left(engine):
+async def test_a_killed_server_is_detected_immediately_and_leaves_no_files_or_processes(engine):
     processes = server_processes(engine)
     scratch = re.search(r"--config (\S+)/server.yaml", " ".join(processes[0].cmdline())).group(1)
     shared_memory = shared_memory_of(processes)
@@ -354,7 +354,7 @@ async def test_a_killed_server_is_noticed_at_once_and_nothing_of_it_is_left(engi
     assert left_in_shared_memory(shared_memory) == []
 
 
-async def test_stopping_a_dead_engine_is_harmless(engine):
+async def test_a_dead_engine_can_be_stopped(engine):
     await asyncio.wait_for(engine.stop(), 30)
     await asyncio.wait_for(engine.stop(), 30)
 
@@ -385,18 +385,21 @@ OWNER = """
     [
         pytest.param(1, id="starting"),
         pytest.param(3, id="all-started", marks=pytest.mark.slow),
-        pytest.param(None, id="up", marks=pytest.mark.slow),
+        pytest.param(None, id="ready", marks=pytest.mark.slow),
     ],
 )
-async def test_the_death_of_the_owner_leaves_nothing(model_path, tmp_path, num_processes):
-    """The owner dies when the server has ``num_processes`` processes, or with None when the server is ready."""
+async def test_no_server_process_remains_after_the_death_of_the_owner(model_path, tmp_path, num_processes):
+    """The owner is killed when the server has ``num_processes`` processes.
+
+    If ``num_processes`` is None, the owner is killed when the server is ready.
+    """
     command = [sys.executable, "-c", textwrap.dedent(OWNER), model_path, str(tmp_path)]
     owner = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     guard = psutil.Process(int(await owner.stdout.readline()))
     if num_processes is None:
         assert await owner.stdout.readline() == b"up\n"
     else:
-        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - no event exists
+        while len(guard.children(recursive=True)) < num_processes:  # noqa: ASYNC110 - no event to wait for
             await asyncio.sleep(0.05)
     processes = [guard, *guard.children(recursive=True)]
     assert len(processes) >= 2

@@ -71,7 +71,7 @@ def launched_by(server):
     return process
 
 
-async def test_a_server_is_up_once_it_listens_and_leaves_nothing_when_stopped(make_server):
+async def test_a_server_is_started_when_it_listens_and_a_stop_removes_its_process_and_folder(make_server):
     server = make_server("print('loading', sys.argv[1:])" + textwrap.dedent(COMES_UP))
     await server.start()
     process, scratch = launched_by(server), server.scratch
@@ -87,21 +87,21 @@ async def test_a_server_is_up_once_it_listens_and_leaves_nothing_when_stopped(ma
         await server.wait_exit()
 
 
-async def test_a_port_that_was_taken_meanwhile_is_replaced_by_another(make_server):
+async def test_a_server_uses_another_port_if_its_port_is_already_in_use(make_server):
     server = make_server(textwrap.dedent(PORT_IS_TAKEN.format(num_taken=1)) + textwrap.dedent(COMES_UP))
     await server.start()
     assert server.log_path.read_text().count("address already in use") == 1
     assert launched_by(server).is_running()
 
 
-async def test_ports_that_are_taken_again_and_again_end_the_start(make_server):
+async def test_a_start_fails_after_several_ports_that_are_already_in_use(make_server):
     server = make_server(textwrap.dedent(PORT_IS_TAKEN.format(num_taken=9)))
     with pytest.raises(WorkerDiedError, match=r"(?s)died with exit status 1. Last lines.*address already in use"):
         await server.start()
     assert server.log_path.read_text().count("address already in use") == sglang_server.BIND_ATTEMPTS
 
 
-async def test_a_death_is_noticed_and_shown_with_the_end_of_the_log(make_server):
+async def test_the_error_of_a_dead_server_shows_the_end_of_its_log(make_server):
     server = make_server(COMES_UP)
     await server.start()
     launched_by(server).send_signal(signal.SIGKILL)
@@ -109,15 +109,17 @@ async def test_a_death_is_noticed_and_shown_with_the_end_of_the_log(make_server)
         await asyncio.wait_for(server.wait_exit(), 20)
 
 
-async def test_a_start_that_takes_too_long_is_stopped_and_named(make_server):
+async def test_a_server_that_starts_too_slowly_is_stopped_and_the_error_names_the_option(make_server):
     server = make_server("print('still loading', flush=True)\ntime.sleep(600)", start_timeout_s=1.0)
     with pytest.raises(DeadlineError, match=r"not up within 1\.0 s; raise rollout_fleet\.start_timeout_s"):
         await server.start()
     assert server.guard.returncode is not None
 
 
-@pytest.mark.parametrize("is_made", [False, True], ids=["before its guard is made", "after"])
-async def test_a_server_stopped_while_it_is_launched_leaves_nothing(make_server, monkeypatch, tmp_path, is_made):
+@pytest.mark.parametrize("is_made", [False, True], ids=["before the guard starts", "after the guard starts"])
+async def test_a_server_that_is_stopped_during_its_launch_leaves_no_process_or_folder(
+    make_server, monkeypatch, tmp_path, is_made
+):
     async def create(*command, **options):
         guard = await make_guard(*command, **options) if is_made else None
         launching.set()
@@ -137,7 +139,7 @@ async def test_a_server_stopped_while_it_is_launched_leaves_nothing(make_server,
     assert not list(tmp_path.glob("asyncrl-*"))
 
 
-async def test_a_guard_that_stands_still_is_killed_and_the_kernel_kills_the_server(make_server):
+async def test_a_guard_that_hangs_is_killed_and_the_kernel_kills_the_server(make_server):
     server = make_server(COMES_UP, stop_timeout_s=0.1)
     await server.start()
     process, scratch = launched_by(server), server.scratch
@@ -148,13 +150,13 @@ async def test_a_guard_that_stands_still_is_killed_and_the_kernel_kills_the_serv
     assert not scratch.exists()
 
 
-async def test_a_line_longer_than_the_streams_buffer_is_logged_whole(make_server):
+async def test_a_log_line_longer_than_the_stream_buffer_is_logged_completely(make_server):
     server = make_server("print('x' * 200_000)" + textwrap.dedent(COMES_UP))
     await server.start()
     assert server.log_path.read_bytes().startswith(b"x" * 200_000 + b"\n")
 
 
-async def test_a_server_that_was_never_started_says_so_and_stops_cleanly(make_server):
+async def test_a_server_that_was_never_started_raises_an_error_and_can_be_stopped(make_server):
     server = make_server(COMES_UP)
     await server.stop()
     with pytest.raises(WorkerDiedError, match="sglang-5 was never started"):
@@ -165,14 +167,12 @@ def option(arguments, name):
     return arguments[arguments.index(name) + 1]
 
 
-def test_a_server_reports_log_probs_under_the_temperature_whatever_the_shell_has_set(
-    make_server, tmp_path, monkeypatch
-):
+def test_a_server_reports_log_probs_with_temperature_for_any_variable_of_the_shell(make_server, tmp_path, monkeypatch):
     monkeypatch.setenv("SGLANG_RETURN_ORIGINAL_LOGPROB", "1")
     assert make_server("").environment(tmp_path)["SGLANG_RETURN_ORIGINAL_LOGPROB"] == "false"
 
 
-def test_the_command_line_follows_device_and_options(make_server, tmp_path):
+def test_the_command_line_depends_on_device_and_options(make_server, tmp_path):
     config = SGLangConfig(memory_saver=True, tp_size=2, extra_args=["--chunked-prefill-size", "64"])
     on_cpu = make_server("", config=config)
     arguments = on_cpu.arguments(tmp_path)
@@ -192,7 +192,7 @@ def test_the_command_line_follows_device_and_options(make_server, tmp_path):
     assert {"--disable-radix-cache", "--disable-overlap-schedule"} <= set(keeping.arguments(tmp_path))
 
 
-def test_a_server_on_cuda_takes_triton_for_head_sizes_that_other_backends_lack(make_server, tmp_path):
+def test_a_cuda_server_uses_triton_for_head_sizes_that_other_backends_do_not_support(make_server, tmp_path):
     def backend(head_dim, device=EngineDevice.cuda, **options):
         arguments = make_server("", device=device, head_dim=head_dim, **options).arguments(tmp_path)
         return [word for name, word in itertools.pairwise(arguments) if name == "--attention-backend"]
@@ -205,7 +205,7 @@ def test_a_server_on_cuda_takes_triton_for_head_sizes_that_other_backends_lack(m
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float"])
-def test_float32_is_refused_on_cuda_by_the_name_of_the_option(make_server, dtype):
+def test_the_error_for_float32_on_cuda_names_the_option(make_server, dtype):
     message = "rollout_fleet.sglang.dtype must be auto, bfloat16 or float16 with rollout_fleet.device=cuda, got float"
     with pytest.raises(ValueError, match=message):
         RolloutFleetConfig(device=EngineDevice.cuda, sglang=SGLangConfig(dtype=dtype))
@@ -223,14 +223,14 @@ def no_caches_named(monkeypatch):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("no_caches_named")
-def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_server, tmp_path, monkeypatch):
+def test_a_cuda_server_stores_compiled_kernels_outside_its_scratch_folder(make_server, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("QUACK_CACHE_DIR", "/elsewhere")
     scratch = tmp_path / "scratch"
     environment = make_server("", device=EngineDevice.cuda).environment(scratch)
     assert environment["TMPDIR"] == str(scratch)
     assert environment["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "cache" / "asyncrl" / "compile" / "torchinductor")
-    assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own choice must stay"
+    assert environment["QUACK_CACHE_DIR"] == "/elsewhere", "the user's own folder must be used"
     assert (tmp_path / "cache" / "asyncrl" / "compile").stat().st_mode & 0o777 == 0o700
     command = [
         sys.executable,
@@ -242,9 +242,7 @@ def test_compiled_kernels_outlive_the_scratch_folder_of_a_cuda_server(make_serve
 
 
 @pytest.mark.usefixtures("no_caches_named")
-def test_a_cuda_server_starts_without_a_folder_for_compiled_kernels_and_says_so(
-    make_server, tmp_path, monkeypatch, caplog
-):
+def test_a_cuda_server_starts_without_a_kernel_folder_and_logs_a_warning(make_server, tmp_path, monkeypatch, caplog):
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     environment = make_server("", device=EngineDevice.cuda).environment(tmp_path)
@@ -253,7 +251,7 @@ def test_a_cuda_server_starts_without_a_folder_for_compiled_kernels_and_says_so(
 
 
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
-def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_path, monkeypatch, name):
+def test_a_cuda_server_does_not_inherit_the_allocator_options_of_torch(make_server, tmp_path, monkeypatch, name):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setenv(name, "expandable_segments:True")
     assert name not in make_server("", device=EngineDevice.cuda).environment(tmp_path)
@@ -263,7 +261,9 @@ def test_a_cuda_server_does_not_inherit_how_torch_allocates(make_server, tmp_pat
     ("path", "words"),  # the second path is too long for any file system
     [("/dev/full", "/dev/full: [Errno 28] No space left on device"), ("n" * 300, "File name too long")],
 )
-async def test_a_log_that_cannot_be_written_or_made_does_not_block_a_server(make_server, caplog, tmp_path, path, words):
+async def test_a_log_file_that_cannot_be_written_or_created_does_not_block_a_server(
+    make_server, caplog, tmp_path, path, words
+):
     server = make_server('for _ in range(20_000):\n    print("x" * 100)\n' + textwrap.dedent(COMES_UP))
     server.log_path = tmp_path / path
     await server.start()

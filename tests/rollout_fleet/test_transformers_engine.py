@@ -100,9 +100,7 @@ def model_of(family: str, folder: Path, eos_ids: Sequence[int] = ()) -> tuple[st
         ("llama4_text", True, False),  # the attention works in chunks of positions
     ],
 )
-def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_prob_changes(
-    tmp_path, family, cuts_cache, may_pad
-):
+def test_sharing_prompts_and_dropping_finished_rows_does_not_change_log_probs(tmp_path, family, cuts_cache, may_pad):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
     prompts = [rng.integers(1, VOCABULARY, length).astype(np.int32) for length in (2, 9, 14, 14)]
@@ -115,9 +113,9 @@ def test_equal_prompts_are_read_once_and_rows_that_end_are_dropped_and_no_log_pr
     for request, sample in zip(requests, samples, strict=True):
         assert (len(sample.token_ids), sample.finish_reason) == (request.sampling.max_new_tokens, FinishReason.length)
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
-    assert (max(sizes) == len(requests)) == may_pad, f"batches of {sizes} rows"
-    assert (len(set(sizes)) > 3) == cuts_cache, f"batches of {sizes} rows"
-    assert len({tuple(sample.token_ids[:8].tolist()) for sample in samples}) > 9, "samples of a prompt must differ"
+    assert (max(sizes) == len(requests)) == may_pad, f"the passes had {sizes} rows"
+    assert (len(set(sizes)) > 3) == cuts_cache, f"the passes had {sizes} rows"
+    assert len({tuple(sample.token_ids[:8].tolist()) for sample in samples}) > 9, "samples of one prompt must differ"
 
 
 def batch_sizes(model):
@@ -129,7 +127,7 @@ def batch_sizes(model):
     return sizes
 
 
-def test_rows_are_dropped_whether_they_end_with_a_token_at_their_length_or_by_an_abort(tmp_path):
+def test_rows_are_dropped_after_an_end_token_at_their_length_limit_and_after_an_abort(tmp_path):
     path, model = model_of("qwen3", tmp_path, eos_ids=range(8))
     prompts = np.random.default_rng(1).integers(8, VOCABULARY, (64, 5)).astype(np.int32)
     requests = [
@@ -142,7 +140,7 @@ def test_rows_are_dropped_whether_they_end_with_a_token_at_their_length_or_by_an
     sizes = batch_sizes(model)
     samples = model.generate(running, 0)
     assert sizes[0] == 64
-    assert min(sizes) < 16, f"batches of {sizes} rows"
+    assert min(sizes) < 16, f"the passes had {sizes} rows"
     reasons = [sample.finish_reason for sample in samples]
     assert {*reasons[5:]} == {FinishReason.stop, FinishReason.length}
     for request, sample, asked in zip(requests, samples, running, strict=True):
@@ -156,7 +154,7 @@ def test_rows_are_dropped_whether_they_end_with_a_token_at_their_length_or_by_an
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
 
 
-def test_the_check_at_load_drops_rows_even_if_every_token_ends_a_response(tmp_path, monkeypatch):
+def test_the_check_at_a_load_drops_rows_even_if_every_token_is_an_end_token(tmp_path, monkeypatch):
     dropped = []
     cut = DynamicCache.batch_select_indices
     monkeypatch.setattr(
@@ -170,7 +168,7 @@ def test_the_check_at_load_drops_rows_even_if_every_token_ends_a_response(tmp_pa
 
 
 @pytest.mark.parametrize("family", ["gpt2", "lfm2"])
-def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample(tmp_path, family):
+def test_a_sample_near_the_last_position_does_not_fail_in_a_batch_with_new_samples(tmp_path, family):
     path, model = model_of(family, tmp_path)
     rng = np.random.default_rng(0)
     # The keys are prompt lengths, the values are limits of new tokens. Two samples end at the last position, 256.
@@ -190,12 +188,12 @@ def test_a_continuation_near_the_last_position_does_not_fail_beside_a_new_sample
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(path, request, sample), atol=1e-4)
 
 
-def test_a_model_whose_generated_log_probs_are_not_those_of_its_forward_pass_is_refused_by_name(tmp_path):
+def test_a_model_is_refused_if_its_generated_log_probs_differ_from_its_forward_pass(tmp_path):
     with pytest.raises(EngineError, match="tokens that RwkvForCausalLM generates must be within"):
         model_of("rwkv", tmp_path)
 
 
-async def test_after_a_load_tokens_carry_the_new_version_and_its_logprobs(start, publish):
+async def test_tokens_after_a_load_have_the_new_version_and_its_log_probs(start, publish):
     engine = await start()
     for version, scale in ((1, 1.3), (2, 0.7)):
         offer = publish(version, scale)
@@ -231,7 +229,7 @@ async def test_a_load_waits_for_the_running_batch_and_the_next_batch_has_the_new
     assert {version for sample in after for version in sample.versions.tolist()} == {1}
 
 
-async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publish, monkeypatch):
+async def test_the_deadline_of_a_load_excludes_the_wait_for_the_running_batch(start, publish, monkeypatch):
     engine = await start(load_timeout_s=0.5)
     outputs = await answer(engine, requests_of(1))
     begun = threading.Event()
@@ -244,7 +242,7 @@ async def test_a_load_waits_for_a_batch_that_outlasts_its_deadline(start, publis
     assert engine.version == 1
 
 
-async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start, publish, monkeypatch):
+async def test_a_load_that_waits_for_a_silent_batch_fails_at_the_silence_deadline(start, publish, monkeypatch):
     engine = await start(silence_timeout_s=0.3)
     begun, stuck = threading.Event(), threading.Event()
     monkeypatch.setattr(engine.model, "generate", lambda *_: begun.set() or (stuck.wait(60) and []))
@@ -256,7 +254,7 @@ async def test_a_load_that_waits_for_a_silent_batch_ends_with_the_silence(start,
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_a_load_that_hangs_names_its_option_and_fails_the_engine(start, publish, monkeypatch):
+async def test_a_load_that_hangs_fails_the_engine_and_the_error_names_the_option(start, publish, monkeypatch):
     engine = await start(load_timeout_s=0.1)
     stuck = threading.Event()
     monkeypatch.setattr(engine.model, "load_weights", lambda *_, **__: stuck.wait(60))
@@ -267,25 +265,25 @@ async def test_a_load_that_hangs_names_its_option_and_fails_the_engine(start, pu
     stuck.set()
 
 
-async def test_a_response_ends_with_the_end_of_sequence_exactly_when_it_stopped(start):
+async def test_a_response_ends_with_the_end_of_sequence_exactly_if_its_finish_reason_is_stop(start):
     engine = await start()
     assert_ends(await answer(engine, requests_of(1, num_samples=200)), least=10)
 
 
-async def test_a_sequence_that_ends_on_its_last_allowed_token_stopped(start):
+async def test_a_response_whose_last_allowed_token_is_an_end_token_has_finish_reason_stop(start):
     engine = await start()
     samples = await answer(engine, requests_of(1, num_samples=200, max_new_tokens=1))
     for sample in samples:
         assert sample.finish_reason is (FinishReason.stop if sample.token_ids.tolist() == [1] else FinishReason.length)
 
 
-async def test_one_seed_gives_the_same_samples_and_another_seed_others(start):
+async def test_the_same_seed_gives_the_same_samples_and_another_seed_gives_other_samples(start):
     first, again, other = [await answer(await start(seed=seed), requests_of(2)) for seed in (5, 5, 6)]
     tokens = [[sample.token_ids.tolist() for sample in run] for run in (first, again, other)]
     assert tokens[0] == tokens[1] != tokens[2]
 
 
-async def test_sampling_defaults_that_come_with_a_model_are_not_applied(model_path, tmp_path):
+async def test_sampling_defaults_in_the_files_of_a_model_are_not_applied(model_path, tmp_path):
     shutil.copytree(model_path, tmp_path / "model")
     defaults = '{"eos_token_id": 1, "do_sample": true, "top_k": 1, "temperature": 0.1, "repetition_penalty": 3.0}'
     (tmp_path / "model" / "generation_config.json").write_text(defaults)
@@ -300,7 +298,7 @@ async def test_sampling_defaults_that_come_with_a_model_are_not_applied(model_pa
     assert len({int(sample.token_ids[0]) for sample in samples}) > 5
 
 
-async def test_aborted_samples_are_cut_off_and_the_others_of_their_batch_go_on(start):
+async def test_aborted_samples_are_cut_off_and_other_samples_of_the_batch_continue(start):
     engine = await start()
     engine.model.eos_ids = ()
     requests = requests_of(2, max_new_tokens=300)
@@ -314,7 +312,7 @@ async def test_aborted_samples_are_cut_off_and_the_others_of_their_batch_go_on(s
     assert all(len(sample.token_ids) == len(sample.logprobs) == len(sample.versions) for sample in samples[4:])
 
 
-async def test_rows_of_one_batch_end_at_their_own_lengths(start, monkeypatch):
+async def test_each_row_of_a_batch_ends_at_its_own_length_limit(start, monkeypatch):
     engine = await start()
     engine.model.eos_ids = ()
     sizes = record_batches(engine, monkeypatch)
@@ -337,7 +335,7 @@ def record_batches(engine, monkeypatch):
     return sizes
 
 
-def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
+def test_an_aborted_row_ends_after_the_next_token():
     samples = [RunningSample(request) for request in requests_of(1, 3, max_new_tokens=9)]
     recorder = StepRecorder(samples, eos_ids=())
     stops = []
@@ -353,7 +351,7 @@ def test_an_aborted_row_keeps_the_tokens_up_to_the_step_that_saw_the_abort():
     np.testing.assert_allclose(outputs[0].logprobs, np.full(3, -np.log(5)), atol=1e-6)
 
 
-async def test_each_sample_of_a_batch_tells_of_its_first_token_once_and_before_its_answer(start):
+async def test_each_sample_reports_its_first_token_once_and_before_its_answer(start):
     engine, told = await start(), []
     requests = [replace(r, on_first_token=partial(told.append, r.id)) for r in requests_of(2)]
     async for request, _ in engine.generate(requests):
@@ -361,14 +359,14 @@ async def test_each_sample_of_a_batch_tells_of_its_first_token_once_and_before_i
     assert sorted(told) == sorted(request.id for request in requests)
 
 
-async def test_batches_hold_no_more_rows_than_allowed(start, monkeypatch):
+async def test_a_batch_has_at_most_max_rows_rows(start, monkeypatch):
     engine = await start(transformers=TransformersConfig(max_rows=8))
     sizes = record_batches(engine, monkeypatch)
     await answer(engine, requests_of(5))
     assert sizes == [8, 8, 4]
 
 
-async def test_samples_of_another_temperature_go_into_another_batch(start, monkeypatch):
+async def test_samples_with_different_temperatures_are_in_different_batches(start, monkeypatch):
     engine = await start()
     sizes = record_batches(engine, monkeypatch)
     await answer(engine, [*requests_of(1, 3), *requests_of(1, 2, "greedy", temperature=0.0)])
@@ -386,7 +384,7 @@ NORM = "model.norm.weight"
         ("change", lambda held: {**held, NORM: held[NORM] + 1e-6}, f"1 of 24 tensors differ, first {NORM}"),
     ],
 )
-async def test_an_engine_with_other_weights_than_published_answers_nothing_any_more(
+async def test_an_engine_whose_weights_differ_from_the_published_weights_never_answers_again(
     start, publish, how, change, message
 ):
     engine = await start()
@@ -405,7 +403,7 @@ async def test_a_snapshot_without_a_model_is_refused(start, tmp_path):
         await engine.load_weights(bare_offer(1))
 
 
-async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeypatch):
+async def test_a_failure_during_generation_fails_the_engine_and_the_error_names_it(start, monkeypatch):
     engine = await start()
 
     def fail(samples, version):
@@ -420,7 +418,7 @@ async def test_a_failure_while_generating_ends_the_engine_by_name(start, monkeyp
         await answer(engine, requests_of(1))
 
 
-async def test_a_sample_may_take_longer_than_the_deadline_on_silence(start, monkeypatch):
+async def test_a_sample_can_take_longer_than_the_silence_deadline(start, monkeypatch):
     engine = await start()
     outputs = await answer(engine, requests_of(1))
     monkeypatch.setattr(engine.silence, "timeout_s", 1.5)
@@ -435,7 +433,7 @@ async def test_a_sample_may_take_longer_than_the_deadline_on_silence(start, monk
     assert await answer(engine, requests_of(1)) == outputs
 
 
-async def test_an_engine_that_falls_silent_fails_and_names_the_option(start, monkeypatch):
+async def test_a_silent_engine_fails_and_the_error_names_the_option(start, monkeypatch):
     engine = await start(silence_timeout_s=0.2)
     stuck = threading.Event()
     monkeypatch.setattr(engine.model, "generate", lambda *_: stuck.wait(60) and [])
@@ -450,7 +448,7 @@ async def test_generate_without_requests_yields_no_answers_and_the_engine_contin
     assert len(await answer(engine, requests_of(1))) == 4
 
 
-async def test_released_weights_hold_no_memory_and_come_back_with_the_next_version(start, publish, model_path):
+async def test_released_weights_use_no_memory_until_the_next_version_is_loaded(start, publish, model_path):
     engine = await start()
     held = sum(p.nbytes for p in engine.model.model.parameters())
     await engine.release_memory()
@@ -465,7 +463,7 @@ async def test_released_weights_hold_no_memory_and_come_back_with_the_next_versi
         np.testing.assert_allclose(sample.logprobs, forward_logprobs(folder_of(offer), request, sample), atol=1e-5)
 
 
-async def test_memory_is_not_released_under_a_running_request(start):
+async def test_memory_is_not_released_while_a_request_runs(start):
     engine = await start()
     running = asyncio.create_task(answer(engine, requests_of(4, max_new_tokens=30)))
     await asyncio.sleep(0)  # let the task begin its requests
@@ -478,8 +476,8 @@ async def test_an_aborted_sample_continues_as_if_it_had_not_been_aborted(start, 
     await assert_continues(await start(), model_path, atol=1e-5)
 
 
-@pytest.mark.parametrize("released", [False, True], ids=["kept", "released"])
-async def test_adapters_alone_are_computed_beside_frozen_weights_that_are_loaded_once(
+@pytest.mark.parametrize("released", [False, True], ids=["retained", "released"])
+async def test_an_engine_loads_frozen_weights_once_and_then_only_adapters(
     released, start, publish, model_path, tmp_path, monkeypatch
 ):
     config = LearnerConfig(device=Device.cpu, lora=LoraConfig(rank=4))
@@ -520,7 +518,7 @@ def decode(ids):
     return "".join(f"<{token}>" for token in ids)
 
 
-async def test_a_response_ends_at_stop_tokens_and_stop_texts_of_its_own_request(start, monkeypatch):
+async def test_a_response_ends_at_the_stop_tokens_and_stop_texts_of_its_request(start, monkeypatch):
     engine = await start()
     (free,) = await answer(engine, requests_of(1, 1, temperature=0.0))
     ids = free.token_ids.tolist()
@@ -536,7 +534,7 @@ async def test_a_response_ends_at_stop_tokens_and_stop_texts_of_its_own_request(
     assert {by_token.finish_reason, by_text.finish_reason} == {FinishReason.stop}
 
 
-async def test_a_response_that_is_cut_off_inside_a_stop_text_ends_at_it(start, monkeypatch):
+async def test_a_response_that_was_cut_off_inside_a_stop_text_ends_at_this_stop_text(start, monkeypatch):
     engine = await start()
     (free,) = await answer(engine, requests_of(1, 1, seed=7))
     ids = free.token_ids.tolist()
@@ -549,7 +547,7 @@ async def test_a_response_that_is_cut_off_inside_a_stop_text_ends_at_it(start, m
     assert (rest.token_ids.tolist(), rest.finish_reason) == (ids[2:3], FinishReason.stop)
 
 
-async def test_a_reproducible_answer_that_is_cut_off_anywhere_continues_bit_for_bit(start):
+async def test_a_reproducible_answer_continues_with_identical_bits_after_a_cut(start):
     engine = await start(transformers=TransformersConfig(reproducible=True))
     (request,) = requests_of(1, 1, seed=7)
     (whole,) = await answer(engine, [request])
@@ -566,7 +564,7 @@ async def test_a_reproducible_answer_that_is_cut_off_anywhere_continues_bit_for_
         assert found.logprobs.tobytes() == whole.logprobs[cut:].tobytes()
 
 
-async def test_a_seed_gives_one_response_whatever_else_is_in_its_batch(start):
+async def test_a_seed_gives_the_same_response_in_any_batch(start):
     engine = await start()
     outputs = []
     for others in (1, 5):

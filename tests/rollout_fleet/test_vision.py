@@ -32,7 +32,7 @@ from tests.support.rollout import InMemoryBuffer, make_loop
 from tests.support.scripted_turns import ScriptedTurns
 from tests.support.vision_models import as_png, picture, write_vision_model
 
-IMAGE = 5  # the id of the token that stands for a part of an image
+IMAGE = 5  # the id of the placeholder token for one part of an image
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def request_of(reader, name, *seeds, width=16, length=3, **sampling):
 
 
 def forward_logprobs(model, reader, request, tokens):
-    """Return the log-probs of ``tokens``, [number of tokens], from transformers' own forward of one sequence."""
+    """Return the log-probs of ``tokens``, [number of tokens], from a forward pass of transformers over one sequence."""
     ids = torch.from_numpy(np.concatenate([request.prompt_ids, tokens]).astype(np.int64))[None]
     seen = {}
     if request.images:
@@ -92,7 +92,7 @@ def make_requests(reader, name):
 
 
 async def check_answers(engine, folder, reader, name, *, atol):
-    """Check that the log-probs of each answer equal those of a forward with the weights in ``folder``."""
+    """Check that the log-probs of each answer equal those of a forward pass with the weights in ``folder``."""
     requests = make_requests(reader, name)
     answers = {request.id: output async for request, output in engine.generate(requests)}
     model, differences = AutoModelForImageTextToText.from_pretrained(folder), []
@@ -106,9 +106,7 @@ async def check_answers(engine, folder, reader, name, *, atol):
     assert max(differences) < atol
 
 
-async def test_an_engine_samples_images_as_a_forward_computes_them_before_and_after_a_load(
-    model_path, reader, tmp_path
-):
+async def test_log_probs_with_images_equal_a_forward_pass_before_and_after_a_load(model_path, reader, tmp_path):
     engine = TransformersEngine(RolloutFleetConfig(), model_path=model_path, device=EngineDevice.cpu, rank=0, seed=0)
     try:
         await engine.start()
@@ -124,7 +122,7 @@ async def test_an_engine_samples_images_as_a_forward_computes_them_before_and_af
         await engine.stop()
 
 
-def test_a_placeholder_ends_a_turn_and_is_refused_where_no_image_is(model_path, reader):
+def test_an_image_placeholder_ends_a_turn_and_is_refused_without_its_image(model_path, reader):
     facts = read_model_facts(model_path)
     assert (facts.image_token_id, set(facts.eos_ids)) == (IMAGE, {2, IMAGE, 6})
     request = request_of(reader, "a", 0)
@@ -166,7 +164,7 @@ def test_sglang_on_a_cpu_refuses_a_model_with_images(model_path, tmp_path):
 
 
 @pytest.mark.slow  # imports SGLang
-def test_sglang_takes_this_shape_of_a_request(model_path, reader, tmp_path):
+def test_sglang_accepts_a_request_with_images(model_path, reader, tmp_path):
     io_struct = pytest.importorskip("sglang.srt.managers.io_struct")
     engine = SGLangEngine(
         RolloutFleetConfig(), model_path=model_path, device=EngineDevice.cpu, rank=0, log_dir=str(tmp_path), seed=0
@@ -202,7 +200,7 @@ def talk(model_path, reader):
     return turns, session
 
 
-async def test_a_session_continues_a_prompt_with_an_image_and_takes_one_from_a_tool(talk):
+async def test_a_session_continues_a_prompt_with_an_image_and_accepts_an_image_from_a_tool(talk):
     turns, session = talk
     messages = list(session.prompt.messages)
     (first,) = await session.chat(ChatRequest(messages=messages))
@@ -243,7 +241,7 @@ async def test_images_have_the_same_tokens_in_every_api(talk):
     assert asked.messages[0]["content"] == parts
 
 
-async def test_a_session_branches_for_another_image_with_equal_text(talk):
+async def test_a_session_begins_a_branch_for_another_image_with_equal_text(talk):
     turns, session = talk
     other = [{"role": "user", "content": [image_of(1), text_of("which colour?")]}]
     (answer,) = await session.chat(ChatRequest(messages=other))
@@ -253,7 +251,7 @@ async def test_a_session_branches_for_another_image_with_equal_text(talk):
     assert session.counts.branches == {"new_root": 1}
 
 
-async def test_a_session_refuses_images_that_it_cannot_take(talk, model_path):
+async def test_a_session_refuses_images_that_it_cannot_use(talk, model_path):
     turns, session = talk
     for content, message in (
         ([{"type": "image_url", "image_url": {"url": "/etc/passwd"}}], r"messages\[0\].content\[0\] is '/etc/passwd'"),
@@ -267,7 +265,7 @@ async def test_a_session_refuses_images_that_it_cannot_take(talk, model_path):
         await text_only.chat(ChatRequest(messages=list(session.prompt.messages)))
 
 
-async def test_the_loop_and_an_evaluation_read_the_images_of_prompts(model_path, reader, tmp_path):
+async def test_the_loop_and_the_evaluation_send_the_images_of_prompts_to_the_engine(model_path, reader, tmp_path):
     ids = request_of(reader, "a", 0).prompt_ids
     prompts = [
         Prompt(group_id=i, prompt_ids=ids, ground_truth="b", messages=({"role": "user", "content": [image_of(i)]},))

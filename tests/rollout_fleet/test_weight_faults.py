@@ -1,6 +1,6 @@
 """After any fault in a weight update on real SGLang servers, no token comes from weights that were not verified.
 
-In each row of the table, two engines load the same weights while requests run, and one update fails. The engine with
+In each test, two engines load the same weights while requests run, and one update fails. The engine with
 the failed update must end within its deadline, with an error that names the engine. The other engine continues.
 """
 
@@ -50,7 +50,7 @@ STEPS = [
     "/continue_generation",
 ]
 TOGETHER = {"/end_weight_update": {"/update_weight_version"}}
-"""For a call, the further calls that the engine sends before it has the answer."""
+"""Maps a call to further calls that the engine sends before it has the answer to this call."""
 DEADLINE_S = 3.0
 GRACE_S = 5.0
 MAX_ENDS = 5
@@ -75,14 +75,14 @@ ROWS = [
 ]
 LOAD = "/update_weights_from_tensor"
 HELD_ROWS = [*itertools.product(["engine", "rank 0", "rank 1"], ["before", "during"], SIGNALS)]
-"""Process, moment and signal. The signal comes while a server loads weights that learner ranks send."""
+"""Rows of (process, moment, signal). The signal comes while a server loads weights that learner ranks send."""
 _VERSIONS = itertools.count(1)
 
 
 class Servers:
     """Two real SGLang servers. The second server has no faults.
 
-    Engines on the first server fail. If the first server was killed, it is started again.
+    The tests make engines on the first server fail. If the first server was killed, it is started again.
     """
 
     def __init__(self, model_path, folder):
@@ -127,7 +127,7 @@ class Servers:
             with contextlib.suppress(AsyncRLError):  # raised if an update is open again
                 answers = [await post(path, {}) for path in ("/begin_weight_update", "/end_weight_update")]
                 if all(answer["success"] for answer in answers):
-                    await post("/continue_generation", {})  # the failed load paused it
+                    await post("/continue_generation", {})  # the failed load paused generation
                     return
         raise AssertionError(f"the server still has an open weight update after {MAX_ENDS} attempts to end it")
 
@@ -171,7 +171,7 @@ def fault_of(servers, fault, seed):
     delay_s = random.Random(seed).uniform(0, 0.02)
 
     async def send_signal():
-        await asyncio.sleep(delay_s)  # the server is working on the call
+        await asyncio.sleep(delay_s)  # meanwhile the server works on the call
         processes = server_processes(servers.owner)
         for process in processes[:1] if fault == "SIGKILL" else processes:  # the guard kills the other processes
             process.send_signal(signal.Signals[fault])
@@ -185,7 +185,7 @@ async def collect(engine, requests, accepted):
 
 
 async def failure_of(engine, offer, running):
-    """Load an offer and wait until the engine fails. Check that the failed engine does not answer any more."""
+    """Load an offer and wait until the engine fails. Check that the failed engine does not answer again."""
     with contextlib.suppress(AsyncRLError):
         await engine.load_weights(offer)
     with pytest.raises(AsyncRLError) as failure:
@@ -218,7 +218,7 @@ def check(accepted, model_of, seed):
 
 
 @pytest.mark.parametrize(("step", "moment", "fault"), ROWS)
-async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers, monkeypatch, step, moment, fault):
+async def test_no_token_of_unverified_weights_is_accepted(servers, monkeypatch, step, moment, fault):
     if fault == "truncated":
         monkeypatch.setattr(sglang, "DEATH_GRACE_S", 0.2)
     seed, accepted = random.randrange(1 << 16), []
@@ -255,7 +255,7 @@ async def test_nothing_is_accepted_under_weights_that_were_not_verified(servers,
 
 
 @pytest.mark.parametrize(("who", "moment", "fault"), HELD_ROWS)
-async def test_an_engine_whose_stream_of_weights_fails_never_continues_under_others(servers, who, moment, fault):
+async def test_an_engine_whose_weight_stream_fails_never_continues_with_unverified_weights(servers, who, moment, fault):
     seed, accepted, number = random.randrange(1 << 16), [], signal.Signals[fault]
     with learner_ranks(num_receivers=2, timeout_s=DEADLINE_S) as learner:
         async with servers.failing_engine() as (engine, proxy):

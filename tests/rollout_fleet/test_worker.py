@@ -45,7 +45,7 @@ def make_worker(model_path, tmp_path, monkeypatch):
     return make
 
 
-async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_accounted_for(
+async def test_a_worker_generates_across_weight_loads_and_every_token_is_counted(
     make_worker, make_buffer, model_path, tmp_path
 ):
     buffer = make_buffer(24, groups_per_step=8, max_lag=1)
@@ -74,7 +74,7 @@ async def test_a_worker_rolls_out_across_weight_loads_and_every_token_is_account
     assert versions <= {0, 1, 2}
 
 
-async def test_after_a_drain_the_engine_still_answers_held_out_prompts_and_keeps_the_answers(
+async def test_a_drained_worker_still_answers_held_out_prompts_and_stores_the_answers(
     make_worker, make_buffer, make_prompts, model_path, tmp_path
 ):
     buffer = make_buffer(4)
@@ -108,7 +108,7 @@ async def test_after_a_drain_the_engine_still_answers_held_out_prompts_and_keeps
 async def test_the_device_is_released_even_if_an_abandoned_evaluation_still_runs(
     make_worker, make_buffer, make_prompts, model_path, tmp_path, monkeypatch
 ):
-    """A signal or the death of a learner rank ends the evaluation of a colocated run before all answers have come."""
+    """A signal or the death of a learner rank ends the evaluation of a colocated run before it has all answers."""
     begun, engines, generate = asyncio.Event(), [], TransformersEngine.generate
 
     def generated(engine, requests):
@@ -132,7 +132,7 @@ async def test_the_device_is_released_even_if_an_abandoned_evaluation_still_runs
     await worker.stop()
 
 
-async def test_a_part_that_does_not_close_does_not_keep_the_other_parts_open():
+async def test_a_part_whose_close_fails_does_not_prevent_the_close_of_the_other_parts():
     closed = []
 
     def part(name: str) -> Any:
@@ -148,7 +148,7 @@ async def test_a_part_that_does_not_close_does_not_keep_the_other_parts_open():
     assert closed == ["engine", "rewards", "judge", "player"]
 
 
-async def test_a_worker_that_was_never_started_says_so_and_stops_cleanly(make_worker, make_buffer):
+async def test_a_worker_that_was_never_started_raises_an_error_and_can_be_stopped(make_worker, make_buffer):
     worker = make_worker(make_buffer(1))
     with pytest.raises(AsyncRLError, match=r"rollout worker 0 is not started; await start\(\) first"):
         await worker.load_first()
@@ -174,7 +174,7 @@ def held_out(engine, *failing_rewards):
     )
 
 
-async def test_a_held_out_prompt_whose_reward_fails_says_so_and_costs_no_other(make_prompts, caplog):
+async def test_a_held_out_prompt_whose_reward_fails_is_logged_and_other_prompts_are_answered(make_prompts, caplog):
     engine = ScriptedEngine()
     await engine.start()
     answered = await held_out(engine, 1).answer(make_prompts(3), version=0, num_samples=2)
@@ -183,8 +183,8 @@ async def test_a_held_out_prompt_whose_reward_fails_says_so_and_costs_no_other(m
     assert "a held-out prompt is left out: reward of prompt group 1 raised" in caplog.text
 
 
-async def test_answers_that_mix_policy_versions_are_repeated_or_left_to_another_engine(make_prompts):
-    """The scripted engine loads weights during the samples. A server also loads weights between two tokens."""
+async def test_an_answer_that_mixes_policy_versions_is_rejected_and_an_aborted_one_is_repeated(make_prompts):
+    """The scripted engine loads weights between two tokens of a sample, like a real server."""
     engine = ScriptedEngine(lambda request, version: ScriptedAnswer(response=[3, 3], token_delay_s=0.4))
     await engine.start()
     await engine.load_weights(bare_offer(4))

@@ -39,7 +39,7 @@ def check_balance(stats: BufferStats, counters: FleetCounters) -> None:
     balanced_account(stats, counters)
 
 
-async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced_account(tmp_path: Path):
+async def test_the_account_balances_if_the_buffer_is_paused_while_a_worker_stops(tmp_path: Path):
     """The buffer server is paused while the worker releases its leases, so the worker gets no answer.
 
     When the server continues, it processes the releases. The controller declares the worker dead with its token count.
@@ -64,7 +64,7 @@ async def test_a_buffer_that_stands_still_while_a_worker_stops_leaves_a_balanced
         await worker.close()
 
 
-async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path, monkeypatch):
+async def test_tokens_of_samples_that_ran_on_a_killed_worker_count_as_lost(tmp_path: Path, monkeypatch):
     """No sample ends. Each heartbeat of the worker reports the number of tokens in its running samples."""
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(2))
@@ -86,7 +86,7 @@ async def test_running_samples_of_a_killed_worker_are_lost_tokens(tmp_path: Path
             await worker.close()
 
 
-async def test_heartbeats_count_ended_and_running_samples_once_and_no_baseline():
+async def test_heartbeats_count_each_sample_once_and_exclude_the_greedy_baseline():
     buffer = InMemoryBuffer(make_prompts(2), max_lag=0)
     async with running_loop(buffer, writes(30), greedy_baseline=True, groups_in_flight=1) as (loop, engine, _):
         counts = [0]
@@ -101,7 +101,7 @@ async def test_heartbeats_count_ended_and_running_samples_once_and_no_baseline()
     assert buffer.count_generated() == 120 == buffer.num_tokens
 
 
-async def test_groups_stored_before_a_burial_are_not_lost(tmp_path: Path):
+async def test_groups_stored_before_their_worker_is_declared_dead_are_not_lost(tmp_path: Path):
     async with buffer_process(tmp_path) as (process, control):
         await control.enqueue(make_prompts(3))
         worker = AnyRole(process.address, request_timeout_s=20.0)

@@ -60,7 +60,7 @@ def buffer_of(num_prompts):
     return InMemoryBuffer(make_prompts(num_prompts), groups_per_step=1, max_lag=8)
 
 
-async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups(working, recorded):
+async def test_a_worker_ends_with_its_engine_and_another_worker_continues_its_groups(working, recorded):
     buffer, engine = buffer_of(4), ScriptedEngine(writes(40))
     async with working(buffer, engine) as (worker, run):
         await asyncio.sleep(0.2)
@@ -87,7 +87,7 @@ async def test_a_worker_ends_with_its_engine_and_another_goes_on_with_its_groups
     assert (down.cause, down.is_open) == ("WorkerDiedError", False)
 
 
-async def test_an_engine_whose_stop_raises_costs_no_counters(working, caplog):
+async def test_a_worker_returns_its_counters_even_if_its_engine_fails_to_stop(working, caplog):
     buffer, engine = buffer_of(2), ScriptedEngine(writes(100))
     async with working(buffer, engine) as (worker, _):
         await asyncio.sleep(0.2)
@@ -101,7 +101,7 @@ async def test_an_engine_whose_stop_raises_costs_no_counters(working, caplog):
     assert "engine-0 was not stopped; its processes end with this one" in caplog.text
 
 
-async def test_an_engine_that_fails_while_the_buffer_is_gone_ends_its_worker_all_the_same(working):
+async def test_an_engine_failure_ends_its_worker_even_if_the_buffer_does_not_answer(working):
     buffer, engine = buffer_of(2), ScriptedEngine(writes(100))
 
     async def unheard():
@@ -117,7 +117,7 @@ async def test_an_engine_that_fails_while_the_buffer_is_gone_ends_its_worker_all
         assert run.done()
 
 
-async def test_a_prompt_that_kills_engines_is_dropped_after_some_attempts(working):
+async def test_a_prompt_that_kills_engines_is_dropped_after_several_attempts(working):
     def script(request, version):
         return ScriptedAnswer(die="poisoned") if request.id.startswith("0-") else ScriptedAnswer(response=[5])
 
@@ -131,7 +131,7 @@ async def test_a_prompt_that_kills_engines_is_dropped_after_some_attempts(workin
     assert dict(buffer.ledger.account.groups_dropped) == {"engine_failed": 1}
 
 
-async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(working, monkeypatch):
+async def test_a_full_disk_on_the_host_ends_the_loop_with_that_error(working, monkeypatch):
     @asynccontextmanager
     async def staged(_, offer):
         if offer.version > 0:
@@ -149,7 +149,7 @@ async def test_no_room_on_the_workers_host_ends_its_loop_with_that_error(working
     assert buffer.held == set(), "the worker must release all leases"
 
 
-async def test_a_request_that_every_engine_would_refuse_ends_the_worker_with_that_error(working):
+async def test_a_request_that_the_engine_refuses_ends_the_worker_with_that_error(working):
     buffer, engine = buffer_of(2), ScriptedEngine(lambda request, version: ScriptedAnswer(error="too long"))
     async with working(buffer, engine) as (_, run):
         with pytest.raises(RequestRefused, match="too long"):
