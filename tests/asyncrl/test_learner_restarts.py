@@ -66,7 +66,7 @@ class MortalLearner(ScriptedLearner):
         return await super().run_update(version)
 
     async def _live(self, version=None):
-        """Raise the error if ``version`` is the first of ``deaths``. All later calls raise the error too."""
+        """Raise the error if ``version`` is the first of ``deaths``. Later calls raise it too, until `begin_again`."""
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)
