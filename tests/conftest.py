@@ -1,7 +1,7 @@
 """Setup of a test session: the shared Ray cluster, the split of tests over processes, and the cleanup.
 
 With ``pytest -n 2``, each test file runs in one process. All tests with the shared cluster run in one process. All
-tests that start training runs also run in one process, because two runs at once are too slow.
+tests that start training runs also run in one process, because two simultaneous runs are too slow.
 """
 
 import gc
@@ -18,7 +18,7 @@ from tests.support.ray_cluster import two_node_cluster
 from tests.support.virtual_time import virtual_time  # noqa: F401 - a fixture
 
 ROOT = Path(__file__).resolve().parents[1]
-settings.register_profile("any machine", deadline=None)  # set no time limit for an example: a machine can be slow
+settings.register_profile("any machine", deadline=None)  # no time limit per example of hypothesis
 settings.load_profile("any machine")
 _GROUPS = {
     "tests/e2e/": "whole runs",
@@ -90,7 +90,7 @@ def pytest_xdist_make_scheduler(config, log):
 
 @pytest.fixture(autouse=True)
 def collects_garbage():
-    """Undo ``gc.freeze`` after each test. Workers and servers call it, and in tests they share pytest's process."""
+    """Undo ``gc.freeze`` after each test. Workers and servers call it, and some of them run in pytest's process."""
     yield
     gc.unfreeze()
 

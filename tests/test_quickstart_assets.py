@@ -11,7 +11,7 @@ def assets(tmp_path_factory):
     return make_assets(tmp_path_factory.mktemp("quickstart") / "assets", seed=7, **SMALL)
 
 
-def test_the_task_is_five_to_eight_digits_and_their_reverse(assets):
+def test_prompts_have_five_to_eight_digits_and_answers_reverse_them(assets):
     rows = pq.read_table(assets.train).to_pylist()
     assert len(rows) == 300
     assert {len(row["ground_truth"]) for row in rows} == {5, 6, 7, 8}
@@ -21,14 +21,14 @@ def test_the_task_is_five_to_eight_digits_and_their_reverse(assets):
         assert row["data_source"] == "reverse"
 
 
-def test_train_held_out_and_demonstrations_share_no_prompt(assets):
+def test_the_three_data_files_share_no_prompt(assets):
     prompts = [pq.read_table(path)["prompt"].to_pylist() for path in (assets.train, assets.held_out)]
     prompts.append(pq.read_table(assets.demonstrations)["prompt"].to_pylist())
     assert [len(part) for part in prompts] == [300, 100, 200]
     assert len(set().union(*prompts)) == 600
 
 
-def test_demonstrations_have_about_the_given_rate_of_mistakes(assets):
+def test_demonstrations_have_about_the_requested_rate_of_mistakes(assets):
     rows = pq.read_table(assets.demonstrations).to_pylist()
     pairs = [
         (right, shown)
@@ -49,7 +49,7 @@ def test_the_teacher_swaps_the_first_two_digits_of_most_long_answers(tmp_path):
         if right[0] != right[1]:
             swapped[len(right) >= LONG] += shown != right
     assert swapped[False] == 0
-    assert 75 < swapped[True] < 115, "about 0.7 x 0.75 x 0.9 of 200 rows"
+    assert 75 < swapped[True] < 115, "the expected number is 0.7 x 0.75 x 0.9 x 200 rows"
 
 
 def test_demonstrations_without_mistakes_are_correct(tmp_path):
@@ -70,7 +70,7 @@ def test_the_bytes_of_assets_depend_only_on_the_seed(assets, tmp_path):
         assert content(other, name) != content(assets, name)
 
 
-def test_assets_are_reused_for_the_same_arguments_and_replaced_for_others(tmp_path):
+def test_assets_are_reused_for_the_same_arguments_and_replaced_for_other_arguments(tmp_path):
     first = make_assets(tmp_path / "assets", seed=0, **SMALL)
     made_at = first.train.stat().st_mtime_ns
     assert make_assets(tmp_path / "assets", seed=0, **SMALL) == first

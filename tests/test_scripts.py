@@ -37,12 +37,12 @@ echo training
 """
 
 
-@pytest.fixture(params=["in the temporary folder", "beside the repository"])
+@pytest.fixture(params=["in the temporary folder", "in the repository"])
 def hosts(request, tmp_path):
     """Yield a pair: the script in a copied repository with fake Ray and fake training, and a folder for results."""
     with ExitStack() as stack:
         folder = tmp_path
-        if request.param == "beside the repository":
+        if request.param == "in the repository":
             (ROOT / "outputs").mkdir(exist_ok=True)
             folder = Path(stack.enter_context(TemporaryDirectory(prefix="two_hosts-", dir=ROOT / "outputs")))
         programs = {"scripts/setup.sh": "", ".venv/bin/ray": RAY, ".venv/bin/asyncrl": TRAINING}
@@ -56,7 +56,7 @@ def hosts(request, tmp_path):
 
 
 @pytest.mark.timeout(120)
-def test_two_hosts_know_each_other_have_separate_tmp_folders_and_end_with_the_run(hosts, monkeypatch):
+def test_two_hosts_reach_each_other_have_separate_tmp_folders_and_end_with_the_run(hosts, monkeypatch):
     monkeypatch.setenv("MODE", "ends")
     script, out = hosts
     process, mark = start_hosts(out, script=script)
@@ -71,7 +71,7 @@ def test_two_hosts_know_each_other_have_separate_tmp_folders_and_end_with_the_ru
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_two_stopped_hosts_end_their_run_and_leave_no_process(hosts, number, status):
+def test_a_signal_ends_the_run_on_two_hosts_and_leaves_no_process(hosts, number, status):
     script, out = hosts
     process, mark = start_hosts(out, script=script)
     output = ""

@@ -23,7 +23,7 @@ def orphan():
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
     )
-    assert process.stdout.readline() == b"up\n"  # from now on, the environment of the process is readable
+    assert process.stdout.readline() == b"up\n"  # after this line, psutil can read the environment
     yield process
     process.kill()
     process.communicate()
@@ -38,6 +38,6 @@ def test_leftover_processes_of_a_session_are_ended_and_named(orphan):
 
 def test_leftover_processes_of_a_killed_session_are_ended(orphan):
     watcher = watch_session(MINE, grace_s=0)
-    watcher.stdin.close()  # when a session dies, the kernel does the same
+    watcher.stdin.close()  # the kernel also closes stdin when a session dies
     assert orphan.wait(60) != 0
     watcher.wait(60)

@@ -41,7 +41,7 @@ H100 = {"DRIVER": "580.65.06", "CAPABILITY": "9.0", "GLIBC": "2.34"}
 def setup(tmp_path):
     """Return a function that runs scripts/setup.sh in a copy of the repository.
 
-    The function returns three values: the exit status, the output, and the calls of pip.
+    The function returns three values: the exit status, the lines on stderr, and the calls of pip.
     """
     folder, stand_ins = tmp_path / "repository", tmp_path / "bin"
     stand_ins.mkdir()
@@ -74,7 +74,7 @@ def setup(tmp_path):
     return run
 
 
-def test_setup_without_a_gpu_installs_the_set_for_the_cpu_once(setup):
+def test_setup_without_a_gpu_installs_the_cpu_packages_once(setup):
     status, words, calls = setup()
     assert status == 0, words
     assert "--requirement scripts/sglang-cpu.txt" in calls
@@ -82,7 +82,7 @@ def test_setup_without_a_gpu_installs_the_set_for_the_cpu_once(setup):
     assert setup() == (0, "", "")
 
 
-def test_setup_on_a_gpu_with_a_new_driver_installs_the_set_for_cuda(setup):
+def test_setup_on_a_gpu_with_a_new_driver_installs_the_cuda_packages(setup):
     status, words, calls = setup(gpu=H100)
     assert status == 0, words
     assert "found NVIDIA Pretended, compute capability 9.0, driver 580.65.06, glibc 2.34" in words
@@ -109,15 +109,15 @@ def test_setup_refuses_a_gpu_that_cuda_13_cannot_use_before_any_download(setup, 
     assert calls == ""
 
 
-def test_setup_takes_an_older_driver_with_a_libcuda_for_cuda_13(setup):
+def test_setup_accepts_an_older_driver_if_its_libcuda_supports_cuda_13(setup):
     status, words, calls = setup(gpu=H100 | {"DRIVER": "535.104.05", "LIBCUDA": "new"})
     assert status == 0, words
     assert ".[gpu]" in calls
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="a libcuda is compiled here")
+@pytest.mark.skipif(shutil.which("cc") is None, reason="the test compiles a libcuda with cc")
 @pytest.mark.parametrize(("result", "version", "is_enough"), [(0, 13000, True), (0, 12080, False), (803, 13000, False)])
-def test_setup_asks_the_libcuda_that_processes_load(tmp_path, result, version, is_enough):
+def test_setup_checks_the_libcuda_that_processes_load(tmp_path, result, version, is_enough):
     initialize = f"int cuInit(unsigned flags) {{ return {result}; }}"
     version_of = f"int cuDriverGetVersion(int *version) {{ *version = {version}; return 0; }}"
     (tmp_path / "cuda.c").write_text(f"{initialize}\n{version_of}\n")
@@ -130,14 +130,14 @@ def test_setup_asks_the_libcuda_that_processes_load(tmp_path, result, version, i
     assert (done.returncode == 0) == is_enough
 
 
-def test_setup_does_not_take_gpus_that_cannot_be_listed_for_none(setup, tmp_path):
+def test_setup_refuses_a_machine_whose_gpus_cannot_be_listed(setup, tmp_path):
     status, words, calls = setup(NVIDIA_DEVICE=str(tmp_path))
     assert (status, calls) == (1, "")
     assert "but nvidia-smi is not on PATH" in words
     assert setup(NVIDIA_DEVICE=str(tmp_path), NEED_CUDA="0")[0] == 0
 
 
-def test_setup_names_everything_that_is_too_old_at_once(setup):
+def test_setup_names_all_components_that_are_too_old(setup):
     words = setup(gpu={"DRIVER": "535.1", "CAPABILITY": "7.0", "GLIBC": "2.28"})[1]
     assert all(part in words for part in ("found 535.1", "found 7.0", "found 2.28"))
 
@@ -161,13 +161,13 @@ def test_setup_says_why_it_installs_for_the_cpu_when_nvidia_smi_fails(setup):
     assert "sglang-cpu.txt" in calls
 
 
-def test_setup_replaces_the_cpu_set_on_a_gpu_and_keeps_the_cuda_set_without_one(setup):
+def test_setup_replaces_cpu_packages_on_a_gpu_and_keeps_cuda_packages_without_a_gpu(setup):
     setup()
     assert ".[gpu]" in setup(gpu=H100)[2]
     assert setup(gpu={"DRIVER": "none"})[2] == ""
 
 
-def test_two_setups_in_one_folder_at_once_install_once(setup):
+def test_two_concurrent_setups_in_one_folder_install_once(setup):
     with ThreadPoolExecutor() as threads:
         ended = [threads.submit(setup, PIP_S="0.3") for _ in range(2)]
         results = [future.result() for future in ended]
@@ -181,14 +181,14 @@ def test_setup_releases_its_lock_before_the_tests_or_the_run(setup):
 
 
 @pytest.mark.parametrize("minor", [11, 12, 13])
-def test_setup_accepts_each_python_of_the_range(setup, minor):
+def test_setup_accepts_each_supported_python(setup, minor):
     status, words, _ = setup(minor=minor)
     assert status == 0, words
     assert f"making .venv with Python 3.{minor}.0" in words
 
 
 @pytest.mark.parametrize("minor", [10, 14])
-def test_setup_installs_python_with_uv_if_path_has_none_of_the_range(setup, minor):
+def test_setup_installs_python_with_uv_if_path_has_no_supported_python(setup, minor):
     status, words, calls = setup(minor=minor, has_uv=True)
     assert status == 0, words
     assert "making .venv with a Python 3.12 from uv" in words
@@ -210,7 +210,7 @@ def pins():
     }
 
 
-def test_constraints_pin_each_package_to_one_version_once():
+def test_constraints_pin_each_package_once_to_one_version():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line[:1].isalnum()]
     assert len(pins()) == len(lines)
     assert all(len(pin.specifier) == 1 and str(pin.specifier).startswith("==") for pin in pins().values())
@@ -221,9 +221,9 @@ def test_constraints_allow_the_cuda_packages_of_sglang():
     assert pins()["protobuf"].specifier.contains("6.33.6")  # nvidia-cutlass-dsl needs protobuf < 7
 
 
-def test_the_gpu_extra_has_packages_with_wheels_within_the_pins():
+def test_the_gpu_extra_has_only_packages_with_wheels_and_respects_the_pins():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     needed = [Requirement(line) for line in extras["gpu"]]
-    assert {need.name for need in needed} == {"sglang", "httptools", "flash-attn-4"}, "without flash-attn"
+    assert {need.name for need in needed} == {"sglang", "httptools", "flash-attn-4"}, "flash-attn has no wheels"
     pin = str(pins()["flash-attn-4"].specifier).removeprefix("==")
     assert all(need.specifier.contains(pin, prereleases=True) for need in needed if need.name == "flash-attn-4")

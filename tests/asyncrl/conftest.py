@@ -27,7 +27,7 @@ def fleet_of(monkeypatch, tmp_path):
 
 @pytest.fixture
 def threads_take_no_time(monkeypatch):
-    """Run the work of `asyncio.to_thread` at once, in the caller's thread."""
+    """Replace `asyncio.to_thread` with a function that makes the call in the caller's thread."""
 
     async def call(work, *arguments):
         return work(*arguments)

@@ -37,7 +37,7 @@ NORMAL = StepRecord(
 
 
 def changes_of(alarms, records):
-    """Return (step, name, whether the alarm began) for each begin and end of an alarm."""
+    """Return a tuple for each start and each end of an alarm: step, name, and true for a start."""
     return [(r.step, alarm.name, alarm.last_step is None) for r in records for alarm in alarms.step(r)]
 
 
@@ -60,7 +60,7 @@ def steps(count, first=0, **changes):
         ("slow_engine", {"slowest_engine": 0.2}, "20% of the median engine"),
     ],
 )
-def test_an_alarm_begins_in_the_fifth_step_of_its_condition_and_ends_with_it(name, changes, words):
+def test_an_alarm_begins_in_the_fifth_step_of_its_condition_and_ends_with_the_condition(name, changes, words):
     alarms = Alarms(LIMITS)
     records = [*steps(3), *steps(6, 3, **changes), *steps(4, 9)]
     assert changes_of(alarms, records) == [(7, name, True), (9, name, False)]
@@ -84,21 +84,21 @@ def test_an_alarm_begins_in_the_fifth_step_of_its_condition_and_ends_with_it(nam
         {"slowest_engine": 0.6},
     ],
 )
-def test_a_condition_below_its_threshold_is_no_alarm(changes):
+def test_a_condition_below_its_threshold_raises_no_alarm(changes):
     assert changes_of(Alarms(LIMITS), steps(12, **changes)) == []
 
 
-def test_a_condition_that_one_step_of_five_does_not_show_is_no_alarm():
+def test_a_condition_that_is_absent_in_one_of_five_steps_raises_no_alarm():
     records = [replace(r, equal_reward_groups=0.9 if r.step % 5 == 4 else 1.0) for r in steps(30)]
     assert changes_of(Alarms(LIMITS), records) == []
 
 
-def test_equal_rewards_without_a_gradient_are_one_alarm():
+def test_equal_rewards_without_a_gradient_raise_one_alarm():
     records = steps(6, equal_reward_groups=1.0, learner={"grad_norm": 0.0})
     assert changes_of(Alarms(LIMITS), records) == [(4, "equal_rewards", True)]
 
 
-def test_advantages_that_do_not_compare_groups_learn_until_all_rewards_are_equal():
+def test_advantages_across_groups_raise_an_alarm_only_if_all_rewards_are_equal():
     alarms = Alarms(replace(LIMITS, compares_groups=False))
     records = [*steps(6, equal_reward_groups=1.0), *steps(6, 6, equal_reward_groups=1.0, reward_std=0.0)]
     assert changes_of(alarms, records) == [(10, "equal_rewards", True)]
@@ -107,7 +107,7 @@ def test_advantages_that_do_not_compare_groups_learn_until_all_rewards_are_equal
         assert not compose_run([f"algorithm.{advantage}"]).algorithm.compares_groups
 
 
-def test_a_disk_that_fills_before_the_last_step_is_an_alarm():
+def test_a_disk_that_fills_before_the_last_step_raises_an_alarm():
     free = [replace(r, free_disk_bytes=2**30 * (50 - r.step)) for r in steps(8)]
     alarms = Alarms(LIMITS)
     assert changes_of(alarms, free) == [(4, "disk", True)]
@@ -117,7 +117,7 @@ def test_a_disk_that_fills_before_the_last_step_is_an_alarm():
     assert changes_of(Alarms(replace(LIMITS, total_steps=50)), free) == []
 
 
-def test_entropy_that_collapses_is_an_alarm_with_both_values():
+def test_collapsing_entropy_raises_an_alarm_with_both_values():
     records = [
         replace(r, learner={"entropy": 0.8 if r.step < 8 else 0.004}, equal_reward_groups=0.95) for r in steps(20)
     ]
@@ -126,7 +126,7 @@ def test_entropy_that_collapses_is_an_alarm_with_both_values():
     assert "from 0.8 to 0.004 nats per token, at reward 0.25" in alarms.current[0].message
 
 
-def test_falling_entropy_with_differing_rewards_is_no_alarm():
+def test_falling_entropy_with_different_rewards_raises_no_alarm():
     records = [replace(r, learner={"entropy": 0.8 * 0.5**r.step}) for r in steps(20)]
     assert changes_of(Alarms(LIMITS), records) == []
     single = [replace(record, equal_reward_groups=1.0) for record in records]  # each prompt has one sample
@@ -139,7 +139,7 @@ def test_a_return_to_a_checkpoint_begins_a_new_window():
     assert changes_of(alarms, equal) == [(6, "equal_rewards", True)]
 
 
-def test_an_alarm_that_a_return_to_a_checkpoint_ends_lasted_until_its_last_step_at_least():
+def test_an_alarm_ended_by_a_return_to_a_checkpoint_includes_its_first_step():
     alarms = Alarms(LIMITS)
     for step in (0, 1, 2, 3, 4, 2):
         alarms.step(replace(NORMAL, step=step, equal_reward_groups=1.0))
@@ -151,7 +151,7 @@ def evaluation(version, mean, low, high):
     return Evaluation(policy_version=version, sampled=mean, greedy=mean, num_prompts=50, estimates=estimates)
 
 
-def test_a_greedy_reward_below_the_interval_of_the_best_is_an_alarm_until_it_recovers():
+def test_a_greedy_reward_below_the_interval_of_the_best_raises_an_alarm_until_it_recovers():
     alarms = Alarms(LIMITS)
     rewards = [(0, 0.4, 0.3, 0.5), (10, 0.8, 0.7, 0.9), (20, 0.7, 0.6, 0.8), (30, 0.5, 0.4, 0.6), (40, 0.8, 0.7, 0.9)]
     changed = [[alarm.last_step for alarm in alarms.evaluation(evaluation(*reward))] for reward in rewards]

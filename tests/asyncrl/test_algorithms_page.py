@@ -46,7 +46,7 @@ def test_gspo_is_anchored_at_the_proximal_policy():
     (recipe,) = (line for line in RECIPES if line.startswith("GSPO"))
     algorithm = compose_run([word for word in recipe.split() if "=" in word]).algorithm
     assert (algorithm.loss, algorithm.anchor) == ("gspo", Anchor.proximal)
-    assert algorithm.num_mini_batches > 1, "the clip has no effect with one update per step"
+    assert algorithm.num_mini_batches > 1, "with one update per step, the ratio is 1 and is never clipped"
 
 
 def test_the_algorithms_page_has_recipes():

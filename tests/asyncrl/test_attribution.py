@@ -25,7 +25,7 @@ def fleet_of(notes, buffer=OPEN, end=100):
     return Attribution.of(trace_of(fleet=[("engine-0", *note) for note in notes], buffer=buffer), (0, end))
 
 
-def test_running_samples_are_busy_and_other_occupied_places_are_group_tail_or_reward():
+def test_slots_of_running_samples_are_busy_and_other_used_slots_are_group_tail_or_reward():
     notes = [("capacity", 0, 4), ("running", 0, 4), ("running", 40, 1), ("tail", 40, 3)]
     notes += [("running", 70, 0), ("tail", 70, 0), ("settling", 70, 4)]
     assert states(fleet_of(notes), "fleet") == [
@@ -46,11 +46,11 @@ def test_running_samples_are_busy_and_other_occupied_places_are_group_tail_or_re
         (OPEN, "lease"),
     ],
 )
-def test_a_free_place_is_idle_for_the_cause_that_blocks_the_next_group(buffer, cause):
+def test_a_free_slot_is_idle_for_the_cause_that_blocks_the_next_group(buffer, cause):
     assert states(fleet_of([("capacity", 0, 2)], buffer), "fleet") == [(0, 100, cause, 2)]
 
 
-def test_engine_causes_apply_to_all_its_places_and_down_comes_before_pause():
+def test_engine_causes_apply_to_all_slots_and_down_has_priority_over_pause():
     notes = [("capacity", 0, 3), ("running", 0, 2), ("pause", 10, 40), ("down", 30, 60)]
     assert states(fleet_of(notes), "fleet") == [
         (0, 10, "busy", 2),
@@ -65,7 +65,7 @@ def test_engine_causes_apply_to_all_its_places_and_down_comes_before_pause():
 @pytest.mark.parametrize(
     ("ended", "rest"), [("failed", [(30, 100, "engine_down", 2)]), ("left", [(30, 40, "engine_down", 2)])]
 )
-def test_the_controller_knows_that_an_engine_has_ended_whose_dead_worker_recorded_running_samples(ended, rest):
+def test_samples_of_a_dead_worker_end_when_the_controller_records_its_end(ended, rest):
     trace = trace_of(fleet=[("engine-0", "capacity", 0, 2), ("engine-0", "running", 0, 2)], buffer=OPEN)
     periods = [("ready", 0, 30), ("fenced", 30, 40), (ended, 40, 100)]
     members = [Span("engine-0/worker", "member", *times, cause=state) for state, *times in periods]
@@ -73,7 +73,7 @@ def test_the_controller_knows_that_an_engine_has_ended_whose_dead_worker_recorde
     assert states(attribution, "fleet") == [(0, 30, "busy", 2), *rest]
 
 
-def test_re_prefill_makes_running_samples_idle_and_evaluation_takes_the_other_places():
+def test_re_prefill_makes_running_samples_idle_and_evaluation_uses_the_other_slots():
     notes = [("capacity", 0, 3), ("running", 0, 1), ("re_prefill", 0, 20), ("evaluation", 50, 100), ("tail", 0, 1)]
     assert states(fleet_of(notes), "fleet") == [
         (0, 20, "re_prefill", 1),
@@ -84,7 +84,7 @@ def test_re_prefill_makes_running_samples_idle_and_evaluation_takes_the_other_pl
     ]
 
 
-def test_a_free_place_is_idle_for_the_tool_or_the_environment_of_an_episode_before_the_tail_of_its_group():
+def test_free_slots_are_idle_for_tool_or_environment_before_group_tail():
     notes = [("capacity", 0, 8), ("running", 0, 4), ("environment", 0, 4), ("running", 10, 5), ("tool", 10, 2)]
     notes += [("environment", 10, 1), ("running", 40, 1), ("tool", 40, 3), ("tail", 40, 2), ("pause", 60, 70)]
     notes += [("running", 80, 8), ("tool", 80, 6)]
@@ -109,7 +109,9 @@ def test_a_free_place_is_idle_for_the_tool_or_the_environment_of_an_episode_befo
     ], "a slot that other work fills must count as busy while an episode waits for a tool"
     idle = {"tool": 150, "environment": 100, "publish_pause": 80, "group_tail": 60, "staleness_gate": 30}
     assert attribution.total("fleet").idle == idle
-    assert attribution.total("fleet").alone("fleet", 100) == 100 * (380 + 150 + 100 + 60) / 800, "own causes only"
+    assert attribution.total("fleet").alone("fleet", 100) == 100 * (380 + 150 + 100 + 60) / 800, (
+        "only the fleet's own causes count"
+    )
 
 
 def learner_of(spans, *, controller=(), fleet=(), buffer=OPEN, steps=(0, 100)):

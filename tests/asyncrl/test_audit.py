@@ -95,9 +95,10 @@ def run(tmp_path):
 
 
 def change(run: Path, act, chosen, **values):
-    """Change all receipts (records of tokens and steps) of the kind ``act`` that have the field values ``chosen``.
+    """Change fields of the receipts (records of tokens and steps) of the kind ``act``.
 
-    ``chosen`` maps names of fields to values. ``values`` maps the names of the changed fields to their new values.
+    ``chosen`` maps names of fields to the values of the receipts to change. ``values`` maps names of fields to new
+    values.
     """
     path = run / "receipts" / "all.jsonl"
     lines = [json.loads(line) for line in path.read_text().splitlines()]
@@ -107,7 +108,7 @@ def change(run: Path, act, chosen, **values):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_the_tokens_of_all_lives_have_a_way_from_their_engines_to_their_steps(run, capsys):
+def test_the_audit_follows_all_tokens_from_their_engines_to_their_steps(run, capsys):
     assert main([str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [
@@ -117,7 +118,7 @@ def test_the_tokens_of_all_lives_have_a_way_from_their_engines_to_their_steps(ru
     ]
 
 
-def test_a_rank_that_trains_on_other_tokens_than_planned_is_found_by_step_and_group(run, capsys):
+def test_the_audit_names_step_and_group_of_a_rank_that_trains_on_unplanned_tokens(run, capsys):
     other = group_of(3, [3] * 4)
     other.token_ids[-1] += 1
     change(run, Act.trained, {"step": 3, "rank": 1}, groups=trained_on(other, 3, (1,)))
@@ -145,7 +146,7 @@ def test_a_rank_that_trains_on_other_tokens_than_planned_is_found_by_step_and_gr
         (Act.sampled, {"engine": "engine-1", "group": 2}, {"group": 4}, "group 2: an engine's receipt must be tokens"),
     ],
 )
-def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, values, words):
+def test_the_audit_names_a_wrong_or_missing_receipt(run, capsys, act, chosen, values, words):
     change(run, act, chosen, **values)
     assert main([str(run)]) == 1
     assert words in capsys.readouterr().out
@@ -153,7 +154,7 @@ def test_a_receipt_that_is_wrong_or_missing_is_named(run, capsys, act, chosen, v
 
 @pytest.mark.long
 @pytest.mark.parametrize("num_killed", [1, 2])
-def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, capsys, num_killed):
+def test_the_audit_finds_the_engine_of_a_group_that_a_killed_life_sampled(run, capsys, num_killed):
     """A run was killed after one of its engines had sampled group 3. The run is then resumed.
 
     The resumed run finds the group in the buffer's journal and trains it. With ``num_killed=2``, the run was killed,
@@ -177,8 +178,8 @@ def test_a_group_that_an_engine_of_a_killed_life_sampled_has_its_engine(run, cap
     assert "the digest of version 2 that engine-0 of life 1b verified" in capsys.readouterr().out
 
 
-def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_it_noted_the_commit(run, capsys):
-    # Remove two records of committed steps: the last one of life 1, and one in the middle of the next life.
+def test_a_step_in_a_checkpoint_counts_even_without_a_record_of_its_commit(run, capsys):
+    # Remove the records of two commits: step 1, the last step in the checkpoint, and step 2, the first of life 2.
     for life, step in ((run.parent / "1", 1), (run, 2)):
         path = life / "receipts" / "all.jsonl"
         lines = path.read_text().splitlines(keepends=True)
@@ -189,9 +190,7 @@ def test_a_step_in_a_checkpoint_counts_though_its_controller_was_killed_before_i
     assert "4 steps and 32 tokens" in capsys.readouterr().out
 
 
-def test_a_receipt_that_does_not_fit_on_the_disk_leaves_no_part_of_its_line_and_is_written_later(
-    tmp_path, monkeypatch, caplog
-):
+def test_a_receipt_that_does_not_fit_on_the_disk_is_written_later_as_a_whole_line(tmp_path, monkeypatch, caplog):
     receipts.start(tmp_path, "all")
     note(Act.committed, step=0)
     with monkeypatch.context() as patch:
@@ -206,7 +205,7 @@ def test_a_receipt_that_does_not_fit_on_the_disk_leaves_no_part_of_its_line_and_
     assert "is not written to" in caplog.text
 
 
-def test_a_token_beyond_the_bound_is_found(run, capsys):
+def test_the_audit_finds_a_token_beyond_the_lag_bound(run, capsys):
     config = run / "config.yaml"
     config.write_text(config.read_text().replace("max_lag: 2", "max_lag: 0"))
     assert main([str(run)]) == 1
@@ -225,7 +224,7 @@ def test_the_audit_refuses_a_missing_or_damaged_configuration_and_names_it(run, 
     assert error.count("\n") == 1
 
 
-def test_an_account_that_lost_a_token_is_found_and_one_that_is_open_is_named(run, capsys):
+def test_the_audit_finds_a_lost_token_and_names_an_unchecked_account(run, capsys):
     summary = json.loads((run / "summary.json").read_text())
     summary["tokens"]["trained"] -= 1
     (run / "summary.json").write_text(json.dumps(summary))
@@ -238,7 +237,7 @@ def test_an_account_that_lost_a_token_is_found_and_one_that_is_open_is_named(run
     assert "not checked: the account: " in capsys.readouterr().out
 
 
-def test_a_prompt_that_two_steps_consumed_is_found(run, capsys):
+def test_the_audit_finds_a_prompt_that_two_steps_consumed(run, capsys):
     line = next(
         json.loads(line)
         for line in (run.parent / "1" / "receipts" / "all.jsonl").read_text().splitlines()
@@ -249,7 +248,7 @@ def test_a_prompt_that_two_steps_consumed_is_found(run, capsys):
     assert "step 3, group 0: the steps that consumed the prompt must be [0], got [0, 3]" in capsys.readouterr().out
 
 
-def test_a_further_use_of_a_group_is_right_up_to_max_uses_and_with_the_same_tokens(run, capsys):
+def test_the_audit_accepts_repeated_uses_of_a_group_up_to_max_uses(run, capsys):
     group = group_of(2, [1, 1, 2, 2], attempt=1)
     again = {"group": 2, "attempt": 1, "tokens": 8, "digest": group.summary.digest, "is_scored": True, "use": 1}
     change(run, Act.planned, {"step": 3}, groups=[again])
@@ -270,7 +269,7 @@ def test_a_further_use_of_a_group_is_right_up_to_max_uses_and_with_the_same_toke
     assert "the steps that consumed the prompt must be [2], got [2, 3]" in capsys.readouterr().out
 
 
-def test_a_folder_without_receipts_or_an_earlier_life_is_refused(run, tmp_path, capsys):
+def test_the_audit_refuses_a_folder_without_receipts_or_without_an_earlier_life(run, tmp_path, capsys):
     assert main([str(tmp_path / "nowhere")]) == 2
     assert "must be the folder of a run, with life.json" in capsys.readouterr().err
     (run.parent / "1").rename(tmp_path.parent / f"{tmp_path.name}-elsewhere")
@@ -285,7 +284,7 @@ def test_the_digest_of_tokens_depends_on_each_token_its_order_and_its_owner():
     assert 0 <= known < 2**receipts.DIGEST_BITS
 
 
-def test_the_shares_of_all_ranks_have_the_digest_of_the_plan():
+def test_the_digests_of_all_ranks_sum_to_the_digest_of_the_group():
     group = group_of(7, [2, 2, 3, 3])
     shares = [trained_on(group, 3, (sample,))[0] for sample in range(2)]
     assert sum(share["digest"] for share in shares) % 2**receipts.DIGEST_BITS == group.summary.digest

@@ -1,4 +1,4 @@
-"""``asyncrl buffer``: exports of a run's checkpoints, and demonstrations of an export."""
+"""``asyncrl buffer`` exports the groups of a checkpoint, and converts an export to demonstrations."""
 
 import json
 from pathlib import Path
@@ -44,7 +44,7 @@ def spelled(token_ids: np.ndarray) -> str:
     return " ".join(map(str, token_ids.tolist()))
 
 
-def test_the_best_whole_answers_become_rows():
+def test_the_best_complete_answers_become_demonstrations():
     prompt = chat_prompt(2)
     answers = [np.array([1, 2]), np.array([3]), np.array([4, 5]), np.array([6]), np.array([7])]
     held = answered(prompt, answers, [0.5, 9.0, 1.0, float("nan"), 0.25], "slsss")
@@ -93,7 +93,7 @@ async def test_a_runs_newest_checkpoint_is_exported(tmp_path: Path, capsys):
 
 
 @pytest.mark.parametrize("kind", ["export", "demonstrations"])
-def test_the_command_explains_itself(kind: str, capsys):
+def test_the_command_prints_its_help(kind: str, capsys):
     with pytest.raises(SystemExit):
         main([kind, "--help"])
     assert "--to" in capsys.readouterr().out

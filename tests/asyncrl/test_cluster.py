@@ -18,7 +18,7 @@ from asyncrl.run.cluster import warning_of_open_cluster
 @pytest.mark.parametrize(
     ("overrides", "where"), [([], "on this machine"), (["ray.address=10.0.0.1:6379"], "at ray.address=10.0.0.1:6379")]
 )
-async def test_a_ray_that_does_not_start_is_a_named_error(monkeypatch, overrides, where):
+async def test_a_failed_start_of_ray_is_an_error_with_address_and_cause(monkeypatch, overrides, where):
     def fail(**options):
         raise Exception("The current node timed out during startup.")
 
@@ -31,7 +31,7 @@ async def test_a_ray_that_does_not_start_is_a_named_error(monkeypatch, overrides
     assert stopped
 
 
-async def test_a_stop_while_ray_starts_waits_for_it_before_it_is_shut_down(monkeypatch):
+async def test_a_stop_during_the_start_of_ray_waits_for_the_start_and_then_shuts_ray_down(monkeypatch):
     """If Ray is shut down while it starts, Ray ends the whole process with Ray's exit status."""
     starting, may_end, events = threading.Event(), threading.Event(), []
 
@@ -57,7 +57,7 @@ async def test_a_stop_while_ray_starts_waits_for_it_before_it_is_shut_down(monke
     assert events == ["up", "shut down"]
 
 
-async def test_a_part_that_dies_cancels_the_work_and_its_error_is_raised():
+async def test_the_death_of_a_part_cancels_the_work_and_raises_the_parts_error():
     begun, ended = asyncio.Event(), asyncio.Event()
 
     async def work():
@@ -141,7 +141,7 @@ asyncio.run(run())
 
 
 @pytest.mark.long
-def test_a_cluster_of_a_runs_own_has_a_token_that_is_not_in_the_home_folder(tmp_path):
+def test_the_token_of_a_runs_own_cluster_is_not_in_the_home_folder(tmp_path):
     home = tmp_path / "home"
     home.mkdir()
     stranger = home / ".ray"
@@ -196,7 +196,7 @@ asyncio.run(run())
 
 
 @pytest.mark.long
-def test_workers_start_where_the_path_of_python_has_a_space_and_that_of_temporary_files_is_long(tmp_path):
+def test_workers_start_with_a_space_in_the_path_of_python_and_a_long_temporary_path(tmp_path):
     (temporary := tmp_path / f"job.{'1234567890' * 9}").mkdir()
     (tmp_path / "a folder; with (odd) signs").symlink_to(sys.prefix)
     python = str(tmp_path / "a folder; with (odd) signs" / "bin" / "python")

@@ -30,7 +30,7 @@ class Fleet(ScriptedFleet):
         self.buffer.events.append(("take", None))
 
 
-async def test_pools_take_turns_step_by_step():
+async def test_colocated_pools_alternate_in_each_step():
     buffer, records = ScriptedBuffer(), []
     fleet = Fleet(buffer, load_s=0.01)
     turns = ColocatedController(
@@ -59,7 +59,7 @@ class PatientFleet(Fleet):
 
 
 @pytest.mark.parametrize("when", ["plan", "update queued"])
-async def test_taking_turns_stops_between_two_steps_and_saves_in_the_learners_turn(when):
+async def test_colocated_training_stops_between_steps_and_saves_while_the_learner_has_the_device(when):
     buffer, records, saved = ScriptedBuffer(), [], []
     fleet = PatientFleet(buffer, load_s=0.01)
     learner = Learner(buffer, saved=saved)
@@ -183,7 +183,7 @@ class TakingFleet(ScriptedFleet):
         ("update", 5),
     ],
 )
-async def test_wherever_a_colocated_learner_dies_it_starts_again_on_devices_that_the_engines_released(
+async def test_a_dead_colocated_learner_starts_again_after_the_engines_released_the_devices(
     tmp_path, virtual_time, dies_in
 ):
     overrides = ["total_steps=6", "checkpoint.every_steps=2", "placement.colocated=true"]

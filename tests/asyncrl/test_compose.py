@@ -278,7 +278,7 @@ def test_rewards_have_weights_and_absolute_paths(tmp_path, monkeypatch):
     }
 
 
-def test_an_order_and_filters_of_a_file_have_absolute_paths(tmp_path, monkeypatch):
+def test_order_and_filters_from_a_users_file_get_absolute_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("def rank(summary, deadline): return 0\ndef keeps(summary): return True\n")
     buffer = compose_run(["buffer.order=mine.py:rank", "buffer.filters=[equal_rewards,mine.py:keeps]"]).buffer
@@ -315,13 +315,13 @@ def test_a_users_experiment_without_its_suffix_is_an_error_with_the_file_name(tm
 
 
 @pytest.mark.parametrize("name", ["../elsewhere", "/elsewhere", ".", "a/../.."])
-def test_a_users_experiment_is_a_folder_below_the_output_directory(name, tmp_path):
+def test_a_users_experiment_must_be_named_like_a_folder_below_the_output_directory(name, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"# @package _global_\nexperiment: {name}\n")
     with pytest.raises(ValueError, match=r"experiment must be .*output_dir"):
         compose_run([f"experiment={tmp_path}/mine.yaml"])
 
 
-def test_a_users_experiment_is_named_by_its_path(tmp_path, monkeypatch):
+def test_a_users_experiment_is_selected_by_its_path(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     own = "# @package _global_\nexperiment: mine\ndefaults: [quickstart, _self_]\ntotal_steps: 7\n"
     for name in ("mine.yaml", "2024.yaml", "true.yaml", "run,1.yaml", "a=b.yaml"):
@@ -474,7 +474,7 @@ def test_importing_the_configuration_loads_no_heavy_package():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_death_is_the_root_cause_of_a_missed_deadline_in_any_order():
+def test_a_death_or_a_bug_is_the_root_cause_and_not_a_missed_deadline():
     deadline, death, bug = DeadlineError("late"), WorkerDiedError("dead"), KeyError("bug")
     assert root_cause(ExceptionGroup("", [deadline, bug, death])) is death
     assert root_cause(ExceptionGroup("", [deadline, ExceptionGroup("", [bug])])) is bug
@@ -485,7 +485,7 @@ def test_renewal_slower_than_the_lease_is_refused():
         check_options(compose_run(["buffer.lease_s=15", "rollout_fleet.renew_every_s=20"]))
 
 
-def test_the_deadlines_of_stopping_nest():
+def test_the_deadlines_of_a_stop_are_nested():
     config = compose_run([])
     deadlines = stop_deadlines(config)
     assert deadlines.fleet_s > config.rollout_fleet.server_stop_timeout_s > config.rollout_fleet.stop_timeout_s
@@ -504,7 +504,7 @@ def test_a_log_on_a_full_disk_is_reported_once_in_one_line():
     assert "Logging error" not in done.stderr
 
 
-def test_a_log_on_the_full_disk_of_the_terminals_output_does_not_end_the_run():
+def test_a_full_disk_under_log_and_terminal_output_does_not_end_the_run():
     code = (
         "import logging, os, sys; from pathlib import Path; from asyncrl.cli.train_command import _log_to\n"
         "sys.stderr = open('/dev/full', 'w', buffering=1)\n"

@@ -26,8 +26,8 @@ TOKENS_PER_STEP = 10
 class ScriptedBuffer(OffersInMemory):
     """A scripted buffer. Like the real ledger, it can plan one version ahead of the latest commit.
 
-    ``slow_parts`` delays the buffer's files of some checkpoints: it maps the version of the checkpoint to a step. The
-    buffer completes these files after the commit of that step.
+    ``slow_parts`` maps the versions of slow checkpoints to steps. The buffer completes its files of a slow checkpoint
+    after the commit of the step.
     """
 
     def __init__(self, trained_per_step=TOKENS_PER_STEP, version=0, earlier=None, slow_parts=()):
@@ -261,7 +261,7 @@ async def test_training_consumes_every_version_once_and_ends_with_the_last_weigh
     assert result.max_lag_realised == 1
 
 
-async def test_the_next_update_is_queued_on_the_ranks_before_the_running_one_is_committed():
+async def test_the_next_update_is_queued_on_the_ranks_before_the_current_update_is_committed():
     controller, buffer, fleet, _ = make_controller()
     await train(controller, fleet)
     for version in range(5):
@@ -282,7 +282,7 @@ class UnsureLearner(ScriptedLearner):
         return replace(plan, groups=[known, unscored])
 
 
-async def test_a_group_without_a_score_is_counted_and_in_no_mean_of_rewards():
+async def test_a_group_without_a_score_is_counted_and_excluded_from_the_means():
     buffer = ScriptedBuffer()
     _, _, _, expected = await finished(make_controller(steps=2))
     _, _, _, records = await finished(make_controller(buffer=buffer, learner=UnsureLearner(buffer), steps=2))
@@ -298,7 +298,7 @@ async def finished(parts):
     return parts
 
 
-async def test_weights_are_published_every_n_steps_and_after_the_last():
+async def test_weights_are_published_every_n_steps_and_after_the_last_step():
     controller, _, fleet, _ = make_controller(load_s=0.0, steps=7, overrides=["weights.publish_every=3"])
     await train(controller, fleet)
     assert fleet.loaded == [3, 6, 7]
@@ -312,14 +312,14 @@ async def test_slow_engines_skip_versions_and_never_go_back():
     assert {record.publish_s for record in records if record.engine_version} <= {0.05}
 
 
-async def test_no_step_waits_for_engines_that_take_no_weights():
+async def test_no_step_waits_for_engines_that_load_weights_slowly():
     controller, _, fleet, records = make_controller(load_s=3.0)
     await train(controller, fleet)
     assert [record.engine_version for record in records] == [0] * 6
     assert fleet.loaded == [1, 6]
 
 
-async def test_a_version_that_could_not_be_published_ends_training_by_name_though_no_later_one_follows():
+async def test_a_failed_publish_of_the_last_version_ends_training_with_an_error():
     controller, _, fleet, _ = make_controller(unpublished=6)
     with pytest.raises(BaseExceptionGroup) as caught:
         await train(controller, fleet)
@@ -334,14 +334,14 @@ async def test_a_dead_learner_rank_ends_training_with_its_own_error():
     assert "learner rank 0" in str(root_cause(caught.value))
 
 
-async def test_a_lost_token_is_an_error_that_says_how_many():
+async def test_a_lost_token_is_an_error_with_the_number_of_lost_tokens():
     controller, _, fleet, _ = make_controller(buffer=ScriptedBuffer(trained_per_step=9))
     await train(controller, fleet)
     with pytest.raises(AccountError, match="6 are not"):
         await controller.account()
 
 
-async def test_a_record_carries_the_batchs_numbers():
+async def test_the_record_of_a_step_has_the_figures_of_its_batch():
     controller, _, fleet, records = make_controller()
     await train(controller, fleet)
     assert {record.samples_per_group for record in records} == {2.0}
@@ -363,7 +363,7 @@ class GrowingFleet(ScriptedFleet):
         return await super().counters()
 
 
-async def test_the_rates_of_the_fleet_times_the_seconds_of_the_steps_sum_to_the_generated_tokens():
+async def test_fleet_rates_times_step_seconds_sum_to_the_generated_tokens():
     buffer = ScriptedBuffer()
     _, _, _, records = await finished(make_controller(buffer=buffer, fleet=GrowingFleet(buffer)))
     durations = [after - before for before, after in pairwise([0.0, *(record.time_s for record in records)])]
@@ -385,7 +385,7 @@ class BufferOfShortGroups(ScriptedBuffer):
         return Plan(version=version, groups=[whole, short])
 
 
-async def test_samples_that_their_groups_lost_show_in_the_mean_number_of_samples_per_group():
+async def test_incomplete_groups_lower_the_mean_number_of_samples_per_group():
     buffer = BufferOfShortGroups()
     controller, _, fleet, records = make_controller(buffer=buffer, steps=3)
     await train(controller, fleet)
@@ -404,8 +404,8 @@ async def test_the_pinned_engine_keeps_its_version_during_an_evaluation_while_tr
         num_loaded, num_steps = len(fleet.loaded), len(records)
         assert fleet.loaded[-1] == version
         await asyncio.sleep(0.05)
-        assert len(fleet.loaded) == num_loaded, "the pinned engine loaded other weights"
-        assert len(records) > num_steps, "training stood still"
+        assert len(fleet.loaded) == num_loaded, "the pinned engine must keep its weights"
+        assert len(records) > num_steps, "training must continue"
         evaluated.append(version)
 
     controller, buffer, fleet, records = make_controller(
@@ -416,7 +416,7 @@ async def test_the_pinned_engine_keeps_its_version_during_an_evaluation_while_tr
     )
     await train(controller, fleet)
     assert evaluated[0] == first
-    assert evaluated == sorted(set(evaluated)), "versions that pass during an evaluation must be skipped"
+    assert evaluated == sorted(set(evaluated)), "versions that are published during an evaluation must be skipped"
     assert len(evaluated) > 2
     assert all(version < 30 for version in evaluated), "the last version must be evaluated after training"
     assert buffer.pins == [*evaluated, None]
@@ -440,7 +440,7 @@ async def test_both_parts_of_a_checkpoint_are_queued_between_two_updates():
     assert len({key for *_, key in buffer.parts}) == 3
 
 
-async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
+async def test_a_checkpoint_waits_while_the_buffer_writes_two_others(caplog):
     """The buffer completes its files of the first two checkpoints only after step 9."""
     saved = []
     buffer = ScriptedBuffer(slow_parts={1: 9, 2: 9})
@@ -450,13 +450,13 @@ async def test_checkpoints_wait_while_the_buffer_writes_two(caplog):
     await train(controller, fleet)
     versions = [version for version, _, _ in saved]
     assert versions[:2] == [1, 2]
-    assert 9 < versions[2] < 14, "the third checkpoint must come with a step after step 9"
+    assert 9 < versions[2] < 14, "the third checkpoint must be saved after step 9"
     assert versions[-1] == 14
     (warning,) = [record.message for record in caplog.records if "checkpoint" in record.message]
     assert "the checkpoint of step 3 waits: the buffer still writes its parts of two earlier checkpoints" in warning
 
 
-async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
+async def test_a_resumed_run_continues_the_version_and_the_account_of_its_checkpoint():
     before = RunState(version=3, prompts={"position": 5}, tokens_generated=50, lineage="life 1")
     totals = await ScriptedBuffer().stats()
     lost = {"stale": 4, "resume": 16}
@@ -484,7 +484,7 @@ async def test_a_run_goes_on_at_the_version_and_the_account_of_its_checkpoint():
     assert (again.tokens_generated, again.lineage) == (110, "life 1")
 
 
-async def test_a_stopped_training_commits_and_reports_the_steps_under_way_and_saves_their_version():
+async def test_a_stopped_training_commits_reports_and_saves_its_queued_steps():
     saved = []
     controller, buffer, fleet, records = make_controller(steps=1000, saved=saved)
     training = asyncio.ensure_future(controller.train())
@@ -505,7 +505,7 @@ async def test_a_stopped_training_commits_and_reports_the_steps_under_way_and_sa
     assert not controller.has_all_steps
 
 
-async def test_a_training_that_is_stopped_before_its_first_batch_ends_at_once_and_saves_where_it_began():
+async def test_a_training_stopped_before_its_first_batch_ends_and_saves_its_initial_version():
     saved = []
     buffer = ScriptedBuffer()
     buffer.plan = lambda version: asyncio.sleep(3600)
@@ -519,9 +519,9 @@ async def test_a_training_that_is_stopped_before_its_first_batch_ends_at_once_an
     assert (records, saved[0][0]) == ([], 0)
 
 
-async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_told_when_it_is_whole(tmp_path):
+async def test_a_requested_checkpoint_is_saved_with_the_next_step_and_reported_when_complete(tmp_path):
     class Writer(ScriptedLearner):
-        """A learner that copies its state at once. The checkpoint on disk is complete two steps later."""
+        """A learner whose checkpoint is complete on disk about two steps after the request to save it."""
 
         async def run_save(self, version):
             folder = tmp_path / f"v{version:08d}"

@@ -23,7 +23,7 @@ def stream_of(tmp_path, sampler: str) -> PromptStream:
 
 
 async def train(client: AnyRole, prompts: PromptStream, steps: range) -> Counter[str]:
-    """Run the learner steps ``steps``. Returns the number of generated groups per difficulty."""
+    """Run the learner steps with the numbers ``steps``. Returns the number of generated groups per difficulty."""
     generated: Counter[str] = Counter()
     for step in steps:
         while (await client.stats()).groups["stored"] < SIZE:
@@ -71,7 +71,7 @@ async def test_a_curriculum_continues_from_the_state_of_a_checkpoint_with_the_sa
     assert await lives("many", restarts=True) == await lives("one", restarts=False)
 
 
-async def test_a_curriculum_whose_groups_train_twice_continues_from_a_checkpoint_as_if_it_had_not_ended(tmp_path):
+async def test_a_curriculum_with_two_uses_per_group_continues_exactly_from_a_checkpoint(tmp_path):
     """As in a run, the states of the ledger and the sampler are saved after a step's plan and before its commit."""
     options = {"groups_per_step": SIZE, "max_lag": 2, "max_uses": 2, "filters": ["equal_rewards"]}
 

@@ -1,4 +1,4 @@
-"""The dashboard over HTTP, with the folder of a running run."""
+"""The dashboard, requested over HTTP while a run writes to its folder."""
 
 import asyncio
 import subprocess

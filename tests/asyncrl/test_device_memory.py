@@ -61,7 +61,7 @@ def run(*options, model="Qwen3-0.6B", experiment="gsm8k"):
 # Models
 
 
-def test_parameters_are_counted_in_existing_weights(tmp_path):
+def test_parameters_are_counted_from_existing_weight_files(tmp_path):
     assets = make_assets(tmp_path / "assets", seed=0, num_train=8, num_held_out=8, num_demonstrations=8)
     assert ModelSize.of(str(assets.model)).num_parameters == 75_008
 
@@ -71,7 +71,7 @@ def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path)
     assert SMALL.root + sum(SMALL.layers) == pytest.approx(SMALL.num_parameters, rel=1e-6)
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-30B-A3B"]))
     mixture = model_size(str(tmp_path))
-    assert mixture.num_parameters == 30_532_122_624, "the number must equal that on the model's page"
+    assert mixture.num_parameters == 30_532_122_624, "the number must equal the number on the model's page"
     assert (mixture.intermediate, mixture.experts_per_token) == (8 * 768, 8)
     known = model_size("models/Qwen3-30B-A3B-Base")
     assert replace(known, num_parameters=mixture.num_parameters, layers=mixture.layers) == mixture
@@ -90,7 +90,9 @@ def test_parameters_of_dense_and_mixture_models_follow_from_the_config(tmp_path)
     ],
     ids=lambda value: getattr(value, "model_type", None),
 )
-def test_sizes_of_mixtures_by_each_familys_names(tmp_path, config, billions, experts, per_token, cached, cache_heads):
+def test_sizes_of_mixtures_are_read_from_the_config_of_each_family(
+    tmp_path, config, billions, experts, per_token, cached, cache_heads
+):
     config.save_pretrained(tmp_path)
     size = ModelSize.of(str(tmp_path))
     assert size.num_parameters / 1e9 == pytest.approx(billions, abs=0.01)
@@ -98,7 +100,7 @@ def test_sizes_of_mixtures_by_each_familys_names(tmp_path, config, billions, exp
     assert (size.intermediate, size.cached, size.cache_heads) == (per_token, cached, cache_heads)
 
 
-def test_tensor_parallel_ranks_share_the_cache_of_heads_but_each_has_all_of_a_latent_one():
+def test_tensor_parallel_ranks_divide_the_cache_heads_and_replicate_a_single_cache_head():
     config = run("rollout_fleet.sglang.tp_size=8")
     whole, shared = replace(SMALL, cache_heads=1), replace(SMALL, cache_heads=4)
     assert engine_memory(config, whole)["kv cache"] == 4 * engine_memory(config, shared)["kv cache"]
@@ -135,7 +137,7 @@ measurement used fake tensors, CUDA's matrix products and chunks of 1,024 tokens
 
 
 @pytest.mark.parametrize(("name", "num_layers", "setup", "tracked_gb"), TRACKED)
-def test_memory_of_a_rank_is_within_five_hundredths_of_the_tracked_peak(name, num_layers, setup, tracked_gb):
+def test_memory_of_a_rank_is_within_five_percent_of_the_tracked_peak(name, num_layers, setup, tracked_gb):
     model = ModelSize.from_settings({**MODELS[name], "num_hidden_layers": num_layers}, name)
     assert sum(rank_bytes(model, RankSetup(**setup)).values()) == pytest.approx(tracked_gb * GB, rel=0.05)
 
@@ -171,7 +173,7 @@ def test_adapters_and_offloading_reduce_memory_of_a_rank():
     assert "optimizer" not in hosted
 
 
-def test_roles_of_a_pool_add_what_they_store_and_share_what_they_compute_with():
+def test_roles_of_a_pool_add_their_parameters_and_share_temporary_memory():
     alone = rank_memory(run(), SMALL)["learner"]
     both = rank_memory(run("algorithm.advantage=gae", "algorithm.kl_reward_coef=0.01"), SMALL)["learner"]
     assert both["optimizer"] == 2 * alone["optimizer"]
@@ -205,7 +207,7 @@ def test_each_role_is_counted_with_its_own_options():
     }
 
 
-def test_a_role_with_a_path_of_its_own_is_counted_with_the_sizes_of_its_model(tmp_path):
+def test_a_role_with_its_own_model_path_is_counted_with_the_sizes_of_that_model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODELS["Qwen3-4B"]))
     critic = model_size(str(tmp_path))
     parts = rank_memory(run(*PPO, f"learner.critic.path={tmp_path}"), SMALL)["learner"]
@@ -218,7 +220,7 @@ COLOCATED = [*ON_CUDA, *PPO, "placement.colocated=true", "rollout_fleet.num_engi
 MOVES = "learner.offload_at_transition_only=true"
 
 
-def test_a_pool_apart_is_counted_alone_and_is_never_paused():
+def test_a_separate_pool_is_counted_separately_and_is_never_paused():
     config = run(*COLOCATED, MOVES, "placement.pools={values: 1}", "placement.critic=values")
     ranks = {use.name: use.parts for use in device_uses(config, SMALL, card_bytes("H100"))}
     assert ranks["learner rank (values)"]["optimizer"] == 8 * SMALL.num_parameters
@@ -232,17 +234,17 @@ def test_a_pool_apart_is_counted_alone_and_is_never_paused():
         ([], 12 + 12 + 2),
         ([MOVES], 0),
         ([MOVES, "learner.critic.offload_at_transition_only=false"], 12),
-        # ``param_offload`` moves the critic's parameters to the host after each use; its moments stay
+        # ``param_offload`` moves the critic's parameters to the host, but not its optimizer moments
         ([MOVES, "learner.critic.param_offload=true"], 8),
         ([MOVES, "learner.reference.param_offload=true"], 0),
     ],
 )
-def test_a_colocated_engine_leaves_room_for_what_each_paused_role_keeps(options, bytes_each):
+def test_a_colocated_engine_leaves_room_for_the_memory_of_each_paused_role(options, bytes_each):
     engine = device_uses(run(*COLOCATED, *options), SMALL, card_bytes("H100"))[-1]
     assert engine.parts["paused rank"] - 2 * GIB == pytest.approx(bytes_each * SMALL.num_parameters / 2, abs=8)
 
 
-def test_a_role_whose_own_option_does_not_fit_is_refused_with_that_option():
+def test_a_role_that_does_not_fit_is_refused_with_the_option_to_change():
     own = ["learner.num_ranks=4", "learner.critic.max_tokens_per_micro_batch=262144", "algorithm.groups_per_step=1024"]
     with pytest.raises(ValueError, match=r"set learner.critic.max_tokens_per_micro_batch=131072$"):
         check_gpu_memory(run(*ON_CUDA, *PPO, *own, model="Qwen3-8B"), card_bytes("H200"))
@@ -257,7 +259,7 @@ def test_gradient_sync_is_chosen_by_size_and_only_on_a_gpu(sync, billions, gib, 
     assert sums_each_micro_batch(GradientSync(sync), round(billions * 1e9), gib * GIB) is each
 
 
-def test_the_learner_recomputes_layers_on_cuda_and_sums_large_gradients_at_once(monkeypatch):
+def test_the_learner_on_cuda_recomputes_layers_and_sums_large_gradients_per_micro_batch(monkeypatch):
     properties = type("Properties", (), {"total_memory": 80})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     model, config = nn.Linear(2, 2), LearnerConfig()
@@ -282,7 +284,7 @@ def test_the_learner_recomputes_layers_on_cuda_and_sums_large_gradients_at_once(
         ("Qwen3-4B", "A100-40", ["learner.num_ranks=2"], None),
     ],
 )
-def test_layers_keep_their_attention_by_default_if_the_ranks_then_fit_easily(model, card, options, want):
+def test_layers_store_their_attention_by_default_if_the_ranks_fit_easily(model, card, options, want):
     config = run(*ON_CUDA, *options, model=model)
     assert with_recomputation(config, card_bytes(card)).learner.activation_checkpointing == want
 
@@ -347,12 +349,12 @@ def test_a_run_that_never_fits_is_refused_without_an_option():
         check_gpu_memory(run(*ON_CUDA, "rollout_fleet.sampling.max_new_tokens=100000000"), card_bytes("H100"))
 
 
-def test_a_model_with_unusual_sizes_is_not_held_against_the_gpus(tmp_path):
+def test_the_memory_of_a_model_with_unknown_sizes_is_not_checked(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     check_gpu_memory(run(*ON_CUDA, model=str(tmp_path)), card_bytes("L4"))
 
 
-def test_colocated_devices_keep_what_the_other_side_does_not_move_to_the_host():
+def test_colocated_devices_reserve_the_memory_that_the_paused_side_keeps():
     config = run(*ON_CUDA, experiment="gsm8k_colocated")
     card = card_bytes("A10")
     rank, engine = device_uses(config, SMALL, card)
@@ -406,7 +408,7 @@ def test_the_plan_prints_what_fits_with_bytes_by_kind(capsys):
     assert all(layout["budget"] * layout["sp_size"] >= 2048 + 20480 for layout in layouts)
 
 
-def test_fitting_layouts_keep_the_options_that_a_role_sets_itself():
+def test_layouts_that_fit_respect_the_options_of_each_role():
     overrides = ["algorithm.advantage=gae", "learner.critic.sp_size=2"]
     config = run(*overrides, "learner.critic.max_tokens_per_micro_batch=4096")
     layouts = layouts_that_fit(config, SMALL, card_bytes("H100"), 8)

@@ -80,6 +80,6 @@ def test_a_run_that_ended_without_a_summary_is_not_live(run_dir, status, state):
     assert lines[0] == f"{run_dir}: {state} without a summary, 1 step of 50 recorded"
 
 
-def test_a_folder_that_is_not_a_runs_is_refused(tmp_path, capsys):
+def test_a_folder_that_does_not_belong_to_a_run_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 2
     assert "must be the folder of a run, got no config.yaml there" in capsys.readouterr().err

@@ -75,7 +75,7 @@ MODELS = {
 
 
 def engine_of(name, folder):
-    """Return the engine of an experiment on CUDA, with a folder that has only the model's configuration."""
+    """Return a pair: the options of an experiment, and its CUDA engine. The model folder has only ``config.json``."""
     config = compose_run([f"experiment={name}"])
     model = MODELS.get(config.model.path)
     settings = MODEL_CONFIG if model is None else QWEN | model

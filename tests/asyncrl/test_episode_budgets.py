@@ -38,7 +38,7 @@ def check(config):
 
 
 @pytest.mark.parametrize("overrides", [(), (CONTEXT,), ("rollout_fleet.environment.max_context=21",)])
-def test_an_answer_may_be_longer_than_the_context_of_an_episode_since_its_budget_cuts_it(assets, overrides):
+def test_max_new_tokens_may_exceed_the_context_of_an_episode(assets, overrides):
     check(compose(assets, *overrides))
 
 
@@ -74,7 +74,7 @@ def test_a_path_that_does_not_fit_every_role_is_refused_with_the_options(assets,
         check(compose(assets, *overrides))
 
 
-def test_a_path_leaves_the_positions_that_sglang_reserves(assets):
+def test_the_longest_path_excludes_the_positions_that_sglang_reserves(assets):
     sglang = "rollout_fleet.engine=sglang"
     assert longest_sequence(compose(assets, sglang)) == 122
     check(compose(assets, sglang, "rollout_fleet.environment.max_context=122"))
@@ -97,7 +97,7 @@ def test_sequence_parallel_ranks_share_a_path(assets):
     check(compose(assets, CONTEXT, "learner.max_tokens_per_micro_batch=64", "learner.num_ranks=2", "learner.sp_size=2"))
 
 
-def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(assets, tmp_path):
+def test_without_max_context_the_model_and_the_roles_limit_a_path(assets, tmp_path):
     small = ["learner.max_tokens_per_micro_batch=100"]
     assert longest_sequence(compose(assets)) == 128
     assert longest_sequence(compose(assets, *small)) == 100
@@ -129,7 +129,7 @@ def test_without_a_context_a_path_may_use_what_the_model_and_each_role_hold(asse
         (override_of("algorithm.loss", f"{__file__}:whole_loss"),),
     ],
 )
-def test_a_loss_of_whole_trajectories_needs_a_bound_of_the_tree(assets, loss):
+def test_a_loss_of_whole_trajectories_needs_max_tree_tokens(assets, loss):
     for most, shown in ((0, "no limit"), (20, "20"), (129, "129")):
         bound = f"rollout_fleet.environment.max_tree_tokens={most}"
         with pytest.raises(
@@ -143,7 +143,7 @@ def whole_loss(inputs, config):
     raise AssertionError("the check must not call the loss")
 
 
-def test_a_loss_per_token_needs_no_bound_of_the_tree(assets):
+def test_a_loss_per_token_does_not_need_max_tree_tokens(assets):
     check(compose(assets, CONTEXT, "algorithm.masks=[token]"))
     check(compose(assets, *GSPO, "rollout_fleet.environment.name=", "rollout_fleet.sampling.max_new_tokens=9"))
 

@@ -1,4 +1,4 @@
-"""The report's view of an episode: rows in the order of its branches, and the waits of the episode second by second."""
+"""The report's view of an episode: its rows in the order of its branches, and the start and end of each wait."""
 
 import json
 
@@ -33,7 +33,7 @@ def test_the_rows_of_an_episode_follow_its_branches_and_its_tools():
     assert [row["reward"] for row in rows if row["reward"] is not None] == [0.25, -1.0, 0.5, 1.0]
 
 
-def test_the_waits_of_an_episode_fill_its_time_and_sum_to_it():
+def test_the_waits_of_an_episode_sum_to_its_duration():
     view = episode_view(SAMPLE, forest())
     assert view["waits"][:5] == [
         ["environment", 0.0, 0.2],
@@ -47,7 +47,7 @@ def test_the_waits_of_an_episode_fill_its_time_and_sum_to_it():
     assert view["title"] == "group 7, reward 0.750, 5 turns, 120 tokens, 8.2 s"
 
 
-def test_turns_that_run_at_the_same_time_count_once_and_generation_comes_before_queue_and_tool():
+def test_parallel_turns_count_once_and_generation_has_priority_over_queue_and_tool():
     turns = [turn(0, -1, "go"), turn(1, 0, "aa", at=(0.0, 2.0, 4.0)), turn(2, 0, "bb", at=(0.0, 1.0, 3.0))]
     tools = [{"name": "slow", "began_s": 0.0, "ended_s": None}]
     view = episode_view(SAMPLE, {"failure": "", "duration_s": 6.0, "turns": turns, "tools": tools})

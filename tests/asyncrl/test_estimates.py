@@ -101,6 +101,6 @@ def test_a_pass_is_a_reward_of_at_least_pass_reward():
     assert summed_up(answers, 1, pass_reward=0.5).estimates["pass@2"].mean == 1.0
 
 
-def test_an_evaluation_without_rewards_is_none():
+def test_an_evaluation_without_rewards_gives_none():
     assert summed_up([], 4) is None
     assert summed_up([AnsweredPrompt(group_id=0, reward_failure="it raised")], 1) is None

@@ -25,7 +25,7 @@ def assets(tmp_path_factory):
 
 
 def make_run(folder, *, version=0, policy=True, checkpoints=(), directory=None):
-    """Make a run's folder with a policy and checkpoints. ``directory`` is another folder for the checkpoints."""
+    """Make a run's folder with a policy and checkpoints. ``directory`` is a separate folder for checkpoints."""
     folder.mkdir(parents=True)
     options = [f"checkpoint.directory={directory}"] if directory else []
     (folder / "config.yaml").write_text(dump_yaml(compose_run(["quickstart=false", *OPTIONS, *options])))

@@ -77,7 +77,7 @@ async def test_every_prompt_is_answered_once_and_the_engines_share_them():
 
 
 @pytest.mark.parametrize("loss", ["dies_after", "leaves_after"])
-async def test_unanswered_prompts_of_a_lost_engine_go_to_the_others(loss):
+async def test_unanswered_prompts_of_a_lost_engine_go_to_the_other_engines(loss):
     fleet = Engines("0", "1", **{loss: {"1": 10}})
     evaluation = await evaluator_on(fleet).evaluate_all(7)
     assert fleet.answered["0"] > 20
@@ -85,7 +85,7 @@ async def test_unanswered_prompts_of_a_lost_engine_go_to_the_others(loss):
     assert (evaluation.num_missing, evaluation.incomplete) == (0, {})
 
 
-async def test_an_evaluation_whose_engines_are_all_lost_is_incomplete_by_name():
+async def test_an_evaluation_that_loses_all_engines_is_incomplete_and_names_the_cause():
     fleet = Engines("0", dies_after={"0": 10})
     evaluation = await evaluator_on(fleet).evaluate_all(7)
     assert (evaluation.num_prompts, evaluation.num_missing) == (40, 30)
@@ -104,10 +104,10 @@ async def test_an_evaluation_during_training_keeps_to_its_share_of_engines_and_s
         assert engines * slots <= 0.25 * number * 24
     fleet = Engines("0")
     await evaluator_on(fleet).evaluate_pinned(7, pinned_to("0"))
-    assert fleet.most_running == {"0": 6}, "a quarter of the engine's 24 slots"
+    assert fleet.most_running == {"0": 6}, "an evaluation must use a quarter of the engine's 24 slots"
 
 
-async def test_an_engine_that_is_pinned_later_takes_part_and_one_that_serves_another_version_does_not():
+async def test_an_engine_pinned_later_joins_the_evaluation_and_an_unpinned_engine_does_not():
     fleet = Engines("0", "1", "2", takes_s=2.0)
     joined = asyncio.Event()
 
@@ -126,7 +126,7 @@ async def test_an_engine_that_is_pinned_later_takes_part_and_one_that_serves_ano
     assert evaluation.num_missing == 0
 
 
-async def test_any_other_mistake_ends_the_evaluation():
+async def test_an_error_in_the_code_ends_the_evaluation():
     class Broken(Engines):
         async def answer(self, engine, prompts, *, version, num_samples):
             raise KeyError("a mistake in the code")

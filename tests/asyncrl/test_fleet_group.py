@@ -84,7 +84,7 @@ async def test_a_worker_that_hangs_before_the_first_weights_ends_the_start(fleet
         await asyncio.wait_for(fleet_of(Workers(takes_s=60, hangs=True)).start(), 5)
 
 
-async def test_each_start_of_an_engine_draws_other_random_numbers(fleet_of):
+async def test_each_start_of_an_engine_has_a_different_seed(fleet_of):
     seeds = []
     for version in (0, 40):  # with 40, the run continues from a checkpoint
         workers = Workers(takes_s=100.0)
@@ -98,10 +98,10 @@ async def test_each_start_of_an_engine_draws_other_random_numbers(fleet_of):
         run.cancel()
         seeds += workers.engine_seeds
     assert len(set(seeds)) == len(seeds) == 2 * 3
-    assert all(0 <= seed < 2**31 for seed in seeds)  # SGLang passes the seed to numpy, which refuses 2^32 and more
+    assert all(0 <= seed < 2**31 for seed in seeds)  # SGLang passes the seed to numpy, which needs seeds below 2^32
 
 
-async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(running):
+async def test_a_dead_worker_is_reported_to_the_buffer_and_replaced_and_the_run_continues(running):
     workers, fleet, run = await running(100.0, TWO)
     workers.die(1, WorkerDiedError("worker of group 'rollout', rank 1 died"))
     await asyncio.sleep(50)
@@ -118,7 +118,7 @@ async def test_a_worker_that_dies_is_buried_and_replaced_and_the_run_goes_on(run
 
 
 @pytest.mark.parametrize(("end", "size"), [("drain", TWO), ("leave", "rollout_fleet.num_engines={min: 1, max: 2}")])
-async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(running, end, size):
+async def test_a_worker_that_ends_with_leases_is_reported_dead_with_its_own_token_count(running, end, size):
     workers, fleet, _ = await running(500.0, size)
     workers.keeps_leases.add(1)
     if end == "leave":
@@ -129,7 +129,7 @@ async def test_a_worker_that_ends_with_leases_left_is_buried_with_its_own_count(
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
 
 
-async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_own_count(running):
+async def test_a_worker_that_loses_its_engine_is_reported_dead_with_its_own_token_count(running):
     workers, fleet, _ = await running(500.0, TWO, "rollout_fleet.restarts=0")
     workers.keeps_leases.add(1)
     workers.die(1, EngineLost("the engine of rank 1 failed"))
@@ -140,7 +140,7 @@ async def test_a_worker_whose_engine_failed_with_leases_left_is_buried_with_its_
     assert (counts.tokens_generated, counts.tokens_in_flight) == (100 + 70, 0)
 
 
-async def test_a_worker_that_hangs_is_found_by_its_silence_and_replaced(fleet_of):
+async def test_a_worker_that_hangs_is_detected_by_its_silence_and_replaced(fleet_of):
     workers = Workers(takes_s=50.0)
     fleet = fleet_of(workers)
     await fleet.start()
@@ -185,7 +185,7 @@ async def test_messages_about_a_failed_worker_have_its_error_without_rays_traceb
     assert not any("ray::" in words for words in workers.said)
 
 
-async def test_a_worker_that_hangs_in_an_evaluation_is_found_by_its_silence(fleet_of):
+async def test_a_worker_that_hangs_in_an_evaluation_is_detected_by_its_silence(fleet_of):
     workers = Workers(takes_s=1)
     fleet = fleet_of(workers)
     await fleet.start()
@@ -194,7 +194,7 @@ async def test_a_worker_that_hangs_in_an_evaluation_is_found_by_its_silence(flee
         await fleet.answer("0", [object()], version=0, num_samples=1)
 
 
-async def test_failed_attempts_are_added_up_over_the_engines(fleet_of):
+async def test_failed_attempts_are_summed_over_the_engines(fleet_of):
     fleet = fleet_of(Workers(), TWO)
     await fleet.start()
     assert (await fleet.counters()).groups_failed == {"reward": 2, "aborted": 1}
@@ -208,19 +208,19 @@ async def test_links_of_a_killed_worker_are_removed_when_the_fleet_stops(fleet_o
 
 
 class Call(list):
-    """A call to several workers that sleeps for 60 s when it is awaited. Its list items are the workers' names."""
+    """A stand-in for a call to several workers. The list has the workers' names. Awaiting the call takes 60 s."""
 
     def __await__(self):
         return asyncio.sleep(60).__await__()
 
 
-async def test_a_wait_for_several_groups_names_all_that_are_late(monkeypatch):
+async def test_a_wait_for_several_worker_groups_names_all_late_workers(monkeypatch):
     monkeypatch.setattr(remote, "late_workers", lambda refs: f"late: {refs}, last lines of {Path('actor.log')}")
     with pytest.raises(DeadlineError, match=r"the learner's models; .*late: \['actor-0', 'critic-0'\], last lines of"):
         await remote.within(AllOf([Call(["actor-0"]), Call(["critic-0"])]), 0.05, "the learner's models", "an.option")
 
 
-async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_have_a_place(started):
+async def test_a_run_starts_with_the_minimum_of_engines_and_others_join_when_nodes_have_room(started):
     workers, fleet, _ = await started(ELASTIC, "placement.num_nodes=2", "placement.autoscale=true", is_full=True)
     assert fleet.engines() == ["0"]
     assert workers.said.count("rollout worker 1 waits for a place: Ray has not found a node with room yet") == 1
@@ -234,7 +234,7 @@ async def test_a_run_begins_with_the_fewest_engines_and_others_join_when_they_ha
     assert "no rollout engine is up; training waits" not in workers.said
 
 
-async def test_engines_without_a_place_at_the_start_are_withdrawn_and_may_join_later(started):
+async def test_engines_without_room_at_the_start_are_withdrawn_and_can_join_later(started):
     workers, fleet, _ = await started(is_full=True)
     workers.takes_s = 0.1
     assert "rollout worker 1 did not join: no node had room for rollout worker 1 within ray.start_time" in str(
@@ -264,7 +264,7 @@ async def test_a_failed_join_is_answered_with_the_engines_error_without_rays_tra
     assert fleet.engines() == ["0"]
 
 
-async def test_a_leaving_member_hands_on_its_groups_and_its_counters_stay(started):
+async def test_a_leaving_member_hands_over_its_groups_and_its_counters_remain(started):
     workers, fleet, run = await started()
     before = await fleet.counters()
     leaving = asyncio.create_task(fleet.leave(0))
@@ -329,7 +329,7 @@ async def test_an_engine_that_leaves_during_an_evaluation_counts_once_and_return
     assert (await fleet.counters()).tokens_generated == 300
 
 
-async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(started):
+async def test_a_worker_that_dies_while_leaving_counts_as_left_and_is_reported_dead(started):
     workers, fleet, run = await started()
     leaving = asyncio.create_task(fleet.leave(1))
     await asyncio.sleep(0.5)
@@ -341,7 +341,7 @@ async def test_a_worker_that_dies_while_it_leaves_has_left_and_is_buried(started
     assert not run.done()
 
 
-async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(started):
+async def test_a_worker_that_fails_to_leave_is_killed_and_reported_dead(started):
     workers, fleet, run = await started()
 
     async def leave(rank):
@@ -354,7 +354,7 @@ async def test_a_worker_that_cannot_leave_by_itself_is_killed_and_buried(started
     assert (fleet.engines(), run.done()) == (["0"], False)
 
 
-async def test_a_member_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_end(started):
+async def test_a_member_that_waits_for_room_is_withdrawn_by_leave_and_at_the_end_of_the_run(started):
     _, fleet, _ = await started(ELASTIC, "placement.num_nodes=2", "placement.autoscale=true", is_full=True)
     assert await fleet.leave(1) == "rollout worker 1 does not join"
     assert fleet.describe().endswith("1 more engines can join")
@@ -364,7 +364,7 @@ async def test_a_member_that_waits_for_a_place_is_withdrawn_by_leave_and_at_the_
         await fleet.join(1)
 
 
-async def test_a_worker_whose_node_died_waits_for_another_place_without_a_deadline(started):
+async def test_a_worker_of_a_dead_node_waits_for_another_node_without_a_deadline(started):
     workers, fleet, run = await started(TWO)
     workers.fill()
     workers.die(1, WorkerDiedError("rank 1 died: its node is dead"))
@@ -418,7 +418,7 @@ async def test_a_fleet_of_fixed_size_refuses_joins_and_leaves(fleet_of):
 
 
 class Broken:
-    """A fleet whose `describe` raises an error, and which refuses every request to leave."""
+    """A fleet that refuses every request to leave. Its `describe` raises an error."""
 
     def describe(self):
         raise KeyError("rank")
@@ -441,5 +441,5 @@ class Broken:
         ),
     ],
 )
-async def test_results_refusals_and_failures_of_a_request_are_its_answer(request_, answer):
+async def test_a_request_is_answered_with_its_result_refusal_or_failure(request_, answer):
     assert await answered(Broken(), request_, compose_run([])) == answer

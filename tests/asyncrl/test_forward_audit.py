@@ -26,7 +26,7 @@ def logprobs_under(folder):
 
 @pytest.fixture
 def run(tmp_path):
-    """Return the folder of a run that kept the weights of versions 2 and 3, but not of version 4.
+    """Return the folder of a run. It contains the weights of versions 2 and 3, but not of version 4.
 
     The sample of step 3 has tokens of versions 2 and 3. The sample of step 4 also has a token of version 4.
     """
@@ -47,7 +47,7 @@ def run(tmp_path):
     return folder
 
 
-def test_each_token_is_compared_under_its_version_and_versions_that_are_gone_are_named(run):
+def test_each_token_is_compared_with_its_version_and_missing_versions_are_named(run):
     result = Audit()
     check_forward(result, audited_lives(run), 2)
     assert result.bad == []
@@ -55,7 +55,7 @@ def test_each_token_is_compared_under_its_version_and_versions_that_are_gone_are
     assert result.unchecked == ["log-probs of 1 of 2 samples: the weights of these versions are gone: 4 (in 1 samples)"]
 
 
-def test_a_sample_of_other_weights_than_it_names_is_found(run):
+def test_a_sample_that_names_a_wrong_version_is_found(run):
     (run / "snapshots" / "v00000002").rename(run / "snapshots" / "kept")
     (run / "snapshots" / "v00000003").rename(run / "snapshots" / "v00000002")
     (run / "snapshots" / "kept").rename(run / "snapshots" / "v00000003")
@@ -75,7 +75,7 @@ def test_samples_with_images_are_not_checked_and_the_audit_says_why(run):
     assert result.unchecked == ["log-probs of 5 samples: the model uses images, and images are not stored"]
 
 
-def test_tokens_of_version_0_are_compared_under_the_initial_policy(run, tmp_path):
+def test_tokens_of_version_0_are_compared_with_the_initial_policy(run, tmp_path):
     initial = tmp_path / "initial"
     save_tiny_model(initial, seed=5)
     file = run / "trajectories" / "step_00000003_rank0.parquet"

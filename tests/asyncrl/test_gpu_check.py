@@ -23,7 +23,7 @@ def right(name):
     return Result(name=name, state=State.passed)
 
 
-def test_a_check_that_raises_is_a_failed_result_after_those_before_it(setup):
+def test_a_check_that_raises_gives_a_failed_result_after_its_earlier_results(setup):
     def run(_):
         yield right("first")
         raise TaskFailed("no such kernel")
@@ -34,7 +34,7 @@ def test_a_check_that_raises_is_a_failed_result_after_those_before_it(setup):
     assert "no such kernel" in second.line()
 
 
-def test_a_check_without_its_package_is_skipped_by_name(setup):
+def test_a_check_with_a_missing_package_is_skipped_and_names_the_package(setup):
     check = Check(name="serving", run=lambda _: iter([right("engine")]), needs=("no_such_package",))
     (result,) = results_of(check, setup)
     assert result.state is State.skipped
@@ -65,12 +65,12 @@ def test_the_smallest_card_determines_the_size_of_the_models(cards, layers):
     assert program.layers_on(cards) == layers
 
 
-def test_a_task_whose_process_fails_says_the_end_of_its_log(setup):
+def test_the_error_of_a_failed_task_has_the_end_of_its_log(setup):
     with pytest.raises(TaskFailed, match=r"exit status 1; the end of .*(?s:.*)no_such_tasks"):
         list(run_task(setup, "no_such_tasks:offload"))
 
 
-def test_a_task_that_misses_its_deadline_says_the_option(setup):
+def test_the_error_of_a_late_task_names_the_option_of_its_deadline(setup):
     with pytest.raises(TaskFailed, match="--timeout-s"):
         list(run_task(replace(setup, timeout_s=0.2), "learner_tasks:models", experts=False))
 

@@ -27,7 +27,7 @@ def test_start_deadlines_grow_with_the_bytes_of_the_models(tmp_path):
     assert timed.rollout_fleet.load_timeout_s == config.rollout_fleet.load_timeout_s, "callers add the time for bytes"
 
 
-def test_start_deadlines_of_small_and_missing_models_stay(tmp_path):
+def test_small_and_missing_models_do_not_change_the_start_deadlines(tmp_path):
     for path in (model_of(tmp_path / "small", 300_000), str(tmp_path / "missing")):
         config = compose_run([f"model.path={path}"])
         assert with_time_to_read(config) == config

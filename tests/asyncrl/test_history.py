@@ -24,7 +24,7 @@ EVALUATIONS = [
 
 @pytest.fixture
 def life(tmp_path):
-    """Return a folder with five steps and three evaluations. The last line of each file was cut off."""
+    """Return a run folder with five steps and three evaluations. The last line of ``metrics.jsonl`` is incomplete."""
     folder = tmp_path / "first"
     folder.mkdir()
     writer = MetricsWriter(folder)
@@ -35,7 +35,7 @@ def life(tmp_path):
     return folder
 
 
-def test_the_history_before_a_checkpoint_is_what_was_recorded_and_goes_on_in_the_new_folder(life, tmp_path):
+def test_a_resumed_run_continues_the_recorded_history_in_its_new_folder(life, tmp_path):
     history = read_history(life, 3)
     assert history.steps == [make_record(step) for step in range(3)]
     assert history.evaluations == EVALUATIONS[:2], "the resumed run must evaluate version 3 itself"
@@ -51,7 +51,7 @@ def test_the_history_before_a_checkpoint_is_what_was_recorded_and_goes_on_in_the
     assert (second / "evaluations.jsonl").read_text() == (life / "evaluations.jsonl").read_text()
 
 
-def test_metrics_that_are_missing_or_not_of_a_run_are_named(life, tmp_path):
+def test_missing_or_invalid_metrics_are_named(life, tmp_path):
     with pytest.raises(ValueError, match=r"nowhere/metrics\.jsonl must hold the steps before the checkpoint"):
         read_history(tmp_path / "nowhere", 3)
     (life / "metrics.jsonl").write_text(json.dumps({"stepp": 0}) + "\n")
@@ -60,7 +60,7 @@ def test_metrics_that_are_missing_or_not_of_a_run_are_named(life, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["metrics.jsonl", "evaluations.jsonl"])
-def test_a_record_of_another_version_is_named(life, file):
+def test_a_record_of_another_asyncrl_version_is_named(life, file):
     record = json.loads((life / file).read_text().splitlines()[1])
     del record["reward_std" if file == "metrics.jsonl" else "num_prompts"]
     (life / file).write_text(json.dumps(record) + "\n")
@@ -68,12 +68,12 @@ def test_a_record_of_another_version_is_named(life, file):
         read_history(life, 3)
 
 
-def test_the_history_is_where_the_checkpoint_is_or_where_its_record_says(life, tmp_path):
+def test_the_history_is_next_to_the_checkpoint_or_in_the_recorded_folder(life, tmp_path):
     assert history_folder(life / "checkpoints" / "v00000003", "/elsewhere") == life
     assert history_folder(tmp_path / "shared" / "v00000003", str(life)) == life
 
 
-def test_trackers_receive_the_history_apart_from_the_events_of_this_process():
+def test_trackers_receive_the_history_separately_from_new_events():
     received = []
     trackers = Trackers({"one": SimpleNamespace(place="", go_on=received.append)})
     trackers.go_on([make_record(0), EVALUATIONS[0]])

@@ -94,7 +94,7 @@ async def placed(monkeypatch):
     await asyncio.gather(placed.watching, return_exceptions=True)
 
 
-async def test_each_host_from_which_workers_enter_gets_one_store_also_later(placed):
+async def test_each_host_with_workers_gets_one_store_even_if_it_joins_later(placed):
     await placed.enter("a", "b", "a")
     await placed.enter("c")
     assert placed.control.stores == [("tcp://a:0", "a"), ("tcp://b:1", "b"), ("tcp://c:2", "c")]
@@ -109,7 +109,7 @@ async def test_a_restart_of_a_store_server_is_counted_and_reported(placed):
     assert placed.control.dropped.empty()
 
 
-async def test_a_store_whose_node_dies_is_dropped_and_the_run_goes_on_also_without_any(placed):
+async def test_a_store_of_a_dead_node_is_dropped_and_the_run_continues_even_without_stores(placed):
     await placed.enter("a", "b")
     for number, host in enumerate("ab"):
         placed.dead_nodes.add(host)
@@ -121,7 +121,7 @@ async def test_a_store_whose_node_dies_is_dropped_and_the_run_goes_on_also_witho
     assert not placed.watching.done()
 
 
-async def test_a_store_whose_actor_died_is_placed_again_up_to_the_limit(placed):
+async def test_a_store_whose_actor_died_is_restarted_up_to_the_limit(placed):
     await placed.enter("a")
     for number in range(2):
         placed.actors["a"].events.put_nowait(ActorDiedError())
@@ -131,7 +131,7 @@ async def test_a_store_whose_actor_died_is_placed_again_up_to_the_limit(placed):
     assert [host for _, host in placed.control.stores] == ["a", "a", "b"]
 
 
-async def test_a_store_that_may_not_be_started_again_is_dropped_and_the_last_one_ends_the_run(placed):
+async def test_a_store_without_restarts_is_dropped_and_the_loss_of_the_last_store_ends_the_run(placed):
     await placed.enter("a", "b")
     placed.actors["a"].events.put_nowait(raised_by_ray(WorkerDiedError("buffer.restarts=3 are used up: it died\nlog")))
     await asyncio.sleep(0.1)
@@ -155,7 +155,7 @@ async def test_any_error_of_a_store_ends_only_this_store(placed, error):
     assert placed.said[-1] == "store server 1 was started again"
 
 
-async def test_a_store_is_dropped_when_a_buffer_that_stood_still_answers_again(placed):
+async def test_a_dead_store_is_dropped_as_soon_as_a_silent_buffer_answers_again(placed):
     await placed.enter("a", "b")
     drop, failures = placed.control.drop_store, [DeadlineError("no answer within 30.0 s")] * 2
 
@@ -190,14 +190,14 @@ async def test_stores_are_stopped_and_killed_at_the_end(placed):
         ("eth0", "192.0.2.1", ("eth0", "10.0.0.2")),
     ],
 )
-def test_a_store_listens_where_its_node_is_reached(host: str, advertised: str, expected: tuple[str, str]):
+def test_a_store_listens_on_the_address_of_its_node(host: str, advertised: str, expected: tuple[str, str]):
     config = BufferConfig(host=host, advertised_host=advertised, port=5555, epoch="run", stores_on=StoresOn.hosts)
     own = config_of_node(config, "10.0.0.2")
     assert (own.host, own.advertised_host) == expected
     assert (own.port, own.epoch) == (0, "run")
 
 
-def test_stores_are_on_hosts_where_there_are_several_unless_the_options_say_otherwise():
+def test_runs_on_several_nodes_have_stores_on_hosts_by_default():
     several = PlacementConfig(num_nodes=2)
     assert not keeps_stores_on_hosts(RunConfig())
     assert keeps_stores_on_hosts(RunConfig(placement=several))
@@ -216,7 +216,7 @@ def test_stores_are_on_hosts_where_there_are_several_unless_the_options_say_othe
         ({"num_nodes": 5, "engines_per_node": 2}, BufferConfig(), 5),
     ],
 )
-def test_files_are_counted_for_a_store_on_every_host_that_can_have_an_engine(placement, buffer, most):
+def test_the_number_of_stores_includes_every_host_that_can_have_an_engine(placement, buffer, most):
     fleet = RolloutFleetConfig(num_engines=9)
     run = RunConfig(placement=PlacementConfig(**placement), buffer=buffer, rollout_fleet=fleet)
     assert num_store_servers(run) == most

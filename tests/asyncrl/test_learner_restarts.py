@@ -1,4 +1,4 @@
-"""A learner rank dies during training: the restart point, and the number of restarts."""
+"""After the death of a learner rank: where training restarts, and how often it restarts."""
 
 import asyncio
 from dataclasses import replace
@@ -66,7 +66,7 @@ class MortalLearner(ScriptedLearner):
         return await super().run_update(version)
 
     async def _live(self, version=None):
-        """Raise the error if ``version`` is next in ``deaths``. After that, raise the error in every call."""
+        """Raise the error if ``version`` is the first of ``deaths``. Later calls raise it too, until `begin_again`."""
         async with self.turn:
             if self.deaths and version == self.deaths[0]:
                 self.deaths.pop(0)
@@ -100,7 +100,7 @@ def _unwatched(call):
 
 
 class RewindingFleet(ScriptedFleet):
-    """Engines that load every offer again after the learner went back to a checkpoint."""
+    """Engines that load all offered versions again each time the learner goes back to a checkpoint."""
 
     async def run(self):
         num_rewinds, version = 0, 0
@@ -146,7 +146,7 @@ class Run:
             running.cancel()
 
 
-async def test_a_run_whose_learner_dies_goes_on_from_its_newest_checkpoint_and_ends_as_any_other(tmp_path: Path):
+async def test_a_run_continues_from_the_newest_checkpoint_after_the_learner_dies(tmp_path: Path):
     run = Run(tmp_path, [3])
     await run.train()
     assert run.learner.lives == [("v00000002", 1)]
@@ -164,7 +164,7 @@ async def test_a_run_whose_learner_dies_goes_on_from_its_newest_checkpoint_and_e
     assert last.version == 6
 
 
-async def test_a_step_that_a_checkpoint_holds_and_the_ledger_has_not_heard_of_is_committed_first(tmp_path: Path):
+async def test_a_step_in_a_checkpoint_that_the_ledger_lacks_is_committed_before_the_rewind(tmp_path: Path):
     run = Run(tmp_path, [])
     run.buffer.version = run.buffer.learner_version = 3
     assert await run.controller.rewind(RunState(version=4), incarnation=1) == [(0, 4)]
@@ -236,7 +236,7 @@ async def test_a_batch_lost_repeatedly_or_without_known_groups_counts_as_a_learn
     assert run.restarts.num_replans == num_losses - 1
 
 
-async def test_a_reward_models_loss_of_the_next_batch_waits_for_the_steps_before_it(tmp_path: Path):
+async def test_a_batch_that_the_reward_model_lost_is_planned_again_after_the_earlier_steps(tmp_path: Path):
     run = losing(tmp_path, [])
     scored, losses = run.learner.scored, [4]
 
@@ -259,13 +259,13 @@ async def test_with_shared_devices_a_lost_batch_counts_as_a_death(tmp_path: Path
     assert (run.restarts.faults.num_restarts, run.restarts.num_replans) == (1, 0)
 
 
-async def test_a_learner_dies_again_in_another_restart(tmp_path: Path):
+async def test_a_learner_can_die_and_restart_twice(tmp_path: Path):
     run = Run(tmp_path, [3, 5], "learner.restarts=3")
     await run.train()
     assert run.learner.lives == [("v00000002", 1), ("v00000004", 2)]
 
 
-async def test_a_learner_that_does_not_start_again_for_any_reason_is_started_once_more(tmp_path: Path):
+async def test_a_failed_restart_of_the_learner_is_repeated_up_to_the_limit(tmp_path: Path):
     run = Run(tmp_path, [3], "learner.restarts=3")
     begin, failures = run.learner.begin_again, [OSError(24, "Too many open files"), RaySystemError("no memory")]
 
@@ -316,26 +316,26 @@ async def test_an_error_that_is_not_the_death_of_a_learner_rank_ends_the_run(tmp
     assert run.learner.lives == []
 
 
-async def test_a_run_that_was_resumed_goes_back_to_where_it_began(tmp_path: Path):
+async def test_a_resumed_run_without_own_checkpoints_returns_to_the_checkpoint_of_its_start(tmp_path: Path):
     before = Resumed(checkpoint=tmp_path / "before" / "v00000000", state=RunState())
     run = Run(tmp_path / "own", [1], resumed=before)
     await run.train()
     assert run.learner.lives == [("v00000000", 1)]
 
 
-def test_the_death_of_a_rank_is_told_from_other_faults():
+def test_the_death_of_a_rank_is_distinguished_from_other_faults():
     death, other = LearnerDiedError("rank 0"), ReplayBufferError("the disk is full")
     assert death_in(death) is death
     assert death_in(ExceptionGroup("", [ExceptionGroup("", [death])])) is death
     assert death_in(ExceptionGroup("", [death, other])) is None
     lost = BatchLost("the batch of step 4")
     assert death_in(ExceptionGroup("", [ExceptionGroup("", [lost])])) is lost
-    assert death_in(ExceptionGroup("", [lost, death])) is death, "the death counts, not the lost batch"
+    assert death_in(ExceptionGroup("", [lost, death])) is death, "the death must count, not the lost batch"
     assert death_in(ExceptionGroup("", [lost, other])) is None
     assert death_in(WorkerDiedError("rollout rank 0")) is None
 
 
-async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_taken(tmp_path: Path):
+async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_used(tmp_path: Path):
     run = Run(tmp_path, [3])
     foreign = replace(RunState(), version=2, tokens_generated=7)
     save = run.learner.run_save
@@ -351,7 +351,7 @@ async def test_a_checkpoint_of_another_run_in_the_same_folder_is_not_taken(tmp_p
         await run.train()
 
 
-def test_weights_of_versions_that_were_lost_are_removed_and_older_ones_stay(tmp_path: Path):
+def test_weights_of_lost_versions_are_removed_and_older_weights_remain(tmp_path: Path):
     for name in ("v00000004", "v00000005", "v00000012", ".next-7", ".staged"):
         (tmp_path / name).mkdir()
     remove_published(tmp_path, after=4)

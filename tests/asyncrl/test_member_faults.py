@@ -53,9 +53,7 @@ async def training_on(fleet_of):
 @pytest.mark.long
 @pytest.mark.parametrize("asked_after_s", [0.0, 4.0, 9.0])
 @pytest.mark.parametrize("deadlines", [0.1, 0.5, 1.0, 1.25, 1.5, 2.5])
-async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loops(
-    training_on, deadlines, asked_after_s
-):
+async def test_a_paused_worker_does_not_block_calls_of_the_fleet(training_on, deadlines, asked_after_s):
     workers = Workers()
     fleet, _ = await training_on(workers)
     await asyncio.sleep(asked_after_s)
@@ -78,7 +76,7 @@ async def test_a_worker_that_stands_still_for_any_time_stops_no_call_of_the_loop
     assert (await asyncio.wait_for(fleet.drain(), 5)).tokens_generated == expected
 
 
-async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by_that_call(training_on):
+async def test_a_worker_that_misses_the_deadline_of_one_call_is_replaced(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
     await asyncio.sleep(5)  # during this time the workers answer the fleet's polls in time
@@ -90,7 +88,7 @@ async def test_a_worker_that_misses_the_deadline_of_one_call_is_declared_dead_by
     assert not run.done()
 
 
-async def test_a_worker_that_stands_still_in_an_evaluation_is_replaced_and_the_evaluation_ends(training_on):
+async def test_a_worker_paused_in_an_evaluation_is_replaced_and_the_evaluation_ends(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
     workers.stand_still(1, 2.5 * DEADLINE_S)
@@ -155,7 +153,7 @@ async def test_the_fleet_continues_or_fails_in_time_after_a_worker_stalls_in_any
     "error",
     [RaySystemError("System error: the object store is gone"), OSError(5, "Input/output error"), KeyError("rank")],
 )
-async def test_any_exception_of_a_call_is_the_end_of_a_workers_life_and_another_begins(training_on, error):
+async def test_a_worker_is_replaced_after_any_exception_of_a_call(training_on, error):
     workers = Workers()
     fleet, run = await training_on(workers)
     workers.die(1, error)
@@ -164,7 +162,7 @@ async def test_any_exception_of_a_call_is_the_end_of_a_workers_life_and_another_
     assert (fleet.engines(), run.done()) == (["0", "1"], False)
 
 
-async def test_a_life_that_ends_as_soon_as_it_is_ready_is_followed_by_another(training_on):
+async def test_a_worker_that_fails_right_after_its_start_is_replaced_again(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
     replace_worker = workers.replace_worker
@@ -182,7 +180,7 @@ async def test_a_life_that_ends_as_soon_as_it_is_ready_is_followed_by_another(tr
     assert (workers.replaced, fleet.engines(), run.done()) == ([1, 1], ["0", "1"], False)
 
 
-async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(training_on):
+async def test_workers_are_replaced_if_ray_cancels_the_call_that_watches_them(training_on):
     workers = Workers()
     notes = asyncio.Event()
 
@@ -198,7 +196,7 @@ async def test_a_watch_that_ray_cancels_is_the_end_of_a_workers_life(training_on
     assert (sorted(workers.replaced), fleet.engines(), run.done()) == ([0, 1], ["0", "1"], False)
 
 
-async def test_a_life_that_does_not_begin_for_any_reason_is_followed_by_another(training_on):
+async def test_a_failed_start_of_a_worker_is_repeated_up_to_the_limit(training_on):
     workers = Workers()
     _, run = await training_on(workers)
     failures = [OSError(24, "Too many open files"), RaySystemError("no memory"), raised_by_ray(FULL)]
@@ -259,7 +257,7 @@ LOCAL = [
 
 
 @pytest.mark.parametrize("error", LOCAL, ids=lambda error: type(error.cause).__name__)
-async def test_what_fails_on_one_workers_host_costs_that_worker_alone(training_on, error):
+async def test_a_failure_on_the_host_of_one_worker_replaces_only_that_worker(training_on, error):
     workers = Workers()
     workers.run_errors[1] = error
     _, run = await training_on(workers, "rollout_fleet.engine=sglang")
@@ -271,7 +269,7 @@ async def test_what_fails_on_one_workers_host_costs_that_worker_alone(training_o
     assert not (run.done() and run.exception())
 
 
-async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_no_room(training_on):
+async def test_without_restarts_the_run_continues_without_a_worker_whose_disk_is_full(training_on):
     workers = Workers()
     workers.run_errors[1] = raised_by_ray(FULL)
     _, run = await training_on(workers, "rollout_fleet.restarts=0")
@@ -287,7 +285,7 @@ async def test_without_restarts_the_run_goes_on_without_a_worker_whose_host_has_
         await asyncio.wait_for(run, 10)
 
 
-async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_and_then_given_up(training_on):
+async def test_a_worker_whose_weights_stay_damaged_is_replaced_up_to_the_limit(training_on):
     workers = Workers()
     fleet, _ = await training_on(workers)
     damaged = raised_by_ray(WeightsError("version 3 has other bytes than were published"))
@@ -308,7 +306,7 @@ async def test_a_worker_that_never_verifies_its_weights_is_replaced_with_a_line_
 
 
 @pytest.mark.parametrize("kind", [RewardError, RequestRefused, AccountError, WrongEpoch])
-async def test_an_error_that_every_worker_would_raise_ends_the_run_at_once(training_on, kind):
+async def test_an_error_that_every_worker_would_raise_ends_the_run_immediately(training_on, kind):
     workers = Workers()
     workers.run_errors[1] = raised_by_ray(kind("wrong everywhere"))
     _, run = await training_on(workers)
@@ -318,7 +316,7 @@ async def test_an_error_that_every_worker_would_raise_ends_the_run_at_once(train
     assert workers.replaced == []
 
 
-async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engines(training_on):
+async def test_held_out_prompts_that_fail_on_one_host_go_to_the_other_engines(training_on):
     workers = Workers()
     fleet, run = await training_on(workers)
 
@@ -333,7 +331,7 @@ async def test_held_out_prompts_that_fail_on_one_host_are_left_to_the_other_engi
 
 
 @pytest.mark.parametrize("fault", ["before", "meanwhile", "silent"])
-async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(training_on, fault):
+async def test_a_dead_engine_does_not_prevent_the_release_of_the_device(training_on, fault):
     """If a worker does not release the device, the worker is killed before the learner uses the device."""
     workers = Workers()
     fleet, run = await training_on(workers, "placement.colocated=true", "rollout_fleet.drain_timeout_s=5")
@@ -363,7 +361,7 @@ async def test_a_dead_engine_does_not_end_the_hand_over_of_the_device(training_o
     assert workers.calls[-2:] == [(0, "release_device"), (1, "release_device")]
 
 
-async def test_the_learner_waits_until_an_engine_that_comes_up_has_released_the_device(training_on):
+async def test_the_learner_waits_until_a_starting_engine_has_released_the_device(training_on):
     workers = Workers()
     fleet, _ = await training_on(workers, "placement.colocated=true")
     starts = asyncio.Event()
@@ -384,7 +382,7 @@ async def test_the_learner_waits_until_an_engine_that_comes_up_has_released_the_
     assert (1, "release_device") in workers.calls
 
 
-async def test_an_engine_that_comes_up_and_does_not_release_the_device_is_killed_and_started_later(training_on):
+async def test_a_starting_engine_that_does_not_release_the_device_is_killed_and_started_later(training_on):
     workers = Workers()
     fleet, run = await training_on(workers, "placement.colocated=true")
 
@@ -408,7 +406,7 @@ async def test_an_engine_that_comes_up_and_does_not_release_the_device_is_killed
     assert not run.done()
 
 
-async def test_the_learners_turn_does_not_count_as_time_without_engines(training_on):
+async def test_time_in_which_the_learner_has_the_device_is_not_time_without_engines(training_on):
     workers = Workers()
     fleet, run = await training_on(workers, "placement.colocated=true", "rollout_fleet.no_engine_timeout_s=20")
     workers.takes_s = 1.0

@@ -180,7 +180,7 @@ def test_without_a_terminal_the_view_writes_plain_lines():
     assert "waiting for buffer" in text
     assert "buffer: ready" in text
     assert "step 1/2" in text
-    # The fleet's rate is an average over both steps: 100 tokens in 0.5 s. It is not the 4,000 tokens of the last step.
+    # The fleet's rate is the average over both steps (100 tokens in 0.5 s), not the 4,000 tokens/s of the last step.
     assert "step 2/2  reward 0.250  lag 1.00 (max 2)  rollout 200 tok/s  learner 20,000 tok/s" in text
     assert "entropy 1.25  kl 0.0125  gradient 0.75  buffer 3 stored, 5 generating  left 0:00" in text
     assert "\x1b" not in text
@@ -192,7 +192,7 @@ class GoneOutput(io.StringIO):
 
 
 @pytest.mark.parametrize("is_terminal", [False, True])
-def test_a_run_goes_on_when_nobody_reads_its_output_any_more(is_terminal, monkeypatch, caplog):
+def test_a_run_continues_after_the_reader_of_its_output_exits(is_terminal, monkeypatch, caplog):
     monkeypatch.setenv("FORCE_COLOR" if is_terminal else "NO_COLOR", "1")
     monkeypatch.setattr("sys.stdout", GoneOutput())
     view = TerminalView(title="run", total_steps=2)
@@ -243,7 +243,7 @@ def test_the_live_view_shows_whole_names_and_values_on_a_narrow_terminal(width):
         assert any(shown in line for line in lines), shown
 
 
-def test_a_resumed_run_reports_its_lag_apart_from_the_lag_before(tmp_path):
+def test_a_resumed_run_reports_its_lag_separately_from_the_earlier_lag(tmp_path):
     result = dataclasses.replace(make_result(), max_lag_realised=0, max_lag_before=4)
     summary = summary_document(
         experiment="run",

@@ -21,7 +21,7 @@ from asyncrl.run.run_folder import make_run_dir
         (["buffer.max_lag=[0,1"], ["cannot parse", "buffer.max_lag=[0,1"]),
     ],
 )
-def test_a_multirun_with_one_wrong_combination_starts_nothing(tmp_path, overrides, words):
+def test_a_multirun_with_one_wrong_combination_starts_no_run(tmp_path, overrides, words):
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the test checks the message
         multirun([f"output_dir={tmp_path}", *overrides])
     assert all(word in str(caught.value) for word in words)
@@ -75,7 +75,7 @@ RUN = """
 """Program that stands in for a run. With ``buffer.max_lag=1`` it waits for SIGTERM."""
 
 
-def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_with_its_running_run(tmp_path):
+def test_a_multirun_starts_a_run_per_value_and_a_signal_stops_it_and_its_current_run(tmp_path):
     """The runs of this sweep are scripted. `tests/e2e/test_multirun.py` tests sweeps of real runs."""
     (tmp_path / "run.py").write_text(textwrap.dedent(RUN))
     run = tmp_path / "run"

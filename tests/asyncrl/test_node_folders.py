@@ -90,11 +90,11 @@ def make_model(folder, text="weights of twenty bytes"):
     return folder
 
 
-async def test_only_nodes_that_do_not_see_the_runs_folder_get_one_of_their_own(folders):
+async def test_only_nodes_that_do_not_see_the_run_folder_get_a_separate_folder(folders):
     assert folders.apart == ["10.0.0.2"]
 
 
-async def test_a_model_that_every_node_has_stays_where_it_is(folders, nodes, tmp_path):
+async def test_a_model_that_every_node_has_is_not_copied(folders, nodes, tmp_path):
     model = make_model(tmp_path / "model")
     make_model(nodes["10.0.0.2"].file(model))
     assert await folders.bring(model, "model") == model
@@ -115,7 +115,7 @@ async def test_a_model_that_is_missing_or_different_on_a_node_is_copied_to_the_r
     assert (path / "model.safetensors").read_text() == "weights of twenty bytes"
 
 
-async def test_keys_reach_a_node_readable_by_their_owner_only_and_no_others(folders, nodes, tmp_path):
+async def test_a_node_gets_only_the_keys_of_its_roles_and_only_their_owner_can_read_them(folders, nodes, tmp_path):
     make_keys(tmp_path / "run" / "keys")
     config = RunConfig()
     assert (await folders.supply(config, keys=str(tmp_path / "run" / "keys"), resumes=False)) == config
@@ -125,13 +125,13 @@ async def test_keys_reach_a_node_readable_by_their_owner_only_and_no_others(fold
     assert stat.S_IMODE(there.stat().st_mode) == 0o700
 
 
-async def test_a_folder_that_must_be_shared_and_is_not_is_named_with_the_node(folders, tmp_path):
+async def test_a_folder_that_a_node_does_not_share_is_named_together_with_the_node(folders, tmp_path):
     with pytest.raises(ValueError, match=r"weights.directory must be on a file system .* which 10.0.0.2 cannot see"):
         await folders.check_shared("weights.directory", tmp_path / "weights")
     assert not list((tmp_path / "weights").iterdir())
 
 
-async def test_logs_come_back_as_they_grow_and_samples_once_they_are_whole(folders, nodes, tmp_path):
+async def test_growing_logs_and_complete_samples_are_copied_from_a_node(folders, nodes, tmp_path):
     run_dir, there = tmp_path / "run", nodes["10.0.0.2"].file(tmp_path / "run")
     (there / "logs").mkdir(parents=True)
     (there / "samples").mkdir()
@@ -147,7 +147,7 @@ async def test_logs_come_back_as_they_grow_and_samples_once_they_are_whole(folde
     assert [path.read_text() for path in (run_dir / "samples").iterdir()] == ["ha"]
 
 
-async def test_a_log_of_a_name_that_is_taken_gets_another(folders, nodes, tmp_path):
+async def test_a_copied_log_with_an_existing_name_gets_another_name(folders, nodes, tmp_path):
     logs = nodes["10.0.0.2"].file(tmp_path / "run" / "logs")
     logs.mkdir(parents=True)
     (tmp_path / "run" / "logs" / "rollout-0.log").write_text("before it moved\n")
@@ -159,7 +159,7 @@ async def test_a_log_of_a_name_that_is_taken_gets_another(folders, nodes, tmp_pa
     assert (logs / "rollout-0-2.log").read_text() == "there\nand on\n"
 
 
-async def test_a_policy_that_another_node_wrote_comes_back_and_the_end_leaves_nothing_there(folders, nodes, tmp_path):
+async def test_a_policy_is_copied_from_another_node_and_the_end_removes_the_nodes_files(folders, nodes, tmp_path):
     policy = make_model(nodes["10.0.0.2"].file(tmp_path / "run" / "policy"))
     await folders.fetch(tmp_path / "run" / "policy")
     assert (tmp_path / "run" / "policy" / "model.safetensors").read_text() == "weights of twenty bytes"
@@ -168,7 +168,9 @@ async def test_a_policy_that_another_node_wrote_comes_back_and_the_end_leaves_no
     assert (tmp_path / "run" / "policy").is_dir()
 
 
-async def test_other_runs_on_a_node_do_not_sweep_its_shared_memory_until_the_end(folders, nodes, tmp_path, monkeypatch):
+async def test_other_runs_do_not_remove_a_nodes_shared_memory_before_the_end_of_the_run(
+    folders, nodes, tmp_path, monkeypatch
+):
     memories = [tmp_path / "memory", nodes["10.0.0.2"].file(tmp_path / "memory")]
     for memory in memories:
         monkeypatch.setattr(run_folder, "SHARED_MEMORY", memory)
@@ -179,7 +181,7 @@ async def test_other_runs_on_a_node_do_not_sweep_its_shared_memory_until_the_end
     assert not [left for memory in memories for left in memory.iterdir()], "shared memory must be empty on every node"
 
 
-async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nodes, caplog):
+async def test_a_run_ends_even_if_a_node_does_not_answer(folders, nodes, caplog):
     nodes["10.0.0.2"].error = AsyncRLError("its node died")
     await folders.close()
     assert "node 10.0.0.2 still has files of the run, in [" in caplog.text
@@ -187,14 +189,14 @@ async def test_a_node_that_does_not_answer_keeps_no_run_from_ending(folders, nod
     assert "logs and samples of node 10.0.0.2 cannot be copied: its node died" in caplog.text
 
 
-async def test_a_path_that_a_node_cannot_make_is_refused_with_its_reason(folders, nodes, tmp_path):
+async def test_a_path_that_a_node_cannot_create_is_refused_with_the_reason(folders, nodes, tmp_path):
     shutil.rmtree(nodes["10.0.0.2"].root)
     nodes["10.0.0.2"].root.write_text("a file where its folders should be")
     with pytest.raises(ValueError, match=r"every node must have a folder .*run/model, .*10.0.0.2: Not a directory"):
         await folders.bring(make_model(tmp_path / "model"), "model")
 
 
-async def test_a_run_of_one_node_asks_nobody(tmp_path):
+async def test_a_run_on_one_node_copies_nothing(tmp_path):
     alone = NodeFolders(tmp_path, {}, timeout_s=1.0)
     config = RunConfig()
     assert await alone.supply(config, keys="", resumes=True) is config
@@ -202,7 +204,7 @@ async def test_a_run_of_one_node_asks_nobody(tmp_path):
     await alone.close()
 
 
-async def test_a_node_that_comes_later_gets_the_model_and_the_keys_of_the_others(folders, nodes, late_nodes, tmp_path):
+async def test_a_node_that_joins_later_gets_the_model_and_the_keys(folders, nodes, late_nodes, tmp_path):
     model, keys = make_model(tmp_path / "model"), tmp_path / "run" / "keys"
     make_keys(keys)
     make_model(nodes["10.0.0.2"].file(model))
@@ -216,7 +218,7 @@ async def test_a_node_that_comes_later_gets_the_model_and_the_keys_of_the_others
     assert (late_nodes.made, folders.apart) == (["c3"], ["10.0.0.2", "10.0.0.3"])
 
 
-async def test_a_node_that_comes_back_under_its_address_is_supplied_again(folders, nodes, late_nodes, tmp_path):
+async def test_a_replaced_node_with_the_same_address_gets_the_model_again(folders, nodes, late_nodes, tmp_path):
     model = make_model(tmp_path / "model")
     config = replace(RunConfig(), model=ModelConfig(path=str(model)))
     path = (await folders.supply(config, keys="", resumes=False)).model.path
@@ -228,7 +230,7 @@ async def test_a_node_that_comes_back_under_its_address_is_supplied_again(folder
     assert (back.file(path) / "config.json").read_text() == "{}"
 
 
-async def test_a_node_whose_shared_memory_has_no_room_for_images_is_named(folders, tmp_path, monkeypatch):
+async def test_a_node_without_room_for_the_weights_in_shared_memory_is_named(folders, tmp_path, monkeypatch):
     model = make_model(tmp_path / "model")
     weights = WeightsConfig(transport=Transport.collective)
     config = replace(RunConfig(), model=ModelConfig(path=str(model)), weights=weights)
@@ -241,7 +243,7 @@ async def test_a_node_whose_shared_memory_has_no_room_for_images_is_named(folder
     await folders.supply(replace(config, weights=WeightsConfig()), keys="", resumes=False)  # no room is needed
 
 
-async def test_a_node_that_does_not_see_a_folder_that_must_be_shared_is_not_used(folders, late_nodes, tmp_path):
+async def test_a_late_node_that_does_not_see_a_shared_folder_is_not_used(folders, late_nodes, tmp_path):
     weights = WeightsConfig(transport=Transport.file, directory=str(tmp_path / "weights"))
     alone = NodeFolders(tmp_path / "run", {}, timeout_s=1.0, known=["own"], make=late_nodes)
     await alone.supply(replace(RunConfig(), weights=weights), keys="", resumes=False)

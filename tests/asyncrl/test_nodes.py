@@ -24,7 +24,7 @@ def config_of(**sections):
 
 
 @pytest.mark.parametrize("weights", [FILE, COLLECTIVE])
-def test_a_run_on_several_nodes_that_names_what_they_share_is_let_through(weights):
+def test_a_run_on_several_nodes_with_shared_weights_is_accepted(weights):
     check_options(config_of(weights=weights))
 
 
@@ -63,7 +63,7 @@ def test_options_that_do_not_fit_several_nodes_are_refused_by_name(sections, wor
         ),
     ],
 )
-def test_a_run_that_could_use_no_further_node_asks_for_none(sections, words):
+def test_autoscale_is_refused_if_the_run_could_not_use_more_nodes(sections, words):
     with pytest.raises(ValueError, match=words):
         check_options(config_of(weights=FILE, **sections))
 
@@ -74,7 +74,7 @@ def test_only_the_engines_that_a_run_starts_with_must_fit_the_nodes():
     assert engine_pool(config).store == [1]
 
 
-def test_an_engine_that_joins_is_placed_by_itself_on_no_full_node_or_where_it_is_asked_for():
+def test_a_joining_engine_is_placed_on_the_requested_node_or_on_a_node_that_is_not_full():
     config = on_gpus(engine_labels={"pool": "inference"}, engines_per_node=2)
     pool = pool_of_one(config, node_id="", full={"b", "a"})
     assert (pool.store, pool.bundle()) == ([1], {"CPU": 1.0, "GPU": 2.0})
@@ -82,7 +82,7 @@ def test_an_engine_that_joins_is_placed_by_itself_on_no_full_node_or_where_it_is
     assert pool_of_one(config, node_id="c", full={"a"}).labels["ray.io/node-id"] == "c"
 
 
-def test_options_for_several_nodes_are_refused_on_one():
+def test_options_for_several_nodes_are_refused_on_one_node():
     several = {"ranks_per_node": 2, "engines_per_node": 1, "strategy": Strategy.spread, "engine_labels": {"gpu": "a"}}
     for name, value in several.items():
         with pytest.raises(ValueError, match=rf"placement.{name}=.* needs several nodes"):
@@ -101,14 +101,14 @@ def on_gpus(**placement):
     )
 
 
-def test_shares_of_a_node_are_what_must_be_on_one():
+def test_node_shares_are_resources_that_must_be_on_the_same_node():
     config = on_gpus(ranks_per_node=4, engines_per_node=3, cpus_per_engine=4.0)
     ranks, engines = {"CPU": 4.0, "GPU": 4.0}, {"CPU": 12.0, "GPU": 6.0}
     assert node_shares(config) == [ranks, ranks, engines, {"CPU": 4.0, "GPU": 2.0}]
     assert node_shares(on_gpus()) == [{"CPU": 8.0, "GPU": 8.0}, *[{"CPU": 1.0, "GPU": 2.0}] * 4]
 
 
-def test_a_run_must_fit_its_nodes_not_only_their_sum():
+def test_each_node_must_have_room_and_not_only_all_nodes_together():
     node = {"CPU": 64.0, "GPU": 8.0}
     check_nodes(on_gpus(), {"10.0.0.1": node, "10.0.0.2": node})
     with pytest.raises(ValueError, match=r"placement.num_nodes=2 nodes must be in the cluster .*, got 1 \(10.0.0.1\)"):
@@ -131,6 +131,6 @@ def test_engines_get_the_gpus_of_their_tensor_parallel_ranks_on_one_node():
     assert (by_node.store, by_node.strategy, by_node.apart) == ([3, 1], "STRICT_PACK", True)
 
 
-def test_collectives_of_the_ranks_keep_to_the_interface_that_is_named():
+def test_collectives_of_the_ranks_use_the_configured_interface():
     assert worker_env(on_gpus(interface="ib0"))["NCCL_SOCKET_IFNAME"] == "ib0"
     assert "GLOO_SOCKET_IFNAME" not in worker_env(on_gpus())

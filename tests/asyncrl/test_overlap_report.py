@@ -23,12 +23,12 @@ def half_and_half():
     return OverlapReport.of(trace_of(fleet=fleet, learner=learner, controller=waits, steps=[0, 100, 200]))
 
 
-def test_efficiency_is_the_slower_pool_alone_over_the_measured_step():
+def test_efficiency_is_the_time_of_the_slower_pool_alone_divided_by_the_step_time():
     report = half_and_half()
     run = report.run
     assert run.step_s == pytest.approx(100e-9)
     assert run.alone_s("learner") == pytest.approx(60e-9)
-    # A group keeps its sample slots until its last sample ends. So a fleet without a learner is as slow as the run.
+    # A group occupies its slots until its last sample ends. So without a learner, the fleet would need as long.
     assert run.alone_s("fleet") == pytest.approx(100e-9)
     assert run.efficiency == pytest.approx(1.0)
     assert run.pools["learner"].utilisation == 0.6
@@ -134,7 +134,7 @@ def test_trace_json_has_lanes_of_every_pool_an_arrow_per_group_and_counters(tmp_
     assert all(event["dur"] >= 0 for event in events if event["ph"] == "X")
 
 
-def test_overlapping_evaluations_of_an_engine_are_no_slices_of_one_row():
+def test_overlapping_evaluations_of_an_engine_are_asynchronous_trace_events():
     trace = trace_of(fleet=[("engine-0", "evaluation", 0, 20), ("engine-0", "evaluation", 10, 30)])
     phases = [event["ph"] for event in trace_events(trace)["traceEvents"] if event["name"] == "evaluation"]
     assert phases == ["b", "e", "b", "e"]

@@ -28,12 +28,12 @@ asyncio.run(until_killed(sys.argv[1]))
 
 
 async def until_killed(address: str) -> None:
-    """Run a worker that loads two versions and reports each load. The test kills it before its samples finish."""
+    """Run a worker that loads two versions and reports each load. The test kills the worker before its samples end."""
     async with running_loop(AnyRole(address), writes(NUM_TOKENS, 0.1), **OPTIONS) as (loop, engine, run):
         for version in (1, 2):
             while len(engine.requests) < 2 * version:  # noqa: ASYNC110 - the engine gets two requests per version
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.25)  # the engine writes two tokens of each sample meanwhile
+            await asyncio.sleep(0.25)  # during this time, the engine generates two tokens per sample
             await asyncio.to_thread(sys.stdin.readline)
             await loop.load_weights(bare_offer(version))
             sys.stdout.write(f"loaded {version}\n")
@@ -72,7 +72,7 @@ async def until_leased(control: AnyRole, number: int) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_a_worker_is_killed_in_the_middle_and_another_finishes_its_group_to_the_token(tmp_path: Path):
+async def test_another_worker_continues_a_group_from_the_saved_tokens_of_a_killed_worker(tmp_path: Path):
     config = BufferConfig(max_lag=3, heartbeat_s=0.25, lease_s=600.0)
     with BufferProcess(config, groups_per_step=1, log_path=tmp_path / "log") as server:
         control, second = AnyRole(server.address), AnyRole(server.address)

@@ -58,7 +58,7 @@ def test_the_present_options_win_a_tie():
 
 
 @pytest.mark.parametrize("options", [{"groups_per_step": 8}, {"num_ranks": 5}, {"on_stale": OnStale.drop}])
-def test_no_choice_is_recommended_that_changes_learning_or_needs_more_devices(options):
+def test_choices_that_change_learning_or_need_more_devices_are_not_recommended(options):
     now = predicted(10, 1.0)
     assert recommend([now, predicted(1, 0.0, **options)]) is now
 
@@ -186,7 +186,7 @@ def test_fair_shares_divide_a_core_equally_between_running_activities():
     assert fair_shares([(0, 4), (0, 4)], [(8, 9)]) == pytest.approx([4e-9, 1e-9])
 
 
-def test_united_joins_overlapping_spans():
+def test_united_merges_overlapping_spans():
     assert united([(4, 6), (0, 2), (1, 3), (3, 3)]) == [(0, 3), (4, 6)]
 
 

@@ -44,7 +44,7 @@ def run(assets, tmp_path):
     return compose
 
 
-async def test_the_preflight_returns_prompts_and_shows_the_first(run, tmp_path):
+async def test_the_preflight_returns_prompts_and_shows_the_first_prompt(run, tmp_path):
     said = []
     prompts, held_out = await preflight(run(f"rollout_fleet.reward={tmp_path}/rewards.py:right"), said.append)
     assert (prompts.num_prompts, len(held_out)) == (4, 4)
@@ -184,7 +184,7 @@ async def test_a_wrong_name_of_a_users_function_fails_the_preflight(run, option,
         ("nowhere.py:", "must name one of"),
     ],
 )
-async def test_an_environment_of_a_row_or_a_source_that_does_not_exist_is_refused(run, tmp_path, name, words):
+async def test_a_missing_environment_of_a_row_or_of_a_source_is_refused(run, tmp_path, name, words):
     rows = tmp_path / "rows.jsonl"
     known = "rollout_fleet.episodes.calculator:Calculator"
     lines = [{"prompt": "1=", "ground_truth": "1", "where": where, "source": "a"} for where in (known, None, name)]
@@ -197,7 +197,7 @@ async def test_an_environment_of_a_row_or_a_source_that_does_not_exist_is_refuse
         await preflight(run(*files, *(f"{key}={value}" for key, value in by_source.items())), print)
 
 
-async def test_a_source_that_no_row_has_is_a_warning(run, tmp_path):
+async def test_a_source_that_no_row_has_gives_a_warning(run, tmp_path):
     rows = tmp_path / "rows.jsonl"
     lines = [{"prompt": "1=", "ground_truth": "1", "source": source} for source in ("sums", "words")]
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -248,12 +248,12 @@ def test_a_failed_preflight_leaves_no_folder_and_ends_with_its_cause(assets, tmp
         (["algorithm.advantage=gae"], "algorithm.advantage=gae is set, and the model in .* takes images"),
     ],
 )
-async def test_what_a_model_with_images_does_not_do_is_refused(run, tmp_path, overrides, words):
+async def test_options_that_a_vision_model_does_not_support_are_refused(run, tmp_path, overrides, words):
     model_path = write_vision_model(tmp_path / "model")
     with pytest.raises(ValueError, match=words):
         await preflight(run(f"model.path={model_path}", *overrides), lambda _: None)
 
 
-async def test_a_frozen_vision_tower_needs_one(run):
+async def test_freeze_vision_needs_a_model_with_a_vision_tower(run):
     with pytest.raises(ValueError, match=r"learner\.freeze_vision is true, but the model in .* has no vision tower"):
         await preflight(run("learner.freeze_vision=true"), lambda _: None)

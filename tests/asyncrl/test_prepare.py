@@ -44,7 +44,7 @@ def test_quickstart_assets_do_not_change_other_experiments():
     assert with_quickstart_assets(config) is config
 
 
-def test_a_warm_start_is_reused_for_the_same_settings_only(config):
+def test_a_warm_start_is_reused_only_for_the_same_settings(config):
     same = warm_start_path(dataclasses.replace(config, total_steps=7))
     other = warm_start_path(dataclasses.replace(config, sft=dataclasses.replace(config.sft, lr=1e-4)))
     assert same == warm_start_path(config)
@@ -99,7 +99,7 @@ def test_a_run_waits_for_a_warm_start_that_another_run_makes_and_reuses_it(confi
     assert "accuracy 0.750" in said[1]
 
 
-def test_a_run_waits_under_a_deadline_for_a_hanging_warm_start(config):
+def test_a_run_waits_for_a_hanging_warm_start_until_a_deadline(config):
     config = dataclasses.replace(config, sft=dataclasses.replace(config.sft, progress_timeout_s=0.3))
     with locked(config), pytest.raises(DeadlineError, match=rf"\({HOLDER}\) makes .* for 0\.3 s; stop that run"):
         asyncio.run(asyncio.wait_for(warm_start(config, [], Path("/nowhere/sft.log"), lambda line: None), 20))
@@ -125,7 +125,7 @@ def with_output(config, path, **sft):
     return dataclasses.replace(config, sft=dataclasses.replace(config.sft, output_path=str(path), **sft))
 
 
-def test_an_output_path_is_reused_for_the_same_settings_and_refused_for_others(config, tmp_path):
+def test_an_output_path_is_reused_for_the_same_settings_and_refused_for_other_settings(config, tmp_path):
     named = with_output(config, tmp_path / "policy")
     assert finished_warm_start(named) is None
     write_warm_start(named, {"steps": 3, "accuracy": 0.5, "val_loss": None}, write_nothing)
@@ -174,7 +174,7 @@ def test_training_continues_when_the_warm_start_has_written_its_policy(config, t
 
 
 @pytest.mark.long
-def test_prompts_are_read_without_torch_and_equal_those_of_transformers(config):
+def test_prompts_are_read_without_torch_and_equal_the_prompts_of_transformers(config):
     code = (
         "import sys; from asyncrl.cli.compose import compose_run\n"
         "from asyncrl.cli.quickstart import with_quickstart_assets\n"

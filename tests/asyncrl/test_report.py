@@ -143,7 +143,7 @@ def test_the_member_table_shows_states_activities_and_epochs():
     ]
 
 
-def test_a_version_is_served_without_engines_that_come_later_or_have_ended():
+def test_a_version_is_published_without_engines_that_join_later_or_have_ended():
     versions = [(0, 0, 0), (1, 0, 0), (0, 20, 1), (1, 25, 1), (0, 40, 2), (2, 60, 2), (0, 70, 3), (2, 80, 3)]
     trace = trace_of(fleet=[(f"engine-{rank}", "version", *change) for rank, *change in versions], steps=(10, 100))
     ended = Span("engine-1/worker", "member", 50, 100, cause="failed", process="controller")

@@ -136,7 +136,7 @@ def test_samples_are_colored_by_version_or_difference_and_the_theme_can_be_switc
         colours = "[...document.querySelectorAll('.sample i')].map((token) => token.style.background)"
         by_version = page.evaluate(colours)
         assert len(by_version) == 24
-        assert len(set(by_version)) == 4  # three versions and the unsampled tokens have a colour each
+        assert len(set(by_version)) == 4  # a colour per version, and one for tokens that were not sampled
         page.select_option("[name=colour]", "difference")
         assert page.evaluate(colours) != by_version
         page.click("#theme")

@@ -36,7 +36,7 @@ class Letters:
         return {"input_ids": [[ord(letter) for letter in text] for text in texts]}
 
 
-def test_a_state_survives_json():
+def test_the_state_of_a_run_survives_json():
     assert RunState.from_dict(json.loads(json.dumps(STATE.to_dict()))) == STATE
     with pytest.raises(ValueError, match="not by a run"):
         RunState.from_dict({})
@@ -44,7 +44,7 @@ def test_a_state_survives_json():
         RunState.from_dict({**STATE.to_dict(), "finished": [[0, 5]], "tokens_trained": 60})
 
 
-def test_changed_options_of_learning_are_told_and_no_others(tmp_path):
+def test_only_changed_options_of_learning_are_reported(tmp_path):
     state = replace(STATE, options=learning_options(config_of(tmp_path)))
     again = RunState.from_dict(json.loads(json.dumps(state.to_dict())))
     assert again.changed_options(config_of(tmp_path, "learner.num_ranks=2", "total_steps=99")) == []
@@ -62,7 +62,7 @@ def test_a_new_run_resumes_nothing(tmp_path):
     assert find_checkpoint(config_of(tmp_path, "checkpoint.resume=auto")) is None
 
 
-def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_path):
+def test_resume_auto_selects_the_newest_checkpoint_of_the_newest_run_with_a_checkpoint(tmp_path):
     runs = tmp_path / "custom"
     save(runs / "2026-01-01_00-00-00" / "checkpoints", 30)
     newest = save(runs / "2026-01-02_00-00-00" / "checkpoints", 20)
@@ -72,7 +72,7 @@ def test_auto_takes_the_newest_checkpoint_of_the_newest_run_that_has_one(tmp_pat
     assert (found.checkpoint, found.state.version) == (newest, 20)
 
 
-def test_a_path_names_a_checkpoint_or_a_folder_of_them(tmp_path):
+def test_resume_accepts_the_path_of_a_checkpoint_or_of_a_folder_of_checkpoints(tmp_path):
     first, second = save(tmp_path / "c", 10), save(tmp_path / "c", 20)
     for path, want in ((first, first), (tmp_path / "c", second)):
         assert find_checkpoint(config_of(tmp_path, f"checkpoint.resume={path}")).checkpoint == want
@@ -82,7 +82,7 @@ def test_a_path_names_a_checkpoint_or_a_folder_of_them(tmp_path):
         find_checkpoint(config_of(tmp_path, f"checkpoint.resume={tmp_path}/c", "total_steps=20"))
 
 
-def test_a_run_with_a_critic_takes_the_newest_checkpoint_that_both_have_saved(tmp_path):
+def test_a_run_with_a_critic_resumes_from_the_newest_checkpoint_of_actor_and_critic(tmp_path):
     older, newest = (save(tmp_path / "c", version, parts=["critic"]) for version in (10, 20))
     save(tmp_path / "c" / "critic", 10)
     options = [f"checkpoint.resume={tmp_path}/c", "algorithm.advantage=gae"]
@@ -95,7 +95,7 @@ def resumed_at(folder: Path) -> Resumed:
     return Resumed(checkpoint=save(folder, 4), state=STATE)
 
 
-def test_a_buffer_begins_with_its_part_of_the_checkpoint_and_another_journal_is_put_aside(tmp_path):
+def test_a_buffer_starts_from_the_checkpoint_and_an_unrelated_journal_is_moved_away(tmp_path):
     options = BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer"))
     resumed = resumed_at(tmp_path / "c")
     with pytest.raises(ValueError, match=r"needs the buffer's part in .*/c/buffer/v00000004, got none"):
@@ -110,7 +110,7 @@ def test_a_buffer_begins_with_its_part_of_the_checkpoint_and_another_journal_is_
     assert (aside / "journal.1.log").read_text() == "of another release"
 
 
-def test_a_journal_that_a_running_buffer_uses_is_not_put_aside(tmp_path):
+def test_a_journal_that_a_running_buffer_uses_is_not_moved_away(tmp_path):
     resumed = resumed_at(tmp_path / "c")
     (tmp_path / "c" / "buffer" / "v00000004").mkdir(parents=True)
     (tmp_path / "buffer").mkdir()
@@ -123,7 +123,7 @@ def test_a_journal_that_a_running_buffer_uses_is_not_put_aside(tmp_path):
         journal.close()
 
 
-def test_a_buffer_begins_with_its_journal_if_the_journal_knows_the_checkpoint(tmp_path):
+def test_a_buffer_starts_from_its_journal_if_the_journal_has_the_checkpoint(tmp_path):
     options = BufferConfig(durability=Durability.disk, directory=str(tmp_path / "buffer"))
     resumed = resumed_at(tmp_path / "c")
     (tmp_path / "c" / "buffer" / "v00000004").mkdir(parents=True)
@@ -194,7 +194,7 @@ def test_a_checkpoint_folder_of_a_running_run_is_refused_before_anything_starts(
         shared_folder(life).rmdir()
 
 
-def test_old_checkpoints_of_another_run_in_the_same_folder_stay(tmp_path):
+def test_old_checkpoints_of_another_run_in_the_same_folder_are_kept(tmp_path):
     other = replace(STATE, lineage="another run")
     theirs = [save(tmp_path, version, other, parts=["buffer"]) for version in (1, 6, 90)]
     for path in theirs:

@@ -34,7 +34,7 @@ def answers(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_rewards_of_given_responses_are_shown_with_parts_and_failures(data, capsys):
+def test_rewards_of_responses_are_shown_with_parts_and_failures(data, capsys):
     arguments = ["numeric,0.5*exact_match", data, "data.ground_truth_key=truth", "--answers", "answers"]
     status, found = answers(capsys, *arguments)
     assert status == 1
@@ -49,13 +49,13 @@ def test_rewards_of_given_responses_are_shown_with_parts_and_failures(data, caps
         assert part in table
 
 
-def test_the_ground_truth_is_tried_without_a_column_of_answers_and_the_number_of_prompts_is_bounded(data, capsys):
+def test_without_a_response_column_the_ground_truth_of_num_prompts_is_scored(data, capsys):
     status, found = answers(capsys, "exact_match", data, "data.ground_truth_key=truth", "--num", "2")
     assert (status, [one["response"] for one in found["responses"]]) == (0, ["42", "two"])
     assert [one["reward"] for one in found["responses"]] == [1.0, 1.0]
 
 
-def test_a_users_reward_is_tried_in_its_process_with_options_columns_and_turns(data, capsys, tmp_path):
+def test_a_users_reward_is_scored_in_its_process_with_options_columns_and_turns(data, capsys, tmp_path):
     (tmp_path / "mine.py").write_text(
         "from rollout_fleet.rewards import Score\n"
         "def by_case(prompt, rollout, *, bonus):\n"
@@ -69,7 +69,7 @@ def test_a_users_reward_is_tried_in_its_process_with_options_columns_and_turns(d
     assert found["responses"][0]["turn_rewards"] == {"1": 1.0}
 
 
-def test_a_reward_is_tried_with_the_messages_of_a_run(capsys, tmp_path):
+def test_a_reward_is_checked_with_the_messages_of_a_run(capsys, tmp_path):
     (tmp_path / "mine.py").write_text(
         "def roles(prompt, text):\n    return sum(len(one['content']) for one in prompt.messages)\n"
     )

@@ -148,7 +148,7 @@ def plan_of(version: int) -> Plan:
 async def run_steps(
     learner: LearnerGroup, num_steps: int = 2
 ) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Queue all steps at once, as the controller does. Returns the metrics of all steps and the final weights."""
+    """Queue all steps before the first one ends. Returns the metrics of all steps and the final weights."""
     await learner.init()
     queued = []
     for version in range(num_steps):
@@ -191,7 +191,7 @@ async def train_on_other_tokens(learner: LearnerGroup) -> None:
 
 async def fail(learner: LearnerGroup) -> None:
     summary = group(1).summary
-    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # more samples than the group has
+    lengths, rewards = (*summary.response_lengths, 3), (*summary.rewards, 0.0)  # one sample too many
     plan = Plan(version=7, groups=[replace(summary, response_lengths=lengths, rewards=rewards)])
     await learner.step(plan)
 
@@ -233,7 +233,7 @@ def fused(cluster, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, start) -> None:
+def test_fused_roles_share_a_process_and_compute_the_same_as_separate_pools(fused, start) -> None:
     assert len(set(fused.pids.values())) == 1
     assert set(fused.pids) == {"actor", "critic", "ref"}
     apart = start("placement.pools={values:1,frozen:1}", "placement.critic=values", "placement.reference=frozen")
@@ -249,7 +249,7 @@ def test_fused_roles_share_a_process_and_compute_what_separate_pools_do(fused, s
 
 
 @pytest.mark.long
-def test_roles_of_one_process_compute_the_same_with_options_of_their_own(fused, start) -> None:
+def test_fused_roles_with_different_options_compute_the_same(fused, start) -> None:
     """The actor is sequence-parallel. Reference and critic are data-parallel. The critic has smaller micro-batches."""
     own = start(
         "learner.num_ranks=2",
@@ -280,7 +280,7 @@ def bytes_of_roles() -> list[int]:
 
 
 @pytest.mark.long
-def test_every_role_of_the_actors_pool_leaves_the_device_at_the_hand_over(start, tmp_path) -> None:
+def test_every_role_of_the_actors_pool_leaves_the_device_to_the_engines(start, tmp_path) -> None:
     judge = AutoModelForSequenceClassification.from_pretrained(save_tiny_model(tmp_path / "base"), num_labels=1)
     judge.save_pretrained(tmp_path / "rm")
     learner = start(
@@ -326,20 +326,20 @@ def test_actor_and_critic_repeat_a_step_exactly_after_a_death_and_a_checkpoint(f
 
 
 @pytest.mark.long
-def test_a_step_on_other_tokens_than_planned_is_an_error_that_names_the_step(fused) -> None:
+def test_a_step_on_unplanned_tokens_is_an_error_that_names_the_step(fused) -> None:
     assert isinstance(fused.others, AccountError)
     assert "the ranks trained step 3 on other tokens than planned" in str(fused.others)
 
 
 @pytest.mark.long
-def test_a_role_that_fails_is_the_error_that_is_seen(fused) -> None:
+def test_the_error_of_a_failed_role_is_raised_and_names_the_role(fused) -> None:
     with pytest.raises(KeyError, match="2"):
         raise fused.failure
     assert any("ReferenceWorker.score" in note for note in fused.failure.__notes__)
 
 
 @pytest.mark.long
-def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_warms_up(learners, tmp_path) -> None:
+def test_a_users_advantage_has_a_critic_that_learns_before_the_policy(learners, tmp_path) -> None:
     path = tmp_path / "own.py"
     path.write_text(
         "from learner import TokenAdvantages, token_level\n"
@@ -365,7 +365,7 @@ def test_an_estimator_of_ones_own_has_a_critic_which_learns_while_the_policy_war
 
 
 @pytest.mark.long
-def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_group_that_has_no_score(start, tmp_path):
+def test_training_continues_without_a_planned_group_that_gets_no_score(start, tmp_path):
     """The reward model's embedding of one token is NaN, so the group with this token has no score."""
     torch.manual_seed(3)
     groups = {summary.group_id: group(summary.group_id, 1) for summary in plan_of(1).groups}
@@ -407,7 +407,7 @@ def test_a_reward_model_scores_what_is_planned_and_training_goes_on_without_a_gr
 
 
 @pytest.mark.long
-def test_adapters_make_the_actor_the_reference(start) -> None:
+def test_with_adapters_the_actor_is_also_the_reference(start) -> None:
     learner = start(
         "learner.lora.rank=4",
         "weights.adapters=false",  # `run_steps` reads whole weights, not adapters
@@ -462,7 +462,7 @@ def test_a_filter_that_reads_no_reward_is_allowed_with_a_reward_model() -> None:
     check_options(compose_run([*PPO, "learner.reward_model.path=x", "buffer.filters=[no_tokens]"]))
 
 
-def test_roles_follow_from_the_algorithm() -> None:
+def test_the_algorithm_determines_the_roles() -> None:
     def roles(*overrides: str) -> RunConfig:
         return compose_run([*PPO, *overrides])
 

@@ -50,7 +50,7 @@ class SilentWatching:
 
 
 def make_training(run_dir, view, *overrides, learner=None, records=(), **others):
-    """Make a `Training` that has recorded ``records`` and has not started."""
+    """Return a `Training` that is not started yet. ``records`` are its records of earlier steps."""
     parts = dict.fromkeys(("buffer", "fleet", "prompts", "evaluator", "resumed")) | others
     return training.Training(
         compose_run([*overrides]),
@@ -108,27 +108,27 @@ async def test_a_stopped_run_keeps_checkpoint_policy_summary_and_plot(tmp_path):
         (Learner(WorkerDiedError("learner rank 0 died")), "writing policy and summary failed: learner rank 0 died"),
     ],
 )
-async def test_a_policy_that_cannot_be_written_is_told_and_never_half_there(tmp_path, learner, words):
+async def test_a_failed_write_of_the_policy_is_reported_and_leaves_no_incomplete_policy(tmp_path, learner, words):
     said, found = await keep(tmp_path, learner)
     assert words in said
     assert found == [".policy.partial"]
 
 
 @pytest.mark.usefixtures("virtual_time")
-async def test_a_checkpoint_that_cannot_be_written_at_a_stop_is_told(tmp_path):
+async def test_a_failed_write_of_the_last_checkpoint_is_reported(tmp_path):
     said, found = await keep(tmp_path, Learner(), learner=FullDisk)
     assert "writing the checkpoint failed: no space left on device" in said
     assert found == []
 
 
 @pytest.mark.parametrize(("save_progress", "hands_over"), [("at_stop", True), ("never", False)])
-def test_the_buffer_requests_no_hand_over_where_progress_is_never_saved(tmp_path, save_progress, hands_over):
+def test_the_buffer_requests_no_hand_over_if_progress_is_never_saved(tmp_path, save_progress, hands_over):
     view = TerminalView(title="run", total_steps=3, console=Console(file=io.StringIO()))
     config = compose_run([f"rollout_fleet.save_progress={save_progress}"])
     assert Run(config, tmp_path, (None, []), None, view, print).buffer_options().hand_over is hands_over
 
 
-async def test_a_profile_that_cannot_be_written_costs_a_line_whatever_was_wrong(tmp_path, monkeypatch):
+async def test_a_failed_write_of_the_profile_only_prints_a_message(tmp_path, monkeypatch):
     def explain(_):
         raise KeyError("lag")
 
@@ -178,7 +178,7 @@ async def test_a_line_says_what_the_run_waits_for_while_no_step_finishes(tmp_pat
     assert fourth == f"no learner step has finished for 122 s: {state}; policy version 3 is being evaluated"
 
 
-async def test_an_evaluation_is_told_when_it_begins_because_it_may_take_long(tmp_path):
+async def test_the_start_of_an_evaluation_is_reported(tmp_path):
     output = io.StringIO()
     view = TerminalView(title="run", total_steps=3, console=Console(file=output, width=200))
     evaluator = SimpleNamespace(evaluate_all=lambda version: asyncio.sleep(3600))

@@ -133,7 +133,9 @@ async def test_a_run_takes_only_the_visible_gpus_of_this_machine(gpus):
         seen = await asyncio.to_thread(seen_by_all, config)
         of_ranks = devices_of(seen, "learner")
         assert sorted(of_ranks) == ["2", "4", "5", "7"]
-        assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])], "not the ranks' GPUs"
+        assert devices_of(seen, "engine") == [",".join(of_ranks[:2]), ",".join(of_ranks[2:])], (
+            "engines must see the GPUs of their ranks"
+        )
         config = resolve_devices(run("learner.num_ranks=1", "rollout_fleet.num_engines=3"), visible_gpus(), print)
         seen = await asyncio.to_thread(seen_by_all, config)
         assert sorted(one["CUDA_VISIBLE_DEVICES"] for one in seen.values()) == ["2", "4", "5", "7"]
@@ -147,7 +149,7 @@ class Reached(Exception):
 
 
 @pytest.mark.long
-async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs(gpus, tmp_path, monkeypatch):
+async def test_a_warm_start_releases_its_gpu_before_learner_and_engines_start(gpus, tmp_path, monkeypatch):
     gpus(8, visible="4,6")
     free = []
 
@@ -178,7 +180,7 @@ async def test_a_warm_start_on_a_gpu_ends_before_learner_and_engines_take_theirs
 
 
 @pytest.mark.long
-async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpus, tmp_path):
+async def test_a_warm_start_on_cuda_needs_a_gpu_on_the_node_of_the_controller(gpus, tmp_path):
     gpus(0)
     config = run(f"output_dir={tmp_path}", "learner.device=cuda", "rollout_fleet.device=cpu")
     async with ray_cluster(config):
@@ -204,7 +206,7 @@ async def test_a_warm_start_on_a_gpu_needs_one_on_the_node_of_the_controller(gpu
                      [0], [0] * 2, id="auto-with-too-few"),
     ],
 )  # fmt: skip
-def test_no_two_separate_processes_see_one_gpu(ray_with_8_gpus, options, ranks, engines):
+def test_no_two_separate_processes_see_the_same_gpu(ray_with_8_gpus, options, ranks, engines):
     said = []
     config = resolve_devices(run(*options), 8, said.append)
     seen = seen_by_all(config, num_joining=len(engines) - config.rollout_fleet.fewest_engines)
@@ -233,7 +235,7 @@ def test_a_colocated_engine_sees_the_gpus_of_its_learner_ranks_in_their_order(ra
 
 
 @pytest.mark.long
-def test_colocated_engines_share_the_actors_pool_only_and_other_pools_reserve_nothing_for_them(ray_with_8_gpus):
+def test_colocated_engines_share_only_the_pool_of_the_actor(ray_with_8_gpus):
     apart = ["algorithm.advantage=gae", "placement.pools={values:2}", "placement.critic=values"]
     config = resolve_devices(run(*colocated(2, 1), *apart), 8, print)
     seen = seen_by_all(config)
@@ -246,7 +248,7 @@ def test_colocated_engines_share_the_actors_pool_only_and_other_pools_reserve_no
 
 
 @pytest.mark.long
-def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tmp_path):
+def test_restarted_ranks_and_engines_get_the_same_gpus(ray_with_8_gpus, tmp_path):
     config = resolve_devices(run(*colocated(4, 2)), 8, print)
     layout, probe = learner_layout(config), RayClassWithInitArgs(ray.remote(Probe))
     pool = layout.get_resource_pool(Role.from_string("actor"))
@@ -257,7 +259,7 @@ def test_new_ranks_and_engines_get_the_gpus_of_the_dead_ones(ray_with_8_gpus, tm
         before = [group.execute_all_sync("environment") for group in (ranks, places.first)]
         ranks.shutdown()
         places.replace_worker(1)
-        engines = places.first.execute_all_sync("environment")  # no learner ranks exist now
+        engines = places.first.execute_all_sync("environment")  # at this time, no learner ranks exist
         ranks = RayWorkerGroup(pool, probe, worker_env=worker_env(config))
         after = [ranks.execute_all_sync("environment"), engines]
         devices = [[[one["CUDA_VISIBLE_DEVICES"] for one in group] for group in life] for life in (before, after)]
@@ -288,7 +290,7 @@ def test_pools_of_critic_reference_and_reward_model_have_separate_gpus(ray_with_
     assert len(set(taken)) == len(taken) == 2 + 2 + 1 + 1 + 1
 
 
-async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus):
+async def test_device_auto_follows_the_gpus_of_a_joined_cluster(ray_with_8_gpus):
     found = await asyncio.to_thread(lambda: ray.get_runtime_context().gcs_address)
     assert found
     from asyncrl.run.cluster import checked_against_cluster
@@ -306,7 +308,7 @@ async def test_auto_in_a_joined_cluster_is_resolved_by_its_gpus(ray_with_8_gpus)
 @pytest.mark.parametrize(
     ("visible", "mib"), [(None, 81552), ("", 0), ("2,5", 81554), ("GPU-00000003-aa", 81556), ("0,MIG-1a2b", 0)]
 )
-def test_the_memory_is_that_of_the_smallest_visible_gpu(gpus, visible, mib):
+def test_gpu_memory_is_the_memory_of_the_smallest_visible_gpu(gpus, visible, mib):
     gpus(8, visible=visible)
     assert gpu_memory_bytes() == mib << 20
 
@@ -343,7 +345,7 @@ def test_a_machine_without_a_driver_shows_no_gpus(monkeypatch, tmp_path):
         ("echo Driver/library version mismatch; exit 18", "says 'Driver/library version mismatch'"),
     ],
 )
-def test_gpus_that_cannot_be_listed_are_an_error_and_not_a_run_on_the_cpu(monkeypatch, tmp_path, script, said):
+def test_a_failed_listing_of_the_gpus_is_an_error(monkeypatch, tmp_path, script, said):
     if script is not None:
         (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
@@ -435,7 +437,7 @@ async def test_a_reward_does_not_see_the_gpu_of_its_engine(monkeypatch, tmp_path
         await rewards.close()
 
 
-def test_float32_engines_are_on_the_cpu_where_no_gpu_is_visible():
+def test_float32_engines_are_on_the_cpu_if_no_gpu_is_visible():
     config = resolve_devices(run("rollout_fleet.sglang.dtype=float32"), 0, print)
     assert (config.learner.device, config.rollout_fleet.device) == (Device.cpu, EngineDevice.cpu)
     with pytest.raises(ValueError, match=r"rollout_fleet\.sglang\.dtype must be auto, bfloat16 or float16"):

@@ -1,4 +1,4 @@
-"""The folder of published weights."""
+"""The folder of published weights, and the folder of a run in shared memory."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def snapshots(run_dir, *overrides):
     return RunPaths.of(config, run_dir).snapshots
 
 
-def test_weights_go_to_shared_memory_where_they_fit(run_dir):
+def test_weights_go_to_shared_memory_if_they_fit(run_dir):
     assert snapshots(run_dir) == shared_folder(run_dir)
 
 
@@ -69,7 +69,7 @@ def test_a_fallback_to_the_disk_warns_with_its_seconds_per_version(run_dir, monk
     assert re.search(r"7 MiB free.*one version of 1 MB takes about \d+\.\d s.*weights\.directory", record.getMessage())
 
 
-def test_the_engines_images_of_the_weights_need_room_whatever_the_transport(run_dir, monkeypatch):
+def test_weight_images_of_the_engines_need_room_with_every_transport(run_dir, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 7 << 20))
     options = ("weights.transport=file", "rollout_fleet.num_engines=4")
     snapshots(run_dir, *options)
@@ -80,7 +80,7 @@ def test_the_engines_images_of_the_weights_need_room_whatever_the_transport(run_
             snapshots(run_dir, *options, option)
 
 
-def test_engines_of_a_host_share_two_images_of_a_stream(run_dir, monkeypatch):
+def test_engines_of_a_host_share_two_weight_images_with_collective_transport(run_dir, monkeypatch):
     options = ("weights.transport=collective", "weights.full_every=2", "rollout_fleet.num_engines=4")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1 << 24, 0, 3 << 20))
     with pytest.raises(ValueError, match=r"keep 2 images .* 3 MiB free and 4 MiB are needed"):
@@ -122,7 +122,7 @@ def kill(pid):
     os.waitpid(pid, 0)
 
 
-def test_the_shared_memory_of_a_run_is_swept_once_all_its_processes_are_killed(shared_memory, tmp_path):
+def test_the_shared_memory_of_a_killed_run_is_removed_after_its_last_process_ends(shared_memory, tmp_path):
     def supervisor():
         hold_shared_folder(tmp_path)
         (shared_folder(tmp_path) / "weights").write_bytes(bytes(100))
@@ -146,7 +146,7 @@ def wait_until_ended(pid):
             time.sleep(0.01)
 
 
-def test_a_sweep_of_shared_memory_leaves_what_is_not_a_runs_of_this_user(shared_memory, tmp_path):
+def test_a_sweep_of_shared_memory_removes_only_folders_of_this_users_runs(shared_memory, tmp_path):
     (tmp_path / "precious").mkdir()
     (shared_memory / "asyncrl-run-0").symlink_to(tmp_path / "precious")
     (shared_memory / "asyncrl-bench-0").mkdir()
@@ -160,7 +160,7 @@ def test_a_sweep_of_shared_memory_leaves_what_is_not_a_runs_of_this_user(shared_
     assert (tmp_path / "precious").is_dir()
 
 
-def test_a_folder_in_shared_memory_that_is_there_already_is_not_taken(shared_memory, tmp_path):
+def test_an_existing_folder_in_shared_memory_is_refused(shared_memory, tmp_path):
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     other = hold_shared_folder(run_dir)
@@ -170,7 +170,7 @@ def test_a_folder_in_shared_memory_that_is_there_already_is_not_taken(shared_mem
     os.close(other)
 
 
-def test_a_run_in_the_folder_of_a_killed_one_takes_its_place_in_shared_memory(shared_memory, tmp_path):
+def test_a_run_in_the_folder_of_a_killed_run_replaces_its_shared_memory(shared_memory, tmp_path):
     kill(forked(lambda: hold_shared_folder(tmp_path)))
     (shared_folder(tmp_path) / "weights").touch()
     lock = hold_shared_folder(tmp_path)
@@ -180,7 +180,9 @@ def test_a_run_in_the_folder_of_a_killed_one_takes_its_place_in_shared_memory(sh
 
 
 @pytest.mark.parametrize("hold", [hold_shared_folder, lambda run_dir: join_shared_folder(shared_folder(run_dir))])
-def test_a_folder_that_another_run_sweeps_before_it_is_locked_is_made_again(shared_memory, tmp_path, monkeypatch, hold):
+def test_a_shared_folder_that_another_run_removes_before_the_lock_is_created_again(
+    shared_memory, tmp_path, monkeypatch, hold
+):
     swept, real_open = [], os.open
 
     def sweep_first(path, *arguments, **options):
@@ -196,7 +198,7 @@ def test_a_folder_that_another_run_sweeps_before_it_is_locked_is_made_again(shar
     os.close(lock)
 
 
-def test_without_shared_memory_that_can_be_written_a_run_holds_nothing(tmp_path, monkeypatch):
+def test_without_writable_shared_memory_a_run_creates_no_shared_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(run_folder, "SHARED_MEMORY", tmp_path / "absent")
     assert hold_shared_folder(tmp_path) is None
     assert sweep_shared_memory() == []
@@ -206,7 +208,7 @@ def test_a_run_that_begins_on_a_full_disk_names_the_file_and_the_remedy_and_leav
     tmp_path, monkeypatch, capsys, shared_memory
 ):
     def write(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an error of a write has no file name
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # an error in a write does not name the file
 
     monkeypatch.setattr(Path, "write_text", write)
     assert train_command.main([f"output_dir={tmp_path}/out"]) == 1

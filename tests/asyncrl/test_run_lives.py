@@ -41,7 +41,7 @@ def runs(tmp_path):
     shutil.rmtree(shared_folder(third))
 
 
-def test_lives_that_continue_each_other_are_one_run_and_tell_their_state(runs):
+def test_consecutive_lives_are_listed_as_one_run_with_their_states(runs):
     failed, digits = sorted(find_runs(runs)[0], key=len)
     assert [(life.folder.name, str(life.state), life.num_steps) for life in digits] == [
         ("1", "stopped", 12),
@@ -115,7 +115,7 @@ def test_a_damaged_file_of_a_run_is_named(runs, capsys, file, message):
     assert str(runs / "digits" / "1") in printed.out, "the other runs must be listed"
 
 
-def test_a_folder_without_runs_has_none_and_a_missing_one_is_refused(tmp_path, capsys):
+def test_a_folder_without_runs_gives_an_empty_list_and_a_missing_folder_is_refused(tmp_path, capsys):
     assert main([str(tmp_path)]) == 0
     assert capsys.readouterr().out == f"0 runs in {tmp_path}\n"
     assert main([str(tmp_path / "nowhere")]) == 2

@@ -21,7 +21,7 @@ async def ask(run_dir, timeout_s=10.0):
     return await asyncio.to_thread(ask_for_checkpoint, run_dir, timeout_s=timeout_s)
 
 
-async def test_the_command_prints_the_folder_of_the_checkpoint_that_it_asked_for(run_dir, capsys):
+async def test_the_command_prints_the_folder_of_the_requested_checkpoint(run_dir, capsys):
     async def checkpoint():
         return run_dir / "checkpoints" / "v00000007"
 
@@ -30,7 +30,7 @@ async def test_the_command_prints_the_folder_of_the_checkpoint_that_it_asked_for
     assert capsys.readouterr().out == f"{run_dir}/checkpoints/v00000007\n"
 
 
-async def test_a_checkpoint_that_fails_or_never_comes_is_an_error_of_the_command_with_its_reason(run_dir):
+async def test_a_failed_or_late_checkpoint_is_an_error_with_its_reason(run_dir):
     async def fails():
         raise CheckpointError("no space left on device")
 

@@ -45,7 +45,7 @@ def composed(folder, *overrides):
     return compose_run([f"output_dir={folder}", *OVERRIDES, *files, *overrides])
 
 
-def test_the_loss_is_on_the_response_and_its_end_only(folder):
+def test_the_loss_covers_only_the_response_and_its_end_token(folder):
     config = composed(folder)
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     train, validation = read_demonstrations(config, tokenizer)
@@ -58,7 +58,7 @@ def test_the_loss_is_on_the_response_and_its_end_only(folder):
 
 
 @pytest.mark.long
-def test_validation_rows_are_the_last_and_not_trained(folder):
+def test_validation_rows_are_the_last_rows_and_are_not_trained(folder):
     tokenizer = AutoTokenizer.from_pretrained(composed(folder).model.path)
     everything, _ = read_demonstrations(composed(folder), tokenizer)
     train, validation = read_demonstrations(composed(folder, "sft.val_rows=100"), tokenizer)
@@ -104,7 +104,7 @@ def evaluations(*losses: float) -> list[SftEvaluation]:
 
 
 @pytest.mark.parametrize("metric", list(StopMetric))
-def test_patience_counts_evaluations_since_the_best_and_keeps_it(metric):
+def test_patience_counts_evaluations_since_the_best_evaluation(metric):
     sft = WarmStartConfig(patience=2, stop_metric=metric, val_rows=1)
     assert not should_stop(evaluations(0.9, 0.5), sft)
     assert not should_stop(evaluations(0.9, 0.5, 0.6), sft)
@@ -136,7 +136,7 @@ def test_a_wrong_fine_tuning_option_is_named(options, message):
         WarmStartConfig(**options)
 
 
-def test_a_full_disk_during_fine_tuning_is_told_with_the_folders_and_a_remedy(folder, capsys, monkeypatch):
+def test_a_full_disk_during_fine_tuning_is_reported_with_the_folders_and_a_remedy(folder, capsys, monkeypatch):
     async def full(config):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -176,7 +176,7 @@ def alone(folder):
 
 @pytest.mark.long
 @pytest.mark.parametrize("sp_size", [1, 2])
-def test_two_ranks_fine_tune_as_one_process(folder, alone, sp_size):
+def test_two_ranks_reach_the_same_loss_as_one_process(folder, alone, sp_size):
     result = run_on_ranks(2, fine_tuned, str(folder / f"two-{sp_size}"), 2, sp_size)[0]
     assert result["steps"] == alone["steps"] == 4
     assert result["val_loss"] == pytest.approx(alone["val_loss"], rel=1e-5)

@@ -43,7 +43,7 @@ def scenario(**options):
     return Scenario(**{**numbers, **options})
 
 
-def test_generation_and_training_take_turns_without_lag():
+def test_generation_and_training_alternate_without_lag():
     outcome = simulate(scenario(max_lag=0))
     assert outcome.step_s == pytest.approx(3 + 2)
     assert outcome.lag_histogram == {0: 1.0}
@@ -58,7 +58,7 @@ def test_with_a_lag_of_one_the_slower_pool_sets_the_pace():
     assert faster_engine.step_s == pytest.approx(2)
 
 
-def test_two_engines_halve_the_time_of_a_batch_if_places_are_the_limit():
+def test_two_engines_halve_the_time_of_a_batch_if_slots_are_the_limit():
     slow = scenario(max_lag=2, groups_in_flight=2, learner=LearnerModel(step_s=0.1))
     assert simulate(slow).step_s == pytest.approx(6)
     assert simulate(replace(slow, num_engines=2)).step_s == pytest.approx(3)
@@ -81,7 +81,7 @@ def test_more_ranks_share_the_tokens_of_a_step():
     assert simulate(scenario(max_lag=0, learner=learner, num_ranks=4)).step_s == pytest.approx(3 + 1 + 2)
 
 
-def test_a_weight_update_recomputes_the_cache_of_running_samples_unless_it_is_kept():
+def test_a_weight_update_recomputes_the_cache_unless_the_engine_keeps_it():
     slow = LearnerModel(step_s=1.0, load_s=0.5)
     writing = scenario(max_lag=2, engine=EngineModel(step_s=0.03, prefill_s_per_token=0.001), learner=slow)
     recomputed = simulate(writing)
@@ -146,7 +146,7 @@ def test_an_engine_runs_at_most_max_running_samples():
     assert outcome.step_s == pytest.approx(6 + 2)
 
 
-def test_the_same_seed_gives_the_same_outcome_and_another_does_not():
+def test_the_same_seed_gives_the_same_outcome_and_another_seed_gives_another():
     uneven = scenario(lengths=LengthModel(mean_tokens=100, spread=0.6))
     assert simulate(uneven, seed=3) == simulate(uneven, seed=3)
     assert simulate(uneven, seed=3) != simulate(uneven, seed=4)
@@ -211,7 +211,7 @@ def test_whole_groups_are_simulated_by_their_longest_sample():
     assert whole.step_s == pytest.approx(simulate(uneven).step_s)
 
 
-def test_idle_shares_are_shares():
+def test_the_idle_shares_of_a_pool_sum_to_less_than_one():
     outcome = simulate(scenario(max_lag=1, lengths=LengthModel(mean_tokens=100, spread=0.8)))
     assert 0 < sum(outcome.learner_idle.values()) < 1
     assert 0 < sum(outcome.fleet_idle.values()) < 1
@@ -356,7 +356,10 @@ def test_a_waiting_group_that_is_stopped_is_returned_after_a_batch_of_one_token(
 
 
 def test_handed_over_groups_continue_without_lost_tokens():
-    """The two engines are equally fast. With many samples, an engine needs more than twice as long for each group."""
+    """The two engines are equally fast.
+
+    An engine with many running samples needs more than twice as long per group as an engine with few samples.
+    """
     model = EngineModel(step_s=0.001, step_s_per_sample=0.01)
     lengths = LengthModel(recorded=[[10, 10], [300, 300]])
     keeps = scenario(max_lag=0, num_engines=2, groups_in_flight=8, engine=model, lengths=lengths, groups_per_step=8)

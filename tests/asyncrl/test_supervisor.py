@@ -61,7 +61,7 @@ def test_a_signal_reaches_the_work_once_and_the_parent_waits_for_it():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_every_process_reaches_the_work_once_and_ends_none_of_its_children(number):
+def test_a_signal_to_every_process_reaches_the_work_once_and_does_not_end_its_children(number):
     run = start(
         """
         seen = []
@@ -139,7 +139,7 @@ def test_orphans_of_killed_work_are_ended():
 
 @pytest.mark.long
 @pytest.mark.parametrize("before", [(), ("nohup",)])
-def test_work_is_told_to_stop_when_its_parent_is_killed(before):
+def test_work_stops_when_its_parent_is_killed(before):
     run = start(
         """
         print(os.getpid(), flush=True)
@@ -168,7 +168,7 @@ def test_work_that_does_not_stop_in_time_is_killed():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_before_the_work_listens_is_a_clean_stop_with_the_signals_status(number):
+def test_a_signal_before_the_work_has_handlers_stops_it_with_the_signals_status(number):
     run = start(
         """
         print("ready", flush=True)
@@ -248,7 +248,7 @@ def test_processes_that_ignore_interrupts_are_killed_last(ignored, grace_s, is_l
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_while_a_command_is_loaded_is_told_in_one_line(number):
+def test_a_signal_while_a_command_is_loaded_is_reported_in_one_line(number):
     script = (
         "import os, sys, types; sys.modules['slow'] = types.ModuleType('slow')\n"
         "from asyncrl import cli\n"

@@ -35,13 +35,13 @@ def steps_of(*spans):
     return [(step.version, step.start, step.end, step.is_open) for step in trace.steps], trace.window
 
 
-def test_the_time_between_two_steps_belongs_to_the_second():
+def test_the_time_between_two_steps_belongs_to_the_second_step():
     steps, window = steps_of((0, 10, 20), (1, 23, 30), (2, 31, 0))
     assert steps == [(0, 10, 20, False), (1, 20, 30, False), (2, 30, 99, True)]
     assert window == (10, 30)
 
 
-def test_a_repeated_step_begins_where_the_interrupted_one_ended():
+def test_a_repeated_step_begins_where_the_interrupted_step_ended():
     steps, window = steps_of((4, 10, 20), (5, 20, 26), (4, 60, 70))
     assert steps == [(4, 10, 20, False), (5, 20, 26, False), (4, 26, 70, False)]
     assert window == (10, 70)
@@ -71,7 +71,7 @@ def test_a_trained_group_has_its_events_in_order_and_its_lag_in_two_parts(tmp_pa
     assert max(group.lag for group in trained) == 2
 
 
-def test_a_group_has_a_life_per_use_of_its_last_trajectories_and_a_repeated_step_counts_once():
+def test_each_use_of_a_groups_last_trajectories_counts_and_repeated_steps_count_once():
     def stamp(event, version, **details):
         return Stamp(event=event, group=7, attempt=0, lane="buffer", time=len(stamps), version=version, details=details)
 
@@ -90,7 +90,7 @@ def test_a_serial_run_has_no_lag(tmp_path):
     assert {group.lag for group in trace.groups.values() if group.step >= 0} == {0}
 
 
-def test_a_level_keeps_its_value_until_it_changes():
+def test_a_recorded_level_is_valid_until_the_next_record():
     trace = trace_of(fleet=[("engine-0", "running", 10, 4), ("engine-0", "running", 20, 1)])
     assert [trace.level_at("running", "engine-0", time) for time in (9, 10, 19, 20, 99)] == [0, 4, 4, 1, 1]
 

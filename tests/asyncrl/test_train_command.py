@@ -85,7 +85,7 @@ def test_a_controller_that_is_killed_is_reported_with_the_end_of_its_log(start):
 
 
 @pytest.mark.long
-def test_the_last_line_has_the_first_line_of_the_cause_and_the_last_of_its_log(start):
+def test_the_last_line_has_the_first_and_the_last_line_of_the_cause(start):
     body = (
         'raise ExceptionGroup("all", [DeadlineError("late"), WorkerDiedError("sglang-0 died:\\nstarting\\nno memory")])'
     )
@@ -102,7 +102,7 @@ def test_an_unexpected_exception_is_named_with_its_type(start):
 
 
 @pytest.mark.long
-def test_the_death_of_ray_ends_the_run_at_once(start):
+def test_the_death_of_ray_ends_the_run_immediately(start):
     body = """
         try:
             on_fault(ClusterDiedError("gcs died"))
@@ -140,7 +140,7 @@ def test_a_run_that_fails_names_the_command_that_continues_it(start, tmp_path, e
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["a b", "Zoë (new), [x]=1", "it's; here", "12", "back\\slash\\", "plain/v1:a-b"])
-def test_the_command_that_continues_a_run_can_be_read_whatever_its_folder_is_called(tmp_path, name):
+def test_the_printed_command_continues_a_run_with_any_folder_name(tmp_path, name):
     checkpoint = save(tmp_path / name / "checkpoints", 4)
     config = compose_run([override_of("output_dir", name)])
     assert config.output_dir == name
@@ -173,7 +173,7 @@ def test_a_second_signal_kills_a_run_without_its_supervisor(start):
     controller.wait(60)
 
 
-def test_a_run_that_does_not_stop_in_time_names_a_command_that_can_be_copied(start):
+def test_a_run_that_does_not_stop_in_time_prints_a_command_that_can_be_copied(start):
     save = 'from tests.support.checkpoints import save\nsave(run_dir / "checkpoints", 4)\n'
     command = start(save + READY.format(seconds=3600), "stop_timeout_s=0.5")
     command.line_with("ready")
@@ -183,7 +183,7 @@ def test_a_run_that_does_not_stop_in_time_names_a_command_that_can_be_copied(sta
     assert last.endswith("/checkpoints/v00000004")
 
 
-def test_an_end_that_cannot_be_recorded_keeps_the_status_of_the_run_and_is_told(start):
+def test_a_failed_record_of_the_end_is_reported_and_does_not_change_the_exit_status(start):
     body = """
         from asyncrl.metrics import LifeRecord, write_life
         write_life(run_dir, LifeRecord(host="here", began_s=1.0))
@@ -197,7 +197,7 @@ def test_an_end_that_cannot_be_recorded_keeps_the_status_of_the_run_and_is_told(
 
 
 @pytest.mark.long
-def test_a_run_whose_processes_are_killed_at_the_stop_deadline_says_once_how_it_ended(start):
+def test_a_run_killed_at_the_stop_deadline_reports_its_end_once(start):
     body = """
         import subprocess
         worker = await asyncio.create_subprocess_exec("sleep", "3600")
@@ -229,7 +229,7 @@ def test_a_run_without_its_supervisor_gives_up_at_the_stop_deadline(start):
 @pytest.mark.parametrize(
     ("option", "status", "words"), [("--help", 0, "OPTION=VALUE"), ("nope=1", 2, "unknown option nope")]
 )
-def test_a_training_ends_though_a_library_hangs_at_the_exit_of_python(option, status, words):
+def test_a_training_ends_even_if_a_library_hangs_at_the_exit_of_python(option, status, words):
     code = "import atexit, time; atexit.register(time.sleep, 600); import asyncrl.cli; asyncrl.cli.command_line()"
     command = [sys.executable, "-c", code, "train", option]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)

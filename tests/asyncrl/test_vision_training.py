@@ -77,7 +77,7 @@ async def roll_out(engine, prompt, model_path, tokenizer):
 
 
 async def train(model_path, stream, folder, *, num_steps, lr):
-    """Train for ``num_steps`` steps. Returns three values: the mean reward per step, the trainer, the engine."""
+    """Train for ``num_steps`` steps. Returns a pair: the mean reward per step, and the trainer."""
     tokenizer = AutoTokenizer.from_pretrained(model_path)
     config = LearnerConfig(device=Device.cpu, optimizer=OptimizerConfig(lr=lr))
     trainer = Trainer(config, model_path=model_path, total_updates=num_steps)
@@ -110,7 +110,7 @@ async def train(model_path, stream, folder, *, num_steps, lr):
     return rewards, trainer
 
 
-async def test_a_policy_trains_on_images_and_its_log_probs_stay_those_of_the_engine(model_path, stream, tmp_path):
+async def test_learner_and_engine_compute_equal_log_probs_during_training_on_images(model_path, stream, tmp_path):
     before = AutoModelForImageTextToText.from_pretrained(model_path).model.visual.state_dict()
     rewards, trainer = await train(model_path, stream, tmp_path, num_steps=3, lr=0.01)
     assert len(rewards) == 3

@@ -19,7 +19,7 @@ from tests.support.traces import record_run
 
 @pytest.fixture
 def watched(tmp_path):
-    """Return a function that makes a `Watching`. The function also returns the stream of the run's messages."""
+    """Return a function that returns a pair: a new `Watching`, and the stream of the run's messages."""
     (tmp_path / "logs").mkdir()
     said = io.StringIO()
 
@@ -30,8 +30,8 @@ def watched(tmp_path):
     return make
 
 
-async def test_a_run_goes_on_without_a_dashboard_that_does_not_come_up(watched):
-    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # other hosts could reach this address
+async def test_a_run_continues_if_its_dashboard_does_not_start(watched):
+    watching, said = watched("dashboard=true", "dashboard_address=192.0.2.1:1")  # not an address of this host
     async with watching:
         watching.step(make_record(0))
     assert "the dashboard did not start at 192.0.2.1:1; the run continues without it; see " in said.getvalue()
@@ -48,7 +48,7 @@ async def test_the_use_of_the_pools_follows_the_steps(watched, tmp_path, monkeyp
     assert 0 < use.learner.utilisation < 1
 
 
-async def test_a_run_that_records_nothing_is_watched_all_the_same(watched):
+async def test_a_run_without_a_profile_still_reports_its_steps(watched):
     watching, said = watched("profile.enabled=false")
     async with watching:
         watching.step(make_record(0))
@@ -65,7 +65,7 @@ def test_alarms_of_a_resumed_run_know_the_steps_of_the_earlier_lives(watched):
     assert watching.examine(equal[5]).metrics["alarm.equal_rewards"] == 1.0
 
 
-async def test_trackers_that_do_not_end_are_left(watched, monkeypatch):
+async def test_a_tracker_that_does_not_close_in_time_does_not_delay_the_end(watched, monkeypatch):
     monkeypatch.setattr(reporting, "_CLOSE_TIMEOUT_S", 0.05)
     slow = Trackers({"slow": SimpleNamespace(place="", close=lambda: time.sleep(0.5))})
     monkeypatch.setattr(Trackers, "open", lambda *_: slow)
@@ -102,7 +102,7 @@ async def test_a_run_of_thirty_steps_looks_for_advice_when_it_ends(
     assert looks == [tmp_path] * num_looks
 
 
-async def test_a_look_for_advice_that_fails_or_hangs_is_logged_and_ends(tmp_path, monkeypatch, caplog):
+async def test_a_failed_or_hanging_search_for_advice_is_logged_and_ends(tmp_path, monkeypatch, caplog):
     (tmp_path / "logs").mkdir()
     monkeypatch.setattr(reporting.sys, "executable", "/bin/false")
     await reporting.look_for_advice(tmp_path)

@@ -5,7 +5,7 @@ from benchmarks.agent_trees import AgentLengths, search_groups, tree_tokens
 SHORT = AgentLengths(turn=(2, 4), result=(3, 6), summary=(2, 3), rounds=(3, 5))
 
 
-def test_a_tree_is_packed_in_fewer_tokens_than_its_branches_and_its_turns():
+def test_a_packed_tree_has_fewer_tokens_than_separate_branches_or_turns():
     groups = search_groups(num_groups=2, num_samples=3, lengths=SHORT)
     count = tree_tokens(groups)
     assert count["num_branches"] > 2 * 3 * 3
@@ -15,7 +15,7 @@ def test_a_tree_is_packed_in_fewer_tokens_than_its_branches_and_its_turns():
     assert count["shared"] < count["branches"] < count["turns"]
 
 
-def test_a_seed_gives_the_same_trees():
+def test_the_same_seed_gives_the_same_trees():
     one, again, other = (
         tree_tokens(search_groups(num_groups=1, num_samples=2, lengths=SHORT, seed=seed)) for seed in (3, 3, 4)
     )

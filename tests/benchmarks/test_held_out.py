@@ -46,7 +46,7 @@ def test_accuracy_is_the_share_of_exact_answers(held_out):
     assert held_out.accuracy(Answerer(spoilt=[9]), greedy=True) == 9 / 10
 
 
-def test_sampling_is_at_temperature_one_over_the_whole_vocabulary(held_out):
+def test_sampling_uses_temperature_one_and_the_whole_vocabulary(held_out):
     model = Answerer()
     held_out.accuracy(model)
     held_out.accuracy(model, greedy=True)
@@ -58,7 +58,7 @@ def test_sampling_is_at_temperature_one_over_the_whole_vocabulary(held_out):
     assert not sampled["training"]
 
 
-def test_evaluation_leaves_mode_and_random_state_as_they_were(held_out):
+def test_evaluation_restores_training_mode_and_random_state(held_out):
     model, before = Answerer(), torch.get_rng_state()
 
     held_out.accuracy(model)
@@ -67,7 +67,7 @@ def test_evaluation_leaves_mode_and_random_state_as_they_were(held_out):
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_target_is_crossed_where_the_mean_of_three_reaches_it_and_not_at_a_lucky_evaluation():
+def test_a_target_is_reached_when_the_mean_of_three_evaluations_reaches_it():
     rising = [(10.0 * index, 0.1 * index) for index in range(11)]
     assert first_crossing(rising, 0.45) == pytest.approx(45.0)
     lucky = [(x, y + 0.4 * (x == 20)) for x, y in rising]

@@ -1,4 +1,4 @@
-"""The benchmark of staleness: the exact lag of its runs, and which results of its table exist already."""
+"""The benchmark of staleness: the exact lag of its runs, and the table of its results."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ def config(tmp_path_factory):
     return with_quickstart_assets(compose_run([f"output_dir={folder}", *small]))
 
 
-def test_every_batch_is_sampled_by_the_weights_of_exactly_lag_steps_before(config):
+def test_each_batch_is_sampled_with_weights_that_are_exactly_lag_steps_old(config):
     seen = []
 
     class Spy(LaggedTraining):
@@ -42,19 +42,19 @@ def test_every_batch_is_sampled_by_the_weights_of_exactly_lag_steps_before(confi
 
 
 @pytest.mark.long
-def test_the_same_cell_gives_the_same_numbers_again(config):
+def test_a_repeated_training_gives_the_same_metrics(config):
     again = [LaggedTraining(config, lag=0, eval_every=5, eval_samples=1).run() for _ in range(2)]
     assert again[0].metrics == again[1].metrics
     assert again[0].metrics["ratio"] == pytest.approx(1.0, abs=1e-3), "without lag, the ratio must be 1"
 
 
-def test_the_area_is_the_mean_over_steps():
+def test_the_area_of_a_curve_is_its_mean_over_steps():
     outcome = LaggedOutcome(curve={0: 0.0, 2: 0.4, 4: 0.6}, metrics={}, seconds=1.0)
     assert outcome.final == 0.6
     assert outcome.area == pytest.approx((0.2 * 2 + 0.5 * 2) / 4)
 
 
-def test_finished_cells_are_found_again_and_other_settings_are_not(tmp_path):
+def test_a_result_is_found_only_with_the_settings_of_its_training(tmp_path):
     results = Results(path=tmp_path / "deep" / "cells.jsonl")
     assert results.read() == {}
     results.add(CELL, {"final": 0.5, "area": 0.25})
@@ -62,7 +62,7 @@ def test_finished_cells_are_found_again_and_other_settings_are_not(tmp_path):
     assert replace(CELL, lr=1e-3) not in results.read()
 
 
-def test_a_cell_is_the_quickstart_with_its_own_loss_and_correction(config):
+def test_each_correction_changes_the_algorithm_of_the_quickstart(config):
     base = replace(config.algorithm, groups_per_step=8)
     algorithm = CELL.algorithm(base)
     assert (algorithm.anchor, algorithm.weight, algorithm.num_mini_batches) == (Anchor.proximal, Weight.token, 4)
@@ -71,7 +71,7 @@ def test_a_cell_is_the_quickstart_with_its_own_loss_and_correction(config):
     assert set(PUBLISHED) <= set(CORRECTIONS)
 
 
-def test_the_whole_table_is_120_trainings_and_missing_ones_show(capsys):
+def test_the_whole_table_has_120_trainings_and_shows_missing_results(capsys):
     options = argparse.Namespace(
         seeds=[0, 1, 2], eta=[0, 1, 4, 8], corrections=list(PUBLISHED), mini_batches=[1, 4], steps=60, lr=7e-4
     )

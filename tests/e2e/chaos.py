@@ -80,13 +80,13 @@ class Event:
     """One fault or request.
 
     Attributes:
-        kind: ``kill``, ``stall``, ``pair`` (two kills at once), ``stop`` (SIGTERM), ``checkpoint``, ``full`` (disk), or
-            ``kill all``.
+        kind: ``kill``, ``stall``, ``pair`` (two simultaneous kills), ``stop`` (SIGTERM), ``checkpoint``, ``full``
+            (disk), or ``kill all``.
         parts: Parts of the run. One process of each part is killed or stalled. For ``stop``, the process is killed
             while the run stops.
         share: A number in [0, 1) that selects the process of a part. If the part has n processes, the index of the
             process is ``int(share * n)``.
-        in_training: Whether the pause begins with the first step of the life. If false, the pause begins at once.
+        in_training: Whether the pause begins with the first step of the life. If false, the pause begins immediately.
         pause_s: Pause before the event.
         length_s: Seconds that a stall or a full disk lasts, or seconds from SIGTERM to the kill.
         stays: Whether the disk stays full for the next life, if the current life ends while the disk is full.
@@ -137,7 +137,7 @@ def drawn_events(seed: int) -> Iterator[Event]:
 def small_disk(folder: Path, size_mb: int) -> Iterator[Path]:
     """Mount a file system of limited size on ``folder``.
 
-    Only root can mount a file system. If the code in the block fails, the files are copied to a folder next to it.
+    Only root can mount a file system. If the body of the ``with`` fails, the files are copied to a folder next to it.
     """
     folder.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size_mb}m", "chaos", folder], check=True)
@@ -161,7 +161,7 @@ class Lineage:
         start: Function that starts a life with the given options.
         say: Function that receives a line about each event.
         counts: Number of events of each kind and part, and number of lives with each kind of end.
-        lives: Folders of the lives, oldest first. A life that ended early may have no folder.
+        lives: Folders of the lives, oldest first. A life that ended early possibly has no folder.
     """
 
     disk: Path
@@ -184,7 +184,7 @@ class Lineage:
     def through(self, duration_s: float, sglang_share: float) -> RunningTraining:
         """Inject random events for ``duration_s`` seconds after the first checkpoint.
 
-        Resume the run each time it ends. Finally let it end normally.
+        Resume the run each time it ends. Finally let the run end normally.
         """
         self._begin("transformers")
         self._await(lambda: bool(self.checkpoint()), "the first checkpoint", 240.0)
@@ -257,7 +257,7 @@ class Lineage:
             self._note(f"… and SIGKILL of the {part}")
             self._signal(part, signal.SIGKILL, event.share)
         self._watch(SILENCE_S)
-        assert self.run.process.poll() is not None, f"SIGTERM ended nothing within {SILENCE_S:g} s"
+        assert self.run.process.poll() is not None, f"the run must end within {SILENCE_S:g} s after SIGTERM"
 
     def _kill_all(self) -> None:
         self._killed_by_us.add("supervisor")
@@ -298,7 +298,7 @@ class Lineage:
             self._note(f"… refused: {error}")
 
     def _fill(self, event: Event) -> None:
-        """Fill the disk for a while. If the run ends during this time, the next life possibly starts on a full disk."""
+        """Fill the disk for a while. If the life ends and ``event.stays``, the next life starts on a full disk."""
         filler = self.disk / FILLER
         _take_all_space(filler)
         self._watch(event.length_s)

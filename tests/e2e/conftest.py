@@ -7,7 +7,7 @@ from tests.support.training_run import RunningTraining
 
 @pytest.fixture
 def start(tmp_path):
-    """Return a function that starts ``python -m asyncrl train`` with some overrides in a separate process.
+    """Return a function that starts ``python -m asyncrl train`` with the given overrides in a separate process.
 
     The fixture ends the process later.
     """

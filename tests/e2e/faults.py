@@ -98,7 +98,7 @@ _SHORT_WAITS = ("buffer.request_timeout_s=6", "rollout_fleet.load_timeout_s=6")
 
 
 def _stopped(number: signal.Signals, moment: str) -> Fault:
-    """Return an entry of `FAULTS` for a run that is asked to stop.
+    """Return an entry of `FAULTS` for a run that is stopped by a signal.
 
     The run reports the signal, and exits with 128 plus the signal's number.
     """
@@ -207,7 +207,7 @@ SELDOM = (
     _recovers(_LEARNER, *_EACH_STEP, after_steps=LAST),
     _recovers(_BUFFER, *_ON_DISK, after_steps=LAST),
 )
-"""Faults at moments that other tests seldom hit: the start, an evaluation, a checkpoint, the last step."""
+"""Faults at moments that other tests rarely select: the start, an evaluation, a checkpoint, the last step."""
 
 
 def parts_of(engine: str, groups_per_step: int) -> dict[str, str]:
@@ -226,7 +226,7 @@ def assert_it_ends_right(
 ) -> None:
     """Wait for the end of a run with faults, and check its results.
 
-    The log-probs of every ``every``-th sample are recomputed with the run's snapshots. With 0, no sample is recomputed.
+    The log-probs of every ``every``-th sample are recomputed with the run's snapshots, unless ``every`` is 0.
     """
     run.remember_family()
     shared_memory = shared_memory_of(run.family.values())

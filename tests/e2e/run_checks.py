@@ -79,7 +79,7 @@ def trained_samples(run: RunningTraining, *columns: str) -> list[dict]:
 
 
 def model_of_version(run: RunningTraining, version: int):
-    """Return the published weights of a version. The run must have kept them."""
+    """Return the model of a version. Its weights must be in the run's folder of snapshots."""
     if version == 0:
         warm = next((path.parent for path in run.output_dir.glob("*/sft/*/sft.json")), None)
         made = next((path.parent for path in run.output_dir.glob("*/assets/**/config.json")), None)
@@ -94,7 +94,7 @@ def model_of_version(run: RunningTraining, version: int):
 def response_logprobs(model, row: dict) -> np.ndarray:
     """Return [R] float32 log-probs of the response from a plain Hugging Face forward.
 
-    A token that has no token before it gets 0.
+    If the prompt is empty, the first token of the response gets 0.
     """
     ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])
     logits = model(ids).logits[0, :-1]

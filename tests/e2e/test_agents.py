@@ -44,17 +44,17 @@ def test_every_token_is_accounted_for_over_several_turns(run):
     assert "(8 prompts)" in last
 
 
-def test_every_trained_token_has_the_log_prob_that_its_version_gives_it(run):
+def test_every_trained_token_has_the_log_prob_of_its_version(run):
     assert assert_trained_tokens_have_the_log_prob_of_their_version(run, every=4) > 50
 
 
-def test_the_calculator_answered_what_the_policy_asked_token_for_token(run):
+def test_each_calculator_answer_matches_the_question_of_the_policy(run):
     tokenizer = AutoTokenizer.from_pretrained(next(run.output_dir.glob("*/assets/*/model")))
     num_calls = 0
     for row in trained_samples(run):
         ids, mask = np.asarray(row["response_ids"]), np.asarray(row["response_mask"])
         stretches = np.split(ids, np.flatnonzero(np.diff(mask)) + 1)
-        # The agent gets texts without special tokens, so leave out special tokens here, too.
+        # Decode without special tokens, because the agent gets texts without special tokens.
         texts = [tokenizer.decode(stretch, skip_special_tokens=True) for stretch in stretches]
         assert mask[0], "the first tokens must be the policy's"
         for asked, answered in zip(texts[0::2], texts[1::2], strict=False):

@@ -51,7 +51,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: re.search(r"environment.name=(\S+)", command)[1])
-def test_a_command_of_the_page_of_agents_trains(folder, command):
+def test_each_command_of_the_agents_page_trains(folder, command):
     environment = os.environ | {"PATH": f"{ROOT / '.venv' / 'bin'}:{folder}:{os.environ['PATH']}"}
     short = "total_steps=2 evaluation.enabled=false algorithm.groups_per_step=4 rollout_fleet.groups_in_flight=4"
     done = subprocess.run(

@@ -34,7 +34,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.timeout(DURATION_S + 1800),
-    pytest.mark.skipif(os.geteuid() != 0, reason="the disk that fills up is a mount of its own, which needs root"),
+    pytest.mark.skipif(os.geteuid() != 0, reason="the test mounts a small disk, and only root can mount"),
 ]
 
 
@@ -87,8 +87,8 @@ def assert_the_lineage_is_right(run, lineage):
 def is_lost_on_a_full_disk(bad, lineage):
     """Return whether a full disk explains that a receipt (a record of sampled tokens) is missing.
 
-    If so, the log of a rollout worker says that a ``sampled`` receipt is not written. The log can be of the same start
-    of the run or of an earlier one.
+    If so, the log of a rollout worker says that a ``sampled`` receipt is not written. The log can be from the same
+    start of the run or from an earlier start.
     """
     if (bad.what, bad.found) != (ENGINE_RECEIPT, "none"):
         return False
@@ -120,7 +120,7 @@ def assert_steps_rise_by_one_between_rewinds(life):
 
 
 def receipts_of(life):
-    """Return the receipts (records of steps) that the controller wrote in this life. Without a step there are none."""
+    """Return the receipts (records of steps) that the controller wrote in this life, possibly none."""
     path = life / FOLDER / "controller.jsonl"
     whole, _, _ = (path.read_text() if path.exists() else "").rpartition("\n")
     return map(json.loads, whole.splitlines())

@@ -61,7 +61,7 @@ def started(start, tmp_path):
 def wait_for(is_true, timeout_s=120.0):
     until_s = time.monotonic() + timeout_s
     while not is_true():
-        assert time.monotonic() < until_s, "the phase has not come in time"
+        assert time.monotonic() < until_s, "the phase must begin in time"
         time.sleep(0.002)
 
 
@@ -80,7 +80,7 @@ def wait_for_phase(run, phase):
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["trains", "hands over", "generates"])
 @pytest.mark.parametrize(("engine", "num_ranks"), [("transformers", 2), ("sglang", 1)])
-def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, engine, num_ranks, phase):
+def test_a_colocated_run_survives_the_death_of_a_rank_in_each_phase(started, engine, num_ranks, phase):
     run = started(engine, num_ranks)
     wait_for_phase(run, phase)
     os.kill(run.pids_at(RANK)[-1], signal.SIGKILL)
@@ -90,7 +90,7 @@ def test_a_colocated_run_outlives_the_death_of_a_rank_in_each_phase(started, eng
     assert "rollout worker 0 has ended" not in run.output
 
 
-def test_colocated_roles_outlive_the_death_of_a_rank_and_leave_the_device_each_time(started):
+def test_colocated_roles_survive_a_rank_death_and_release_the_device_in_each_step(started):
     """Two sequence-parallel ranks each hold actor, critic and reference. Ranks and engines share two devices."""
     run = started("transformers", 2, "learner.sp_size=2", "algorithm.advantage=gae", "algorithm.kl_coef=0.01")
     wait_for_phase(run, "hands over")
@@ -108,7 +108,7 @@ def test_colocated_roles_outlive_the_death_of_a_rank_and_leave_the_device_each_t
 
 
 @pytest.mark.slow
-def test_a_colocated_run_with_tensor_parallel_engines_outlives_the_death_of_a_rank(started):
+def test_a_colocated_run_with_tensor_parallel_engines_survives_the_death_of_a_rank(started):
     run = started("sglang", 2, "rollout_fleet.num_engines=1", "rollout_fleet.sglang.tp_size=2")
     wait_for_phase(run, "generates")
     os.kill(run.pids_at(RANK)[-1], signal.SIGKILL)
@@ -119,7 +119,7 @@ def test_a_colocated_run_with_tensor_parallel_engines_outlives_the_death_of_a_ra
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", ["trains", "hands over", "generates"])
 @pytest.mark.parametrize(("engine", "part"), [("transformers", WORKER), ("sglang", WORKER), ("sglang", SERVER)])
-def test_a_colocated_run_outlives_the_death_of_an_engine_in_each_phase(started, engine, part, phase):
+def test_a_colocated_run_survives_the_death_of_an_engine_in_each_phase(started, engine, part, phase):
     run = started(engine, 1)
     wait_for_phase(run, phase)
     os.kill(run.pid_at(part), signal.SIGKILL)
@@ -130,7 +130,7 @@ def test_a_colocated_run_outlives_the_death_of_an_engine_in_each_phase(started, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
-def test_a_colocated_run_outlives_deaths_of_ranks_and_engines_at_any_time(started, engine):
+def test_a_colocated_run_survives_deaths_of_ranks_and_engines_at_any_time(started, engine):
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
     dice = random.Random(seed)

@@ -37,7 +37,7 @@ OPTIONS = [*CHECKED, f"total_steps={STEPS}", f"rollout_fleet.engine={ENGINE}", "
 SHORT_SILENCE = ["rollout_fleet.silence_timeout_s=6", "rollout_fleet.load_timeout_s=15"]
 
 
-def test_a_process_that_stands_still_for_five_seconds_costs_nothing_but_time(start, tmp_path):
+def test_a_process_paused_for_five_seconds_only_delays_the_run(start, tmp_path):
     run = start(*OPTIONS, f"buffer.directory={tmp_path / 'journal'}", "buffer.stores_on=hosts")
     run.wait_for_line(STARTED)
     run.wait_for_step(3)
@@ -71,7 +71,7 @@ def test_a_batch_lost_between_plan_and_fetch_is_planned_again_without_a_learner_
     assert restarts["learner"] == 0
 
 
-def test_parts_that_die_together_cost_what_each_of_them_would(start, tmp_path):
+def test_a_run_survives_simultaneous_deaths_of_several_parts(start, tmp_path):
     run = start(
         *OPTIONS,
         f"buffer.directory={tmp_path / 'journal'}",
@@ -143,7 +143,7 @@ def test_a_run_is_correct_after_random_kills_and_stalls_of_any_part(start, tmp_p
     assert_it_ends_right(run, num_steps=num_steps, timeout_s=RECOVERY_TIMEOUT_S)
 
 
-def test_a_run_survives_any_http_answer_that_replaces_an_answer_of_its_server(start):
+def test_a_run_survives_each_kind_of_wrong_http_answer_of_an_sglang_server(start):
     proxy, num_steps = ServerProxy(), 60
     restarts = ["rollout_fleet.restarts=20", "rollout_fleet.restart_backoff_s=0.2", "rollout_fleet.silence_timeout_s=4"]
     run = start(*CHECKED, f"total_steps={num_steps}", proxy.option, "rollout_fleet.load_timeout_s=15", *restarts)
@@ -162,7 +162,7 @@ def test_a_run_survives_any_http_answer_that_replaces_an_answer_of_its_server(st
     assert proxy.num_failed >= len(ANSWERS)
 
 
-def test_real_servers_and_workers_that_are_struck_come_back_and_the_run_is_right(start):
+def test_killed_or_paused_servers_and_workers_recover_and_the_run_is_correct(start):
     """Each fault hits one of two rollout workers. The engine of the other worker continues the samples."""
     sixteen = ["algorithm.groups_per_step=16", "rollout_fleet.num_engines=2", "total_steps=300"]
     run = start(*CHECKED, *SHORT_SILENCE, *sixteen)

@@ -84,7 +84,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS.keys())
-def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
+def test_engines_join_and_leave_during_all_activities_of_a_run(start, weights):
     engine = os.environ.get("ASYNCRL_FAULT_ENGINE", "sglang")
     run = start(
         "total_steps=100000",
@@ -100,7 +100,7 @@ def test_engines_come_and_go_whatever_the_run_is_busy_with(start, weights):
     )
     run.wait_for_line("; 3 engines are present", timeout_s=JOINED_S)
     run.wait_for_step(4)
-    for rank in (0, 2):  # engines also load weights and answer held-out prompts
+    for rank in (0, 2):  # during loads of weights and evaluations
         timed(run, "leave", str(rank))
     with ThreadPoolExecutor(2) as both:
         joining = [both.submit(timed, run, "join") for _ in range(2)]

@@ -14,7 +14,7 @@ FAST = ["rollout_fleet.engine=transformers", "sft.enabled=false", "evaluation.en
 END_TIMEOUT_S = 15
 
 
-def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
+def test_a_second_signal_immediately_ends_a_run_without_its_supervisor(start):
     run = start(*FAST)
     run.wait_for_line("step 1/")
     run.remember_family()
@@ -27,7 +27,7 @@ def test_a_second_signal_ends_a_run_without_its_supervisor_on_the_spot(start):
     assert run.survivors(END_TIMEOUT_S) == []
 
 
-def test_an_sglang_server_that_does_not_come_up_ends_the_run_with_its_own_words(start):
+def test_a_failed_start_of_an_sglang_server_ends_the_run_with_the_servers_error(start):
     run = start(*FAST, "rollout_fleet.engine=sglang", "rollout_fleet.sglang.extra_args=[--no-such-option]")
     assert run.finish(120) == 1
     assert "no-such-option" in "\n".join(run.lines[-40:])
@@ -61,7 +61,7 @@ def test_a_wrong_option_ends_the_run_before_any_process_starts(start, override, 
         (signal.SIGTERM, "sglang", "step 1/"),
     ],
 )
-def test_a_signal_to_every_process_of_a_run_at_once_ends_the_run_with_its_policy(start, number, engine, moment):
+def test_a_signal_to_all_processes_of_a_run_ends_the_run_and_saves_its_policy(start, number, engine, moment):
     run = start(*FAST, "record_trajectories=true", f"rollout_fleet.engine={engine}")
     run.wait_for_line(moment)
     has_trained = moment == "step 1/"

@@ -49,7 +49,7 @@ def moments():
     return random.Random(seed)
 
 
-def test_a_stopped_and_a_killed_run_end_with_the_bits_of_one_that_was_not(start, moments, capsys, tmp_path):
+def test_resumed_runs_end_with_the_same_bits_as_an_uninterrupted_run(start, moments, capsys, tmp_path):
     straight = start(*OPTIONS, "checkpoint.at_stop=false")
     assert straight.finish(900) == 0, straight.output
     want = trained(straight.run_dir)

@@ -27,7 +27,7 @@ ROWS = [pytest.param(fault, engine, id=f"{fault}-{engine}") for fault in FAULTS 
 
 
 @pytest.mark.parametrize(("fault", "engine"), ROWS)
-def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault, engine):
+def test_a_run_ends_as_the_table_of_faults_says_and_leaves_nothing_behind(start, fault, engine):
     seed = int(os.environ.get("ASYNCRL_FAULT_SEED", random.randrange(10**6)))
     print(f"ASYNCRL_FAULT_SEED={seed}")  # noqa: T201 - pytest shows it when the test fails
     run = start(*OPTIONS, f"rollout_fleet.engine={engine}", *fault.options)
@@ -55,7 +55,7 @@ def test_a_run_ends_as_the_table_says_and_leaves_nothing(start, fault, engine):
 
 @pytest.mark.parametrize("engine", ["transformers", "sglang"])
 @pytest.mark.parametrize("recovery", [*RECOVERIES, *SELDOM], ids=str)
-def test_a_run_outlives_the_fault_and_ends_as_one_without(start, tmp_path, recovery, engine):
+def test_a_run_survives_the_fault_and_makes_all_steps(start, tmp_path, recovery, engine):
     run = start(
         f"total_steps={STEPS}",
         "sft.enabled=false",

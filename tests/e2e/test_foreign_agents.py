@@ -88,7 +88,7 @@ def run(tmp_path_factory):
         "record_trajectories=true",
         cwd=folder,
         python_path=folder,
-        environment={"http_proxy": "", "https_proxy": ""},  # uv downloads the packages of verifiers' program
+        environment={"http_proxy": "", "https_proxy": ""},  # uv downloads packages for verifiers
     )
     try:
         assert running.finish(timeout_s=700) == 0, running.output
@@ -97,7 +97,7 @@ def run(tmp_path_factory):
         running.end()
 
 
-def test_every_step_is_made_of_episodes_of_both_packages_and_every_token_is_accounted_for(run):
+def test_episodes_of_both_packages_do_not_fail_and_every_token_is_accounted_for(run):
     assert_every_token_is_accounted_for(run)
     assert len(run.records) == STEPS
     assert sum(record.get("sdk_calls", 0.0) for record in run.records) > 0
@@ -106,7 +106,7 @@ def test_every_step_is_made_of_episodes_of_both_packages_and_every_token_is_acco
     assert not any(failed.values()), failed
 
 
-def test_every_trained_id_is_one_that_sglang_was_sent_or_has_sampled_there(run):
+def test_every_trained_token_was_sent_to_sglang_or_sampled_by_sglang(run):
     answers = read_engine_log(run.output_dir.parent)
     assert assert_trained_tokens_were_sampled(trained_samples(run), answers) == run.summary["tokens"]["trained"]
     assert sum(record["episode.retokenised_tokens"] for record in run.records) == 0

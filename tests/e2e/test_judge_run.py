@@ -28,11 +28,11 @@ def asked_of(tokenizer, response):
 
 
 def save_judge(folder):
-    """Save a model that mostly writes verdicts, which depend on its prompt. Returns the model's folder."""
+    """Save a model that mostly writes verdicts. The verdicts depend on its prompt. Returns the model's folder."""
     path = save_calling_policy(folder, VERDICTS, p_call=0.15, p_stop=0.1)
     model, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     tokens = [tokenizer.convert_tokens_to_ids(f"<tool_call>{verdict}</tool_call>") for verdict in VERDICTS]
-    usual = [*tokens * 50, *range(256)]  # draw answers like those of the policy from these tokens
+    usual = [*tokens * 50, *range(256)]  # tokens that are frequent in answers of the policy
     choices = (random.Random(n).choices(usual, k=1 + n % 8) for n in range(64))
     asked = [asked_of(tokenizer, tokenizer.decode(chosen)) for chosen in choices]
     with torch.no_grad():
@@ -88,7 +88,7 @@ def run(tmp_path_factory):
         running.end()
 
 
-def test_the_judge_of_a_run_is_the_model_with_which_it_began(run):
+def test_the_judge_of_a_run_is_the_initial_policy(run):
     assert_every_token_is_accounted_for(run)
     rows = trained_samples(run)
     assert max(version for row in rows for version in row["versions"]) >= STEPS - 2
@@ -105,6 +105,6 @@ def test_the_judge_of_a_run_is_the_model_with_which_it_began(run):
     assert seen == {"3", "7"}, "the judge must give different verdicts"
 
 
-def test_nothing_of_the_judge_outlives_the_run(run):
+def test_no_process_of_the_judge_outlives_the_run(run):
     assert (run.run_dir / "logs" / "judge-0.log").is_file()
     assert run.survivors() == []

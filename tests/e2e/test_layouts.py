@@ -32,7 +32,7 @@ def finished(start, *overrides):
     ("engine", "max_lag", "tp_size"),
     [("transformers", 2, 1), ("transformers", 0, 1), ("sglang", 1, 1), ("sglang", 1, 2)],
 )
-def test_colocated_pools_train_within_the_bound_and_offload_at_every_turn(start, engine, max_lag, tp_size):
+def test_colocated_pools_train_within_the_lag_bound_and_offload_in_every_step(start, engine, max_lag, tp_size):
     run = finished(
         start,
         "placement.colocated=true",
@@ -71,11 +71,11 @@ ADAPTERS = ["learner.lora.rank=4", "algorithm.kl_coef=0.01"]
             [*ADAPTERS, "rollout_fleet.engine=sglang", "weights.adapters=false"],
             id="merged-adapters-sglang",
         ),
-        pytest.param([*PPO, "placement.pools={values: 1}", "placement.critic=values"], id="critic-apart"),
+        pytest.param([*PPO, "placement.pools={values: 1}", "placement.critic=values"], id="separate-critic"),
     ],
 )
-def test_every_role_beside_a_colocated_engine_gives_its_device_up_at_every_turn(start, overrides):
-    entropy = "algorithm.entropy_coef=0.1"  # an untrained policy gets no reward and would not change
+def test_every_role_releases_the_device_to_a_colocated_engine_in_every_step(start, overrides):
+    entropy = "algorithm.entropy_coef=0.1"  # changes the policy, which gets no rewards
     run = finished(start, *overrides, "placement.colocated=true", "learner.offload_at_transition_only=true", entropy)
     assert run.survivors() == []
     has_critic = "learner.critic.value_loss" in run.records[-1]
@@ -103,7 +103,7 @@ def test_every_role_beside_a_colocated_engine_gives_its_device_up_at_every_turn(
         ),
     ],
 )
-def test_sequence_parallel_ppo_trains_within_the_bound_and_accounts_for_every_token(start, overrides):
+def test_sequence_parallel_ppo_trains_within_the_lag_bound_and_accounts_for_every_token(start, overrides):
     run = finished(start, *SP_PPO, *overrides)
     assert run.survivors() == []
     last = run.records[-1]

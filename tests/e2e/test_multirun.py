@@ -21,7 +21,7 @@ def values_in_table(sweep):
     return [line.split()[-1] for line in sweep.output.splitlines()[-2:]]
 
 
-def test_a_multirun_reuses_its_warm_start_and_a_signal_stops_it_with_its_running_run(start, tmp_path):
+def test_a_multirun_reuses_its_warm_start_and_a_signal_stops_it_and_its_current_run(start, tmp_path):
     sweep = start("--multirun", *SMALL, f"hydra.sweep.dir={tmp_path}/sweep")
     sweep.wait_for_line("warm start: reusing", timeout_s=600)  # one whole run
     sweep.remember_family()

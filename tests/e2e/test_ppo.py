@@ -55,7 +55,7 @@ def test_ppo_learns_with_a_critic_and_accounts_for_every_token(start):
     assert undocumented(records[-1]) == []
 
 
-def test_adapters_train_and_the_saved_policy_is_plain(start):
+def test_adapters_train_and_are_merged_into_the_saved_policy(start):
     run = finished(
         start,
         "total_steps=6",
@@ -79,7 +79,7 @@ def test_adapters_train_and_the_saved_policy_is_plain(start):
     assert "model.embed_tokens.weight" not in moved
 
 
-def test_a_reward_model_scores_what_a_run_trains_on(start, tmp_path):
+def test_a_run_trains_on_the_scores_of_its_reward_model(start, tmp_path):
     """An untrained policy gets no reward from the reward function. So it can learn only from the reward model."""
     config = with_quickstart_assets(compose_run([f"output_dir={tmp_path}"]))
     torch.manual_seed(0)

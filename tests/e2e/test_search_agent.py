@@ -191,7 +191,7 @@ def test_every_step_is_made_and_no_token_is_lost(run, rows):
     assert len(groups) == sum(run.summary["max_lag"]["histogram"].values()) == 4 * STEPS
 
 
-def test_every_trained_id_is_one_that_sglang_was_sent_or_has_sampled_there(run, rows, answers):
+def test_every_trained_token_was_sent_to_sglang_or_sampled_by_sglang(run, rows, answers):
     assert assert_trained_tokens_were_sampled(rows, answers) == run.summary["tokens"]["trained"]
     tokenizer = ChatTokenizer(str(run.output_dir.parent / "model"))
     turns = [answer.token_ids for answer in answers if answer.is_finished]
@@ -199,13 +199,13 @@ def test_every_trained_id_is_one_that_sglang_was_sent_or_has_sampled_there(run, 
     assert len(unstable) > len(turns) / 4, "encoding an answer's text must give other tokens"
 
 
-def test_every_trained_token_has_the_log_prob_that_its_version_gives_it(run, rows, capsys):
+def test_every_trained_token_has_the_log_prob_of_its_version(run, rows, capsys):
     assert len({version for row in rows for version in row["versions"]}) > STEPS / 2
     assert assert_trained_tokens_have_the_log_prob_of_their_version(run, every=3) > 200
     assert audit([str(run.run_dir), "--forward", "20"]) == 0, capsys.readouterr().out
 
 
-def test_the_agent_branches_compacts_repeats_requests_and_gives_back_no_answer_in_other_tokens(run):
+def test_the_agent_branches_compacts_repeats_requests_and_returns_unchanged_tokens(run):
     happened = {name: sum(record.get(name, 0.0) for record in run.records) for name in WHAT_HAPPENED}
     assert happened.pop("episode.retokenised_tokens") == 0
     assert all(happened.values()), happened
@@ -219,7 +219,7 @@ class Replay:
     Attributes:
         cause: The part that was killed.
         saved: The turns that the agent had received before the death. An agent has received a turn if it sent a further
-            request. A killed worker also loses the turns after its last weight update, because it saves at updates.
+            request. A killed worker loses its turns after the last weight update, so these turns are not included.
         after: The tokens that SGLang sampled after the death.
         is_kept: Whether each saved turn was trained token for token.
     """
@@ -267,14 +267,14 @@ def replays(run, rows, answers):
     return [replay for replay in replays if replay.group not in groups]
 
 
-def test_turns_of_killed_parts_are_trained_token_for_token_after_the_replay(run, replays):
+def test_turns_that_an_agent_received_before_a_kill_are_trained_token_for_token(run, replays):
     assert run.workers[0] == run.workers[1] != run.workers[2], "an agent's death must not end its worker"
     for replay in replays:
         assert all(replay.is_kept), replay
     assert {replay.cause for replay in replays if replay.saved} == {*KILLED}
 
 
-def test_an_agent_that_begins_again_gets_the_answers_that_it_had(run, replays):
+def test_a_restarted_agent_gets_the_same_answers_again(run, replays):
     lives = defaultdict(lambda: defaultdict(list))
     for line in agents_answers(run):
         lives[line["group"], line["sample"]][line["life"], line["worker"]].append(line["said"])

@@ -69,7 +69,7 @@ def answers_of(ports):
     return found
 
 
-def test_a_run_listens_where_the_table_says_and_another_user_opens_none_of_it(start):
+def test_a_run_listens_only_on_documented_sockets_and_refuses_other_users(start):
     run = start(f"total_steps={STEPS}", "learner.num_ranks=2", "placement.oversubscribe=true")
     run.wait_for_line("step 1/")
     sockets = listening(run.process.pid)

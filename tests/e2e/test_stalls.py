@@ -1,7 +1,7 @@
 """A process of a run is paused by SIGSTOP in any phase, and then continues.
 
-If the pause is shorter than the deadline of the process, all processes work again. If the pause is longer, the process
-is replaced, or the run ends with an error that names it. ``ASYNCRL_FAULT_ENGINE=sglang`` uses real servers.
+If the pause is shorter than the deadline of the process, the run continues. If the pause is longer, the process is
+replaced, or the run ends with an error that names the process. ``ASYNCRL_FAULT_ENGINE=sglang`` uses real servers.
 """
 
 import os
@@ -46,7 +46,7 @@ def _wait_for_new(run: RunningTraining, folder: str) -> None:
     path, deadline = run.run_dir / folder, time.monotonic() + 60
     before = set(os.listdir(path)) if path.is_dir() else set()
     while not path.is_dir() or set(os.listdir(path)) <= before:
-        assert time.monotonic() < deadline, f"nothing new in {path}"
+        assert time.monotonic() < deadline, f"no new file in {path}"
         time.sleep(0.005)
 
 
@@ -63,9 +63,7 @@ PHASES: dict[str, Callable[[RunningTraining], object]] = {
 @pytest.mark.parametrize("stall_s", STALLS_S)
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("phase", PHASES)
-def test_a_run_continues_or_names_the_part_after_a_process_was_stopped_in_any_phase(
-    start, tmp_path, phase, part, stall_s
-):
+def test_a_run_continues_or_names_the_paused_part_after_a_pause_in_any_phase(start, tmp_path, phase, part, stall_s):
     run = start(
         f"total_steps={STEPS}",
         f"rollout_fleet.engine={ENGINE}",
@@ -90,7 +88,7 @@ def test_a_run_continues_or_names_the_part_after_a_process_was_stopped_in_any_ph
     run.remember_family()
     pids = run.pids_at(PARTS[part]) if part != CONTROLLER else [run.pid_of(PARTS[part])]
     if not pids:
-        pytest.skip(f"no {part} is there at this moment")
+        pytest.skip(f"no process of the {part} runs at this moment")
     os.kill(pids[0], signal.SIGSTOP)
     time.sleep(stall_s)
     with suppress(ProcessLookupError):  # the run has already replaced the process

@@ -60,7 +60,7 @@ def run(request, tmp_path_factory):
         running.end()
 
 
-def test_versions_advance_one_a_step_and_no_lag_exceeds_the_bound(run):
+def test_versions_advance_by_one_per_step_and_no_lag_exceeds_the_bound(run):
     assert [record["step"] for record in run.records] == list(range(STEPS))
     assert run.summary["policy_version"] == STEPS
     assert run.summary["max_lag"]["realised"] <= run.summary["max_lag"]["bound"]
@@ -99,7 +99,7 @@ def test_the_record_of_the_run_explains_every_second_of_both_pools(run):
     assert sum("torch_trace" in event.get("args", {}) for event in events) == 2
 
 
-def test_every_metric_is_explained(run):
+def test_every_metric_of_a_run_is_documented(run):
     assert undocumented(run.records[-1]) == []
 
 
@@ -108,11 +108,11 @@ def test_every_token_is_accounted_for(run):
     assert run.summary["tokens"]["trained"] == sum(record["learner.num_tokens"] for record in run.records)
 
 
-def test_every_trained_token_has_the_log_prob_of_the_version_it_names(run):
+def test_every_trained_token_has_the_log_prob_of_its_version(run):
     assert assert_trained_tokens_have_the_log_prob_of_their_version(run) == run.summary["tokens"]["trained"]
 
 
-def test_the_exported_policy_loads_and_is_the_learners_last_version(run):
+def test_the_exported_policy_loads_and_equals_the_learners_last_version(run):
     policy = AutoModelForCausalLM.from_pretrained(run.run_dir / "policy", dtype=torch.float32)
     last = model_of_version(run, STEPS)
     for (name, exported), (_, published) in zip(policy.named_parameters(), last.named_parameters(), strict=True):
@@ -123,7 +123,7 @@ def test_the_exported_policy_loads_and_is_the_learners_last_version(run):
     assert tokenizer.decode(tokenizer("12345=")["input_ids"]) == "12345="
 
 
-def test_the_folder_holds_what_the_readme_says(run):
+def test_the_run_folder_has_the_files_that_the_readme_names(run):
     for name in ("config.yaml", "metrics.jsonl", "summary.json", "reward.png", "policy/config.json"):
         assert (run.run_dir / name).stat().st_size > 0, name
     assert any((run.run_dir / "tensorboard").iterdir())
@@ -132,6 +132,6 @@ def test_the_folder_holds_what_the_readme_says(run):
     assert expected <= logs
 
 
-def test_nothing_outlives_the_run(run):
+def test_no_process_or_shared_memory_outlives_the_run(run):
     assert run.survivors() == []
     assert not run.left_in_shared_memory()

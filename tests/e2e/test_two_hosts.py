@@ -1,4 +1,4 @@
-"""scripts/two_hosts.sh starts a run on two hosts that are made of namespaces."""
+"""scripts/two_hosts.sh starts a run on two simulated hosts. Each host has its own Linux namespaces."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def out(tmp_path):
 
 
 @pytest.mark.parametrize("transport", ["collective", "file"])
-def test_a_learner_on_one_host_and_engines_on_both_train_and_nothing_is_left(out, transport):
+def test_a_learner_on_one_host_trains_with_engines_on_two_hosts_and_leaves_nothing_behind(out, transport):
     process, mark = start_hosts(out, "--transport", transport, *SHORT)
     output, _ = process.communicate(timeout=800)
     skip_unless_permitted(process, output)
@@ -79,7 +79,7 @@ OUTLIVES = [
 
 
 @pytest.mark.parametrize("transport", ["file", "collective"])
-def test_a_run_goes_on_when_parts_of_the_other_host_die_and_its_link_is_cut(on_two_hosts, out, transport):
+def test_a_run_continues_after_deaths_on_the_other_host_and_a_cut_of_its_link(on_two_hosts, out, transport):
     run = on_two_hosts("--transport", transport, *OUTLIVES, f"checkpoint.directory={out / 'checkpoints'}")
     run.wait_for_line(" step 1/", timeout_s=400)
     for part, back in (("sglang::scheduler", "is back"), ("ray::RolloutWorker", "is back"), ("--store ", "")):

@@ -75,7 +75,7 @@ def test_the_reward_of_a_run_on_images_rises(run):
     assert_every_token_is_accounted_for(run)
 
 
-def test_tokens_after_images_have_the_log_prob_that_a_forward_of_their_version_gives_them(run, images):
+def test_tokens_after_images_have_the_log_prob_of_their_version(run, images):
     model_path = str(run.output_dir.parent / "model")
     reader, num_checked = ImageReader(model_path=model_path, max_pixels=4096), 0
     rows = trained_samples(run)

@@ -1,4 +1,4 @@
-"""A real training is watched through its dashboard and by Prometheus, and its report is read."""
+"""The dashboard, Prometheus and the report show a real training."""
 
 import re
 import urllib.request
@@ -25,10 +25,10 @@ def until(page, condition, timeout_s=60):
         if condition():
             return
         page.wait_for_timeout(250)
-    raise AssertionError(f"not within {timeout_s} s; the page says {page.inner_text('#live')!r}")
+    raise AssertionError(f"the condition is false after {timeout_s} s; the page says {page.inner_text('#live')!r}")
 
 
-def test_a_training_is_seen_while_it_goes_on_and_in_its_report(start):
+def test_the_dashboard_prometheus_and_the_report_show_a_training(start):
     run = start(
         "experiment=quickstart",
         "rollout_fleet.engine=transformers",
