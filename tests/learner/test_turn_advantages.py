@@ -39,7 +39,7 @@ def given_turn(length: int, parent: int) -> Turn:
 
 
 def chain(rewards: Sequence[float], outcome: float = 0.0, *, length: int = 2, cut: bool = False) -> Trajectory:
-    """Return a prompt, and one sampled turn per reward. An observation stands between two sampled turns."""
+    """Return a prompt, and one sampled turn per reward. There is an observation between two sampled turns."""
     turns = [PROMPT]
     for index in range(len(rewards)):
         if index:
