@@ -85,8 +85,8 @@ def test_every_estimator_has_golden_numbers():
     marks = test_each_estimator_gives_its_golden_numbers.pytestmark  # type: ignore[attr-defined]
     assert sorted(name for name, _ in marks[0].args[1]) == OUTCOME_NAMES
     assert set(ADVANTAGES.names()) - set(OUTCOME_NAMES) == {
-        *("gae", "reinforce_plus_plus"),  # test_token_advantages.py tests these
-        *("turn_gae", "turn_grpo", "turn_grpo_no_std"),  # test_turn_advantages.py tests these
+        *("gae", "reinforce_plus_plus"),  # test_token_advantages.py tests these estimators
+        *("turn_gae", "turn_grpo", "turn_grpo_no_std"),  # test_turn_advantages.py tests these estimators
     }
 
 

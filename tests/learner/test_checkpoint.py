@@ -47,7 +47,7 @@ def step(trainer: Trainer, seed: int) -> None:
 
 
 def resumed_run(model_path: str, directory: str, num_ranks: int, **options: Any) -> tuple[dict, dict, int]:
-    """Return the weights of a run of four steps, the weights of a resumed run, and the resumed version.
+    """Return three values: the weights of a run of four steps, the weights of a resumed run, and the resumed version.
 
     The resumed run loads the checkpoint of the first run after two steps, and makes the other two steps.
     """
@@ -144,7 +144,7 @@ def test_a_crash_while_saving_keeps_the_previous_checkpoint(model_path, tmp_path
     assert newest.name == "v00000001"
     checkpointer.load(newest)
     assert_weights_equal(weights_of(trainer), saved)
-    assert checkpointer.save(2).name == "v00000002"  # ignores the files of the crashed save
+    assert checkpointer.save(2).name == "v00000002"  # the files of the crashed save are ignored
     assert checkpointer.latest() == tmp_path / "c" / "v00000002"
 
 
@@ -218,7 +218,7 @@ def test_a_crash_between_renames_or_during_a_removal_leaves_complete_checkpoints
 
 
 def test_a_save_of_an_existing_version_succeeds_while_a_command_reads_the_folder(tmp_path, monkeypatch):
-    """A save first renames the old checkpoint. A command reads the folder before the new one is renamed."""
+    """A save first renames the old checkpoint. Then a command reads the folder before the new one is in place."""
     final = tmp_path / "v00000004"
     rename = Path.rename
 

@@ -185,7 +185,7 @@ def test_the_clipped_value_loss_has_golden_numbers():
     values = torch.tensor([1.0, 0.1, 1.0, -3.0], requires_grad=True)
     old, returns = torch.tensor([0.0, 0.0, 0.9, 0.0]), torch.tensor([2.0, 2.0, 2.0, 1.0])
     loss, clipped = value_loss(values, old, returns, clip=0.2)
-    # The loss uses the larger of two squared errors: that of the value, and that of the clipped value.
+    # The loss uses the larger of two squared errors: the error of the value, and the error of the clipped value.
     # The first value counts as clipped: (1 - 2)² is less than (0.2 - 2)². Values 2 and 3 are inside the bounds.
     # The last value does not count as clipped: (-3 - 1)² is more than (-0.2 - 1)².
     torch.testing.assert_close(loss, torch.tensor([1.62, 1.805, 0.5, 8.0]))
@@ -198,7 +198,7 @@ def test_the_clipped_value_loss_has_golden_numbers():
 
 
 def test_a_value_inside_the_interval_is_never_counted_as_clipped():
-    """In floating point, old + (new - old) can differ from new in the last bit. The value must not count as clipped."""
+    """In floating point, old + (new - old) can differ from new in the last bit. This must not count as clipped."""
     generator = torch.Generator().manual_seed(3)
     old = -0.18 * torch.rand(100_000, generator=generator)
     values = 0.02 * torch.rand(100_000, generator=generator)
@@ -210,7 +210,7 @@ def test_a_value_inside_the_interval_is_never_counted_as_clipped():
 
 
 def step_on(path: str, config: LearnerConfig, num_sequences: int) -> tuple[list[dict], dict, list]:
-    """Make two updates. Returns their metrics, the new weights, and the critic's values of this rank's sequences."""
+    """Make two updates. Returns three results: metrics, new weights, and the values of this rank's sequences."""
     trainer, step = critic_of(
         path, replace(config, skip_selftest="other tests check the loaded model"), total_updates=2
     )

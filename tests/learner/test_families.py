@@ -65,7 +65,7 @@ def packed(
     log_probs = [score[sequence.loss_mask] for score, sequence in zip(scores, sequences, strict=True)]
     metrics = policy_step(trainer, AlgorithmConfig(clip_low=CLIP, clip_high=CLIP)).run(sequences)
     weights = {name.removeprefix("pretrained."): t.clone().numpy() for name, t in whole_tensors(trainer.head)}
-    return log_probs, metrics["grad_norm"], weights  # with transformers' names
+    return log_probs, metrics["grad_norm"], weights  # the names are those of transformers
 
 
 def every_family(paths: list[str], sp_size: int, options: dict[str, Any]) -> list:

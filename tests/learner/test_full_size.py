@@ -105,7 +105,7 @@ def waits_with(change: str) -> list[str]:
             batch.input_ids.max().item()
         return replace(original(batch, device), columns={name: each.cpu() for name, each in batch.columns.items()})
 
-    MicroBatch.to = to  # this changes only the separate process
+    MicroBatch.to = to  # changes only this separate process
     return fake_update(SMALL, LearnerConfig(max_tokens_per_micro_batch=64)).waits
 
 

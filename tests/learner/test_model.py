@@ -72,7 +72,7 @@ def test_chunked_log_probs_have_the_values_and_gradients_of_log_softmax(chunk, s
     logits = logits if cap is None else torch.tanh(logits / cap) * cap
     all_log_probs = F.log_softmax(logits / 0.7, dim=-1)
     want = all_log_probs.gather(-1, targets[:, None])[:, 0], -(all_log_probs.exp() * all_log_probs).sum(-1)
-    ours = [x.requires_grad_() for x in (hidden.t().contiguous().t(), weight, bias)]  # a tensor that is not contiguous
+    ours = [x.requires_grad_() for x in (hidden.t().contiguous().t(), weight, bias)]  # hidden is not contiguous
     shape = LogitShape(scale=scale, soft_cap=cap)
     got = chunked_log_probs(*ours, targets, temperature=0.7, chunk_tokens=chunk, shape=shape)
     factors = torch.randn(2, 13)

@@ -236,7 +236,7 @@ def sharded_run(model_path: str, config: LearnerConfig) -> tuple[list[float], in
     losses, bytes_after = [], -1
     for _ in range(2):
         losses.append(learner.update())
-        learner.log_prob()  # leaves the root's parameters unsharded
+        learner.log_prob()  # this forward leaves the root's parameters unsharded
         learner.residence.enter_rollout()
         bytes_after = learner.residence.device_bytes()
         learner.residence.enter_training()

@@ -62,7 +62,7 @@ def test_the_norm_is_over_all_gradients_and_clips_them_together():
     model.weight.grad, model.bias.grad = torch.tensor([[3.0]]), torch.tensor([4.0])
     assert optimizer.update()["grad_norm"] == pytest.approx(5.0)
     moment = optimizer.adamw.state[model.bias]["exp_avg"].item()
-    assert moment == pytest.approx(0.1 * 0.8)  # clipped gradient x (1 - beta1)
+    assert moment == pytest.approx(0.1 * 0.8)  # the clipped gradient times (1 - beta1)
 
 
 def test_a_non_finite_gradient_is_skipped_and_counted():

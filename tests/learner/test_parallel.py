@@ -154,7 +154,7 @@ def step_on_a_plan(model_path: str, learner: LearnerConfig) -> tuple[list[dict],
     by_id = {group.group_id: group for group in groups}
     algorithm = AlgorithmConfig(num_mini_batches=4, anchor=Anchor.proximal, weight=Weight.token, entropy_coef=0.01)
     shards = rank_batches(plan_of(groups), algorithm, num_shards=learner.num_ranks // learner.sp_size, max_lag=0)
-    # With a self-test at its start, a trainer takes the proximal log-probs of the first update from its own forward.
+    # A trainer with a self-test uses its training forward for the proximal log-probs of the first update.
     trainer = Trainer(replace(learner, skip_selftest=""), model_path=model_path, total_updates=8)
     batch = shards[trainer.mesh.dp_rank]
     sequences = [
@@ -214,7 +214,7 @@ def test_the_cases_cover_every_loss_aggregation_weight_and_mask():
 
 
 def error_of_an_update(model_path: str, learner: LearnerConfig, longest: int) -> str:
-    """Return the error that an update raises on this rank. Only data-parallel rank 0 has a too long sequence."""
+    """Return the error of an update on this rank. Only data-parallel rank 0 has a sequence that is too long."""
     trainer = Trainer(learner, model_path=model_path, total_updates=1)
     length = longest if trainer.mesh.dp_rank == 0 else 6
     mask = np.arange(length) > 1

@@ -51,7 +51,7 @@ def test_gae_uses_the_critics_values_and_does_not_cross_trajectories():
     assert advantages.tolist() == pytest.approx([0.3, 0.4, 0.25, 0.5, 1.0])
     assert returns.tolist() == pytest.approx([0.8, 1.0, 1.25, 1.5, 2.0])
     discounted, _ = generalized_advantages(rewards, values, lengths, gamma=0.5, gae_lambda=1.0)
-    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # discounted returns minus values
+    assert discounted.tolist() == pytest.approx([0.0, 0.4, -0.5, 0.0, 1.0])  # the discounted returns minus the values
 
 
 def test_a_truncated_trajectory_can_bootstrap():

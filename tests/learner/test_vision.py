@@ -154,7 +154,7 @@ def test_prompts_with_equal_tokens_are_shared_only_if_their_images_are_equal(seq
     num_own = sum(len(sequence.input_ids) - num_shared for sequence in sequences[:6])
     assert len(batch.input_ids) == 2 * num_shared + num_own + len(sequences[6].input_ids)
     assert batch.grids is not None
-    assert len(batch.grids) == 4  # two prompts' images, and the tool's image in each group
+    assert len(batch.grids) == 4  # two images of prompts, and two images of tools
     assert batch.position_ids.shape == (3, len(batch.input_ids))
 
 

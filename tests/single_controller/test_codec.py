@@ -87,7 +87,7 @@ def test_decoding_restores_any_nested_value(value):
 
 @given(st.lists(st.binary(max_size=40), max_size=4))
 @settings(max_examples=300)
-def test_random_bytes_raise_no_error_but_wire_error(frames):
+def test_random_bytes_raise_only_wire_error(frames):
     for candidate in (frames, [PREFIX + frames[0], *frames[1:]] if frames else frames):
         with suppress(WireError):
             codec.decode(candidate)

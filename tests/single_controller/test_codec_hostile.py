@@ -97,7 +97,7 @@ HOSTILE = {
     "a scalar without bytes": [header(ext(SCALAR, descriptor(b"<i4", ())))],
     "a scalar with a shape": [header(ext(SCALAR, descriptor(b"<i4", (1,)) + b"1234"))],
     "a truncated complex number": [header(ext(COMPLEX, b"12345678"))],
-    "a foreign value without an index": [header(ext(FOREIGN, b""))],
+    "a foreign value that was not sent with the message": [header(ext(FOREIGN, b""))],
     "a tensor whose dtype is another attribute of torch": [header(tensor(b"save", 1)), b"1"],
     "a quantized tensor": [header(tensor(b"quint8", 1)), b"1"],
     "an impossible zero-size tensor": [header(tensor(b"int64", 2**62, 2**62, 0)), b""],
@@ -264,7 +264,7 @@ LARGE = [b"\xff" * 8, b"\xff" * 7 + b"\x7f", b"\0" * 8, struct.pack("<q", 2**62)
 def mutated(draw):
     """Return a valid message after a few changes.
 
-    The changes are bit flips, cuts, insertions, splices, lost frames and added frames. A change may also replace eight
+    The changes are bit flips, cuts, insertions, splices, lost frames and added frames. A change can also replace eight
     bytes by an extreme integer.
     """
     frames = [bytearray(frame) for frame in draw(st.sampled_from(MESSAGES))]

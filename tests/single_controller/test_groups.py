@@ -410,7 +410,7 @@ def test_a_chained_call_raises_the_exception_of_the_earlier_call(group):
 def test_the_error_of_a_late_call_names_the_group_and_the_late_ranks(group, tmp_path):
     with call_deadline(0.3), pytest.raises(DeadlineError, match="group 'adder' rank 0"):
         group.sleep(1.0)
-    group.sleep(0)  # returns when all ranks are idle again
+    group.sleep(0)  # this call returns when all ranks are idle again
     pending = group.wait_later(tmp_path / "go on", only_rank=2)
     ray.wait(list(pending), num_returns=3, timeout=60)
     with pytest.raises(DeadlineError, match=r"1 of 4 are late: .*rank 2"):

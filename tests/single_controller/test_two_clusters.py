@@ -130,7 +130,7 @@ def output_of(script, *arguments):
     finally:
         if run.poll() is None:
             family = [psutil.Process(run.pid), *psutil.Process(run.pid).children(recursive=True)]
-        for process in family:  # end the processes of the Ray cluster, too
+        for process in family:  # kill also the processes of the Ray cluster
             with suppress(psutil.NoSuchProcess):
                 process.kill()
     return output
